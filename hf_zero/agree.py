@@ -1,0 +1,106 @@
+"""A start that is the same on every rank: same structure or a named error, same values or rank 0's."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import SoloWire
+from .config import ZeroConfig
+from .errors import RankMismatchError
+from .layout import ParamSpec
+
+
+def same_structure(
+    wire: SoloWire,
+    config: ZeroConfig,
+    mixed_precision: str | None,
+    specs: list[list[ParamSpec]],
+    originals: list[list[nn.Parameter]],
+    names: dict[nn.Parameter, list[str]],
+) -> None:
+    """Compare settings, parameters and optimizer groups over the ranks.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first difference.
+    """
+    if wire.size == 1:
+        return
+    lines = [f"config {sorted(config.to_dict().items())}", f"mixed_precision {mixed_precision}"]
+    lines += [
+        f"parameter {spec.name!r} shape {spec.shape} dtype {spec.dtype} trainable {spec.trainable} "
+        f"optimizer group {spec.group} tied to {spec.names[1:]} in unit {number}"
+        for number, unit in enumerate(specs)
+        for spec in unit
+    ]
+    lines += [f"optimizer group {i} of {[names[p][0] for p in group]}" for i, group in enumerate(originals)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests = wire.exchange(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[list[str]] = wire.exchange(lines)
+    for rank, theirs in enumerate(everyone[1:], start=1):
+        if theirs != everyone[0]:
+            raise RankMismatchError(_first_difference(everyone[0], theirs, rank))
+
+
+def _first_difference(first: list[str], other: list[str], rank: int) -> str:
+    for mine, theirs in zip(first, other):
+        if mine != theirs:
+            return f"ranks differ: rank 0 has {mine}, rank {rank} has {theirs}. Build the same model and settings everywhere"
+    longer, where = (first, 0) if len(first) > len(other) else (other, rank)
+    return (
+        f"ranks differ: rank 0 has {len(first)} entries, rank {rank} has {len(other)}; only rank {where} has "
+        f"{longer[min(len(first), len(other))]}. Build the same model and settings everywhere"
+    )
+
+
+def same_values(wire: SoloWire, names: dict[nn.Parameter, list[str]]) -> None:
+    """Make every parameter equal to rank 0's; warns with the first that was not."""
+    if wire.size == 1:
+        return
+    params = list(names)
+    prints = torch.stack([_fingerprint(param.detach()) for param in params]).cpu()
+    everyone: list[Tensor] = wire.exchange(prints)
+    differs = torch.zeros(len(params), dtype=torch.bool)
+    for theirs in everyone[1:]:
+        differs |= (theirs != everyone[0]).any(dim=1)
+    if not bool(differs.any()):
+        return
+    wrong = [param for param, bad in zip(params, differs.tolist()) if bad]
+    warnings.warn(
+        f"{len(wrong)} of {len(params)} parameters differ between ranks, {names[wrong[0]][0]!r} first; rank 0's values are "
+        "used (seed every rank alike before building the model to avoid this)",
+        stacklevel=4,
+    )
+    for param in wrong:
+        value = param.detach().contiguous()
+        wire.broadcast(value)
+        with torch.no_grad():
+            param.copy_(value)
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Two int64 sums over the bits, one of them weighted by place; equal values give equal sums."""
+    bits = tensor.contiguous().view(-1).view(torch.uint8).view(_word(tensor))
+    if bits.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    row = min(4096, bits.numel())
+    whole = bits.numel() // row * row
+    sums = bits[:whole].view(-1, row).sum(dim=1, dtype=torch.int64)
+    columns = bits[: min(whole, 64 * row)].view(-1, row).sum(dim=0, dtype=torch.int64)
+    rest = bits[whole:].sum(dtype=torch.int64)
+    weighted = (sums * _ramp(sums)).sum() + (columns * _ramp(columns)).sum()
+    return torch.stack([sums.sum() + rest, weighted + 3 * rest])
+
+
+def _ramp(like: Tensor) -> Tensor:
+    return torch.arange(1, like.numel() + 1, dtype=torch.int64, device=like.device)
+
+
+def _word(tensor: Tensor) -> Any:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)

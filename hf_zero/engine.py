@@ -1,0 +1,544 @@
+"""`shard(model, optimizer, config) -> Engine`: puts layout, units, schedule and optimizer together; no algorithm here."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import agree
+from .comm import SoloWire, Traffic, open_wire
+from .config import ZeroConfig
+from .discover import Group, find_groups
+from .errors import ConfigError, LayoutError
+from .layout import Layout, ParamSpec
+from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
+from .precision import Precision, all_finite, castable_params, computes_in_float16, dtype_name
+from .report import Report, data_parallel, predict, unit_rows
+from .schedule import Schedule
+from .statedict import FullState
+from .unit import Flat, State, Unit
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine]
+
+
+class Engine:
+    """One sharded model. Made by `shard`; see there.
+
+    Attributes:
+        model: the module itself, same type, parameters now views of flat spans.
+        optimizer: the optimizer bound to it, or None.
+        layout: where each element lives.
+        traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: ZeroConfig,
+        mixed_precision: str | None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.precision = Precision.of(mixed_precision, config.reduce_dtype)
+        self.device = _device_of(model)
+        self._wire: SoloWire = open_wire(self.device)
+        self._shards = self._wire.size if config.policy.shard else 1
+        self._groups: list[Group] = find_groups(model)
+        self._castable = castable_params(model) if self.precision.autocast_dtype is not None else set()
+        self._names = _names_of(model)
+        self._binding: Binding | None = None
+        self._handles: list[Any] = []
+        self._float16 = self.precision.autocast_dtype == torch.float16 or any(
+            p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
+        )
+        originals = originals_of(optimizer, self._first_names(), None) if optimizer is not None else []
+        if optimizer is not None and self._shards > 1:
+            check_supported(optimizer)
+        specs = self._specs(originals)
+        agree.same_structure(self._wire, config, mixed_precision, specs, originals, self._names)
+        agree.same_values(self._wire, self._names)
+        self._build(specs)
+        if optimizer is not None:
+            self._bind(optimizer, originals)
+        self._install()
+
+    # What the user calls --------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._wire.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._wire.size
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._wire.traffic
+
+    @property
+    def units(self) -> list[Unit]:
+        return self._units
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Attach an optimizer built over `model.parameters()`, before or after sharding. A collective.
+
+        The object and its `param_groups` dicts stay; `group["params"]` becomes this rank's flat spans. Binding the same
+        optimizer again is a no-op unless groups were added to it.
+
+        Raises:
+            UnsupportedOptimizerError, LayoutError: see `shard`.
+        """
+        previous = self._binding
+        if previous is not None and previous.optimizer is optimizer and previous.is_current():
+            return
+        if self._shards > 1:
+            check_supported(optimizer)
+        originals = originals_of(optimizer, self._first_names(), previous)
+        saved: dict[str, Any] | None = None
+        if previous is not None:
+            # Spans are cut by group: the state changes hands as whole parameters.
+            self._schedule.quiesce()
+            if previous.optimizer is optimizer:
+                saved = previous.state_dict(everywhere=True)
+                saved["param_groups"] = _renumber(optimizer, originals)
+            for flat in previous.flats:
+                previous.optimizer.state.pop(flat.master, None)
+        specs = self._specs(originals)
+        if [[spec.key for spec in unit] for unit in specs] != [
+            [spec.key for spec in unit] for unit in self._current_specs()
+        ]:
+            grads = any(flat.master.grad is not None for unit in self._units for flat in unit.trained)
+            if grads:
+                raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
+            self._restore()
+            self._build(specs)
+            self._install_schedule()
+        self._bind(optimizer, originals)
+        if saved is not None and self._binding is not None:
+            self._binding.load_state_dict(saved)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last of a step.
+
+        Stages 0 and 1: gradients add up on this rank and travel once, with the first backward outside (or at the step).
+        Stages 2 and 3: they still go to their owners each time, which is what keeps them sharded.
+        """
+        before, self._schedule.sync = self._schedule.sync, False
+        try:
+            yield
+        finally:
+            self._schedule.sync = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Tensor:
+        """Clip by the norm over all ranks, as `torch.nn.utils.clip_grad_norm_` on the whole model; a collective.
+
+        Returns:
+            The norm before clipping, 0-dim float32, the same on every rank. `max_norm=inf` only measures.
+        """
+        self._schedule.flush()
+        flats = [flat for unit in self._units for flat in unit.trained]
+        pieces = self._pieces(parameters, flats)
+        norm = total_norm(flats, float(norm_type), self._wire, pieces)
+        if max_norm == float("inf"):
+            return norm
+        coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        if norm.device.type == "cpu" and float(coefficient) == 1.0:
+            return norm
+        for flat in flats:
+            if flat.master.grad is not None:
+                for grad in pieces[flat] if pieces is not None else [flat.master.grad]:
+                    grad.mul_(coefficient.to(grad.dtype))
+        return norm
+
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Clamp every gradient element to ±`clip_value`."""
+        self._schedule.flush()
+        flats = [flat for unit in self._units for flat in unit.trained]
+        pieces = self._pieces(parameters, flats)
+        for flat in flats:
+            if flat.master.grad is not None:
+                for grad in pieces[flat] if pieces is not None else [flat.master.grad]:
+                    grad.clamp_(-clip_value, clip_value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do."""
+        for unit in self._units:
+            unit.drop_grads(shards=True)
+        self._schedule.unsynced = False
+
+    def report(self) -> Report:
+        """What lives where, in bytes per rank: predicted from the layout, and measured now."""
+        tensors = state_tensors(self.optimizer)
+        return Report(
+            stage=self.config.stage,
+            world_size=self.world_size,
+            precision=str(self.precision),
+            parameters=self.layout.numel,
+            trainable=self.layout.trainable_numel,
+            predicted=predict(self.layout, self.config.policy, tensors),
+            data_parallel=data_parallel(self.layout, tensors),
+            measured=self._measure(),
+            traffic=self.traffic.to_dict(),
+            units=unit_rows(self.layout),
+        )
+
+    def _measure(self) -> dict[str, int]:
+        """Bytes of storage that this rank's parameters, gradients and optimizer state take now."""
+        parameters: dict[int, int] = {}
+        gradients: dict[int, int] = {}
+        optimizer: dict[int, int] = {}
+        for unit in self._units:
+            for flat in unit.flats:
+                for tensor in (flat.full, flat.own, flat.master):
+                    _count(parameters, tensor)
+                for param in (*flat.params, flat.master):
+                    if param.grad is not None:
+                        _count(gradients, param.grad)
+                if self.optimizer is not None:
+                    for value in self.optimizer.state.get(flat.master, {}).values():
+                        if isinstance(value, Tensor):
+                            _count(optimizer, value)
+        return {
+            "parameters": sum(parameters.values()),
+            "gradients": sum(gradients.values()),
+            "optimizer": sum(optimizer.values()),
+        }
+
+    def reset(self) -> None:
+        """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
+        self._schedule.reset()
+
+    def detach(self) -> None:
+        """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
+        self._schedule.quiesce()
+        self._restore()
+        self._schedule.detach()
+        self._full_state.detach()
+        for handle in self._handles:
+            handle.remove()
+        for name in ("zero_grad", "_apply"):
+            self.model.__dict__.pop(name, None)
+        _engines.pop(self.model, None)
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def _first_names(self) -> dict[nn.Parameter, str]:
+        return {param: names[0] for param, names in self._names.items()}
+
+    def _specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
+        group_of: dict[nn.Parameter, int] = {p: g for g, params in enumerate(originals) for p in params}
+        old = {}
+        if hasattr(self, "_units"):
+            for unit in self._units:
+                for flat in unit.flats:
+                    for slot, param in zip(flat.span.slots, flat.params):
+                        old[param] = slot.spec
+        return [[self._spec(param, group_of.get(param, -1), old.get(param)) for param in g.params] for g in self._groups]
+
+    def _spec(self, param: nn.Parameter, group: int, old: ParamSpec | None) -> ParamSpec:
+        own = dtype_name(param.dtype) if old is None else old.dtype
+        master = dtype_name(Precision.master_dtype(param)) if old is None else old.master_dtype
+        if old is not None and param.requires_grad and own in ("bfloat16", "float16"):
+            master = "float32"
+        if old is None:
+            compute = dtype_name(self.precision.compute_dtype(param, param in self._castable))
+        else:
+            compute = old.compute_dtype
+        return ParamSpec(
+            names=tuple(self._names[param]),
+            shape=tuple(param.shape),
+            dtype=own,
+            compute_dtype=compute,
+            master_dtype=master,
+            trainable=param.requires_grad,
+            group=group,
+        )
+
+    def _current_specs(self) -> list[list[ParamSpec]]:
+        out = []
+        for group, unit in zip(self._groups, self._units):
+            place = {p: slot.spec for flat in unit.flats for p, slot in zip(flat.params, flat.span.slots)}
+            out.append([place[param] for param in group.params])
+        return out
+
+    def _build(self, specs: list[list[ParamSpec]]) -> None:
+        self.layout = Layout.build(zip((group.name for group in self._groups), specs), self._shards)
+        self._units: list[Unit] = []
+        for group, unit_specs, unit_layout in zip(self._groups, specs, self.layout.units):
+            param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
+            flats = []
+            for span in unit_layout.spans:
+                params = [param_of[slot.spec.name] for slot in span.slots]
+                for param in params:
+                    param.grad = None
+                flats.append(Flat(span, params, self._wire, self.config.policy, self.precision))
+            unit = Unit(unit_layout, flats, self._wire, self.config.policy)
+            unit.release()
+            self._units.append(unit)
+
+    def _restore(self) -> None:
+        """Every parameter whole and plain again, in its own type; collective."""
+        for unit in self._units:
+            for flat in unit.flats:
+                whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
+                step = flat.span.slice_numel
+                whole[flat.rank * step : (flat.rank + 1) * step].copy_(flat.master.detach())
+                if flat.span.shards > 1:
+                    moving = self._wire.gather(whole, flat.master.detach(), flat.span.index)
+                    moving.close()
+                for slot, param in zip(flat.span.slots, flat.params):
+                    value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                    param.data = value.to(getattr(torch, slot.spec.dtype), copy=True)
+
+    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
+        fresh = self.optimizer is not optimizer
+        state = take_state(optimizer, originals)
+        self._binding = Binding(optimizer, self._first_names(), self._units, self._wire, originals)
+        self.optimizer = optimizer
+        if state is not None:
+            self._binding.load_state_dict(state)
+        if fresh:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            _override(optimizer, "zero_grad", self._optimizer_zero_grad)
+            _override(optimizer, "state_dict", self._optimizer_state_dict)
+            _override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
+
+    def _install(self) -> None:
+        if self.precision.autocast_dtype is not None:
+            self._autocasts: list[Any] = []
+            self._handles.append(self.model.register_forward_pre_hook(self._enter_autocast))
+            self._handles.append(self.model.register_forward_hook(self._leave_autocast, always_call=True))
+        self._install_schedule()
+        _override(self.model, "zero_grad", self.zero_grad)
+        _override(self.model, "_apply", partial(self._guarded_apply, self.model._apply))
+        _engines[self.model] = self
+
+    def _install_schedule(self) -> None:
+        if hasattr(self, "_schedule"):
+            self._schedule.detach()
+            self._full_state.detach()
+        self._schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._groups)])
+        self._schedule.before_forward = self._before_forward
+        self._schedule.after_backward = self._after_backward
+        self._full_state = FullState(self.model, self._units, self._wire)
+
+    # What hooks call ------------------------------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        if self._binding is not None and not self._binding.is_current():
+            self.bind(self._binding.optimizer)
+        if not self._float16 and computes_in_float16(self.device):
+            self._float16 = True
+
+    def _enter_autocast(self, *_: Any) -> None:
+        context = self.precision.autocast(self.device)
+        context.__enter__()
+        self._autocasts.append(context)
+
+    def _leave_autocast(self, *_: Any) -> None:
+        if self._autocasts:
+            self._autocasts.pop().__exit__(None, None, None)
+
+    def _after_backward(self) -> None:
+        """A gradient that overflowed on one rank shows on every rank, so that loss scalers skip the step together."""
+        if not (self._float16 and self._schedule.sync and self._shards > 1):
+            return
+        grads = [flat.master.grad for unit in self._units for flat in unit.trained if flat.master.grad is not None]
+        if grads:
+            found = self._wire.max_scalar(all_finite(iter(grads)))
+            grads[0][:1].add_(torch.where(found > 0, float("inf"), 0.0).to(grads[0].dtype))
+
+    def _before_step(self, *_: Any) -> None:
+        if self._binding is not None and not self._binding.is_current():
+            raise LayoutError(
+                "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
+                "yet: run a forward and a backward before the step"
+            )
+        self._schedule.flush()
+        self._schedule.quiesce()
+        for unit in self._units:
+            for flat in unit.flats:
+                if not self.config.policy.keep_full and self.device.type != "cpu":
+                    flat.check_guards(unit.name)
+                for slot, param in zip(flat.span.slots, flat.params):
+                    if param.requires_grad != flat.span.trainable:
+                        raise LayoutError(
+                            f"requires_grad of {slot.spec.name!r} was {flat.span.trainable} when the model was sharded and "
+                            f"is {param.requires_grad} now: freeze or unfreeze, then call engine.bind(optimizer) with an "
+                            "optimizer built anew"
+                        )
+
+    def _after_step(self, *_: Any) -> None:
+        for unit in self._units:
+            unit.updated()
+            if self.config.policy.keep_full:
+                unit.gather()
+        for unit in self._units:
+            if unit.state is State.GATHERING:
+                unit.wait()
+
+    def _optimizer_zero_grad(self, set_to_none: bool = True) -> None:
+        self.zero_grad()
+
+    def _optimizer_state_dict(self) -> dict[str, Any]:
+        if self._binding is None:
+            raise ConfigError("no optimizer is bound")
+        self._schedule.quiesce()
+        return self._binding.state_dict()
+
+    def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._binding is None:
+            raise ConfigError("no optimizer is bound")
+        self._binding.load_state_dict(state_dict)
+
+    def _pieces(
+        self, parameters: Iterable[nn.Parameter] | None, flats: list[Flat]
+    ) -> dict[Flat, list[Tensor]] | None:
+        """Views of each flat's gradient that belong to `parameters`; None when those are all of them."""
+        if parameters is None:
+            return None
+        wanted = set(parameters) if not isinstance(parameters, Tensor) else {parameters}
+        masters = {flat.master for flat in flats}
+        if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:
+            return None
+        unknown = [p for p in wanted if p not in self._names and p not in masters]
+        if unknown:
+            raise LayoutError(
+                f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
+                "sharded model; clip those with torch.nn.utils"
+            )
+        out: dict[Flat, list[Tensor]] = {}
+        for flat in flats:
+            out[flat] = []
+            grad = flat.master.grad
+            if grad is None:
+                continue
+            if flat.master in wanted:
+                out[flat] = [grad]
+                continue
+            chosen = {id(slot) for slot, p in zip(flat.span.slots, flat.params) if p in wanted}
+            out[flat] = [
+                grad[part.slice_start : part.slice_start + part.numel]
+                for part in flat.span.overlaps(flat.rank)
+                if id(part.slot) in chosen
+            ]
+        return out
+
+    def _guarded_apply(self, plain: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`.to()`, `.half()`, `.cpu()` and the like: only what leaves every parameter as it is."""
+        for unit in self._units:
+            for flat in unit.flats:
+                probe = torch.zeros((), dtype=flat.own.dtype, device=flat.own.device)
+                moved = fn(probe)
+                if moved.dtype != probe.dtype or moved.device != probe.device:
+                    raise LayoutError(
+                        f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} on "
+                        f"{moved.device}): do it before it is sharded, or call engine.detach() first"
+                    )
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self.model
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: ZeroConfig | None = None,
+    *,
+    mixed_precision: str | None = "no",
+) -> Engine:
+    """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
+
+    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Gradients
+    are averaged over ranks. A collective: every rank calls it with the same model, optimizer and config; rank 0's
+    parameter values are sent around when ranks differ.
+
+    Args:
+        model: on its final device, in its final type.
+        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state. None to
+            evaluate only, or to `Engine.bind` one later.
+        mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
+
+    Raises:
+        ConfigError: settings; a model that is sharded already.
+        LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
+        UnsupportedOptimizerError: an optimizer that needs whole tensors.
+        RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
+    """
+    if engine_of(model) is not None:
+        raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
+    engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision)
+    return engine
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a sharded model, also through wrappers that hold it as a submodule; None for any other module."""
+    for module in model.modules():
+        engine = _engines.get(module)
+        if engine is not None:
+            return engine
+    return None
+
+
+_engines = weakref.WeakKeyDictionary()
+
+
+def _count(storages: dict[int, int], tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        storages[storage.data_ptr()] = storage.nbytes()
+
+
+def _override(target: object, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method on this one instance; the class and other instances stay as they are."""
+    target.__dict__[name] = method
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    found: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        found.setdefault(param.device, name)
+    if not found:
+        raise LayoutError(f"{type(model).__name__} has no parameters to shard")
+    if len(found) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise LayoutError(f"all parameters must be on one device, found {places}: move the model first")
+    device, name = next(iter(found.items()))
+    if device.type == "meta":
+        raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
+    return device
+
+
+def _names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise LayoutError(f"parameter {name!r} has no shape yet: run one forward before sharding")
+        names.setdefault(param, []).append(name)
+    return names
+
+
+def _renumber(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+    groups, start = [], 0
+    for group, params in zip(optimizer.param_groups, originals):
+        packed = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**packed, "params": list(range(start, start + len(params)))})
+        start += len(params)
+    return groups
+
+

@@ -1,0 +1,31 @@
+"""The closed set of exceptions. A message says what was expected, what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class ZeroError(Exception):
+    """Base of every exception that hf_zero raises on purpose."""
+
+
+class ConfigError(ZeroError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class LayoutError(ZeroError, ValueError):
+    """A model that cannot be cut into spans, or that no longer fits the spans it was cut into."""
+
+
+class StateError(ZeroError, RuntimeError):
+    """A verb used in a state that does not allow it, or a released parameter that was written to."""
+
+
+class RankMismatchError(ZeroError, RuntimeError):
+    """Ranks that hold different models, settings or programs. Raised on every rank."""
+
+
+class UnsupportedOptimizerError(ZeroError, TypeError):
+    """An optimizer that needs whole tensors, where each rank holds only flat slices of them."""
+
+
+class CheckpointError(ZeroError, RuntimeError):
+    """A checkpoint that is missing, incomplete, or belongs to another model."""

@@ -1,0 +1,328 @@
+"""transformers: arguments, callback, and what a Trainer does differently when its model is sharded.
+
+A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing more. While it builds its Accelerator the
+plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
+itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. Nothing of transformers is patched.
+
+What differs is files, all of them written where the stock Trainer writes them:
+
+* the model: gathered by all ranks, then the stock code on the rank that writes;
+* the optimizer: with `ZeroCallback` (or an explicit `ZeroTrainer`) every rank writes its own pieces to `zero_optimizer/`
+  and `optimizer.pt` only says so; without, `optimizer.pt` is the file that plain data parallel writes. Both load, at any
+  stage and world size, in every Trainer that has the plugin; plain data parallel loads the latter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, partial
+from pathlib import Path
+from types import FrameType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from ..checkpoint import load_optimizer, save_optimizer
+from ..config import ZeroConfig
+from ..engine import Engine, engine_of
+from ..errors import CheckpointError, ConfigError
+from .accelerate import (
+    OPTIMIZER_FOLDER,
+    ZeroAcceleratorMixin,
+    ZeroPlugin,
+    bare_optimizer,
+    on_every_rank,
+    serving_state_dict,
+)
+
+_PLACEHOLDER = "hf_zero: the optimizer state is in this folder"
+"""The key of the small `optimizer.pt` that stands for `zero_optimizer/`."""
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ZeroTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with every field of `ZeroConfig` as `zero_<field>`; for code and for `HfArgumentParser`.
+
+    Raises:
+        ConfigError: a bad value, or DeepSpeed, FSDP or another parallelism_config in the same arguments.
+    """
+
+    zero_stage: int = field(
+        default=ZeroConfig.__dataclass_fields__["stage"].default,
+        metadata={
+            "help": "0: plain data parallel, for comparison. 1: each rank keeps its part of the optimizer state. 2: and of "
+            "the gradients. 3: and of the parameters."
+        },
+    )
+    zero_reduce_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("deepspeed", "fsdp"):
+            if getattr(self, name, None):
+                raise ConfigError(
+                    f"--{name} and --zero_* both shard the model: remove --{name}, or use plain TrainingArguments"
+                )
+        given = self.parallelism_config
+        if given is not None and not isinstance(given, ZeroPlugin):
+            raise ConfigError(f"ZeroTrainingArguments sets parallelism_config itself, found {given!r}: remove it")
+        super().__post_init__()
+        # After super(): it resets accelerate's state, so that an Accelerator from before cannot shadow the plugin.
+        self.parallelism_config = ZeroPlugin(
+            **{item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)}
+        )
+
+
+# ---- the trainer ------------------------------------------------------------------------------------------------------
+
+_TrainerBase = Trainer if TYPE_CHECKING else object
+
+
+class ZeroTrainerMixin(_TrainerBase):
+    """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`."""
+
+    _zero_explicit = True
+    """False in the class that `adopt_trainer` makes: its user asked for no more than the plugin."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if not isinstance(self.accelerator, ZeroAcceleratorMixin):
+            raise ConfigError(
+                f"{type(self).__name__} needs a ZeroPlugin: use ZeroTrainingArguments, or "
+                "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "
+                "between the arguments and the Trainer, and accelerate keeps its settings: build it later or drop it"
+            )
+        check_arguments(self.args)
+
+    def _zero_engine(self) -> Engine | None:
+        return engine_of(self.model)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """All ranks gather, one writes. An error of the writer ends every rank, not only its own."""
+        if self._zero_engine() is None:
+            return super()._save(output_dir, state_dict)
+        state = self.model.state_dict() if state_dict is None else state_dict
+        parent = super()
+
+        def write() -> None:
+            if self.args.should_save:
+                with serving_state_dict(self.model, state):
+                    parent._save(output_dir, state_dict)
+
+        return on_every_rank(write, f"writing the model to {output_dir or self.args.output_dir}")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = self._zero_engine()
+        if engine is None or engine.optimizer is not bare_optimizer(self.optimizer):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        if self._zero_explicit or any(isinstance(item, ZeroCallback) for item in self.callback_handler.callbacks):
+            save_optimizer(engine, Path(output_dir) / OPTIMIZER_FOLDER)
+            state = {_PLACEHOLDER: OPTIMIZER_FOLDER, "state": {}, "param_groups": []}
+        else:
+            state = self.optimizer.state_dict()
+        parent = super()
+
+        def write() -> None:
+            with _answering(self.optimizer, "state_dict", state):
+                parent._save_optimizer_and_scheduler(output_dir)
+
+        return on_every_rank(write, f"writing the optimizer to {output_dir}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = self._zero_engine()
+        if checkpoint is None or engine is None or engine.optimizer is not bare_optimizer(self.optimizer):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        folder, single, scheduler = (
+            Path(checkpoint) / name for name in (OPTIMIZER_FOLDER, OPTIMIZER_NAME, SCHEDULER_NAME)
+        )
+        if folder.is_dir():
+            load_optimizer(engine, folder)
+        elif single.is_file():
+            # Into host memory, file-backed: the stock Trainer would put the whole state on every device.
+            state = torch.load(single, map_location="cpu", weights_only=True, mmap=True)
+            if _PLACEHOLDER in state:
+                raise CheckpointError(
+                    f"{single} says that the optimizer state is in {folder}, which is not there: copy the whole "
+                    "checkpoint folder, or delete optimizer.pt to go on with a fresh optimizer"
+                )
+            self.optimizer.load_state_dict(state)
+        else:
+            warnings.warn(
+                f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
+                "optimizer and schedule",
+                stacklevel=2,
+            )
+            return None
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        return None
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """The Trainer for sharded models. A stock `Trainer` with a `ZeroPlugin` in its arguments turns into one by itself."""
+
+
+@lru_cache(maxsize=None)
+def zero_trainer_cls(cls: type[Trainer]) -> type[Trainer]:
+    """`zero_trainer_cls(SFTTrainer)`: the same Trainer, for sharded models."""
+    if issubclass(cls, ZeroTrainerMixin):
+        return cls
+    if cls is Trainer:
+        return ZeroTrainer
+    return type(f"Zero{cls.__name__}", (ZeroTrainerMixin, cls), {"__module__": __name__})
+
+
+@lru_cache(maxsize=None)
+def _adopted_cls(cls: type[Trainer]) -> type[Trainer]:
+    return type(f"Zero{cls.__name__}", (ZeroTrainerMixin, cls), {"__module__": __name__, "_zero_explicit": False})
+
+
+def adopt_trainer(accelerator: ZeroAcceleratorMixin) -> None:
+    """Called while `accelerator` is being built: when a Trainer is building it, that Trainer learns to save and resume.
+
+    accelerate hands the plugin its Accelerator but not who builds it; a Trainer does so in one of its own methods, so it
+    is the `self` of a caller. Without one (a plain accelerate loop) nothing happens.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            check_arguments(owner.args)
+            if not isinstance(owner, ZeroTrainerMixin):
+                owner.__class__ = _adopted_cls(type(owner))
+            return
+        frame = frame.f_back
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Arguments of the Trainer that a sharded model cannot honour.
+
+    Raises:
+        ConfigError: naming the argument and what to use instead.
+    """
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"{name} casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
+            )
+    if args.save_on_each_node:
+        raise ConfigError("save_on_each_node: only rank 0 holds the gathered model; save to a shared folder")
+    if str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"):
+        raise ConfigError(
+            f"optim={args.optim} updates parameters inside backward, before gradients are averaged over the ranks; use "
+            "an element-wise optimizer such as adamw_torch"
+        )
+    if args.n_gpu > 1:
+        # One process that sees several GPUs: the Trainer would wrap the model in nn.DataParallel.
+        warnings.warn(
+            f"one process sees {args.n_gpu} GPUs and will use the first; start one process per GPU with "
+            "`accelerate launch` or `torchrun` to use them all",
+            stacklevel=2,
+        )
+        args._n_gpu = 1
+
+
+def adopt_model(model: nn.Module, engine: Engine) -> None:
+    """Two methods of transformers models that a sharded instance needs to do a little differently."""
+    specs = [slot.spec for unit in engine.layout.units for span in unit.spans for slot in span.slots]
+    if not engine.config.policy.keep_full and engine.world_size > 1:
+        for module in model.modules():
+            if callable(getattr(type(module), "generate", None)):
+                module.__dict__["generate"] = MethodType(_generate_together, module)
+    if any(spec.compute_dtype != spec.dtype for spec in specs):
+        names = dict(model.named_parameters(remove_duplicate=False))
+        own = {names[spec.name]: getattr(torch, spec.dtype) for spec in specs}
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                types = [own.get(param, param.dtype) for param in module.parameters()]
+                module.__dict__["save_pretrained"] = MethodType(partial(_save_in_own_types, types), module)
+
+
+def _generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A rank that stops generating early would leave the others waiting for its parts of the parameters."""
+    if not kwargs.get("synced_gpus"):
+        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False it worked out for unsharded models
+    return type(self).generate(self, *args, **kwargs)
+
+
+def _save_in_own_types(types: list[torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """config.json's `dtype` is the first parameter's, which may be gathered in bfloat16; the file holds its own type."""
+    typed = [torch.empty(param.shape, dtype=dtype, device="meta") for param, dtype in zip(self.parameters(), types)]
+    self.__dict__["parameters"] = lambda recurse=True: iter(typed)
+    try:
+        return type(self).save_pretrained(self, *args, **kwargs)
+    finally:
+        del self.__dict__["parameters"]
+
+
+@contextmanager
+def _answering(owner: object, method: str, answer: Any) -> Iterator[None]:
+    """Inside, `owner.method()` returns `answer`: for code that asks on one rank what all ranks had to work out."""
+    before = owner.__dict__.get(method)
+    owner.__dict__[method] = lambda: answer
+    try:
+        yield
+    finally:
+        del owner.__dict__[method]
+        if before is not None:
+            owner.__dict__[method] = before
+
+
+# ---- the callback -----------------------------------------------------------------------------------------------------
+
+
+class ZeroCallback(TrainerCallback):
+    """Every rank saves its own optimizer state (see the module's text); the engine's report before the first step and after.
+
+    Raises:
+        ConfigError: at the start of training, when the model turns out not to be sharded.
+    """
+
+    def __init__(self, report: bool = True) -> None:
+        self.report = report
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        engine = None if model is None else engine_of(model)
+        if engine is None:
+            raise ConfigError(
+                "ZeroCallback found a model that is not sharded: pass ZeroTrainingArguments, or "
+                "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)), and build no other Accelerator between the "
+                "arguments and the Trainer (accelerate would keep that one's settings)"
+            )
+        if self.report and state.is_world_process_zero:
+            print(engine.report(), flush=True)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        engine = None if model is None else engine_of(model)
+        if engine is not None and self.report and state.is_world_process_zero:
+            print(engine.report(), flush=True)
+
+
+__all__ = ["ZeroCallback", "ZeroTrainer", "ZeroTrainerMixin", "ZeroTrainingArguments", "zero_trainer_cls"]

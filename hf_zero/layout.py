@@ -1,0 +1,184 @@
+"""Where each parameter's elements live: integers only, for any number of ranks, without a process group.
+
+A **unit** is a set of parameters that move together. Its parameters are cut into **spans** of equal (dtype, compute
+dtype, trainable, optimizer group). A span is one 1-D buffer, its parameters one after another in row-major order,
+padded at the end so that it divides into `shards` equal slices of a multiple of `ALIGN` elements. Rank r owns slice r.
+From this arithmetic come the gather and reduce buffers, the optimizer's tensors, byte counts and checkpoint ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+ALIGN_NUMEL = 32
+"""Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
+
+ITEMSIZE = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element of a torch dtype given by its bare name."""
+    return ITEMSIZE.get(dtype, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter as the layout sees it. Tied parameters are one spec with several names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    """The parameter's own type: what `state_dict` and checkpoints hold."""
+    compute_dtype: str
+    """The type it is gathered and used in."""
+    master_dtype: str
+    """The type of the owner's slice, which the optimizer updates."""
+    trainable: bool = True
+    group: int = 0
+    """Index of its optimizer group; -1 when no optimizer has it."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for extent in self.shape:
+            numel *= extent
+        return numel
+
+    @property
+    def key(self) -> tuple[str, str, str, bool, int]:
+        return (self.dtype, self.compute_dtype, self.master_dtype, self.trainable, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's place in its span."""
+
+    spec: ParamSpec
+    offset: int  # elements from the start of the span
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.spec.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The part of one parameter that one rank owns: `numel` elements."""
+
+    slot: Slot
+    param_start: int  # in the parameter, row-major
+    slice_start: int  # in the owner's slice
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One flat buffer: the slots, and how it is cut."""
+
+    index: int  # unique over the whole layout
+    slots: tuple[Slot, ...]
+    used_numel: int  # without the padding at the end
+    slice_numel: int
+    shards: int
+
+    @property
+    def numel(self) -> int:
+        return self.slice_numel * self.shards
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Any of its specs: dtypes, trainable and group are equal for all."""
+        return self.slots[0].spec
+
+    @property
+    def trainable(self) -> bool:
+        return self.slots[0].spec.trainable
+
+    def overlaps(self, rank: int) -> Iterator[Overlap]:
+        """The parts of this span's parameters that `rank` owns, in order."""
+        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        for slot in self.slots:
+            start, stop = max(low, slot.offset), min(high, slot.stop)
+            if start < stop:
+                yield Overlap(slot, start - slot.offset, start - low, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    name: str
+    spans: tuple[Span, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(span.used_numel for span in self.spans)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(span.numel * itemsize(span.spec.compute_dtype) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All units of one model, cut for `shards` owners."""
+
+    units: tuple[UnitLayout, ...]
+    shards: int
+
+    @property
+    def spans(self) -> Iterator[Span]:
+        for unit in self.units:
+            yield from unit.spans
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(span.used_numel for span in self.spans if span.trainable)
+
+    @staticmethod
+    def build(units: Iterable[tuple[str, Sequence[ParamSpec]]], shards: int) -> Layout:
+        """Cut `(unit name, its parameters)` pairs for `shards` owners.
+
+        Parameters keep the order given within their span; spans are ordered by their first parameter.
+        """
+        out: list[UnitLayout] = []
+        index = 0
+        for name, specs in units:
+            buckets: dict[tuple[str, str, str, bool, int], list[ParamSpec]] = {}
+            for spec in specs:
+                buckets.setdefault(spec.key, []).append(spec)
+            spans = []
+            for bucket in buckets.values():
+                spans.append(_cut(index, bucket, shards))
+                index += 1
+            out.append(UnitLayout(name, tuple(spans)))
+        return Layout(tuple(out), shards)
+
+
+def _cut(index: int, specs: Sequence[ParamSpec], shards: int) -> Span:
+    slots, offset = [], 0
+    for spec in specs:
+        slots.append(Slot(spec, offset))
+        offset += spec.numel
+    per_shard = -(-offset // shards)
+    slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
+    return Span(index, tuple(slots), offset, slice_numel, shards)

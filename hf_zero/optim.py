@@ -1,0 +1,379 @@
+"""A torch optimizer over this rank's spans: which ones can be, its parameters, its norm, its full state.
+
+The optimizer object and its `param_groups` dicts stay the user's own; only `group["params"]` is replaced, by a few long
+1-D float32 tensors (the masters). So schedulers, hooks and wrappers that hold the optimizer go on working.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import SoloWire
+from .errors import CheckpointError, LayoutError, UnsupportedOptimizerError
+from .unit import Flat, Unit
+
+_WHOLE_TENSOR: dict[str, str] = {
+    "Adafactor": "it factors each matrix into row and column statistics",
+    "LBFGS": "it needs dot products over all parameters at every line-search step",
+    "Muon": "it orthogonalizes whole matrices",
+    "Shampoo": "it preconditions whole matrices",
+    "DistributedShampoo": "it preconditions whole matrices",
+    "SOAP": "it preconditions whole matrices",
+    "LAMB": "it scales by each layer's norm",
+    "Lamb": "it scales by each layer's norm",
+    "FusedLAMB": "it scales by each layer's norm",
+    "FusedLamb": "it scales by each layer's norm",
+    "LARS": "it scales by each layer's norm",
+    "Lars": "it scales by each layer's norm",
+    "NovoGrad": "it scales by each layer's norm",
+    "Novograd": "it scales by each layer's norm",
+    "AdamMini": "it averages over blocks of each matrix",
+    "Adam_mini": "it averages over blocks of each matrix",
+    "CAME": "it factors each matrix",
+    "SM3": "it factors each matrix",
+    "GaLoreAdamW": "it projects whole matrices",
+    "SparseAdam": "it needs sparse gradients",
+    "KFAC": "it preconditions whole matrices",
+}
+_ELEMENTWISE = frozenset(
+    {
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+_INSTEAD = "use an element-wise one (AdamW, Adam, SGD, RMSprop, Adagrad, Lion), or ZeroConfig(stage=0)"
+
+
+def check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose result depends on more than each element's own history.
+
+    Known ones by name, unknown ones by trial: three steps on a small matrix must give what the same elements give as two
+    flat halves.
+
+    Raises:
+        UnsupportedOptimizerError: names the optimizer and says what to use.
+    """
+    kind = type(optimizer)
+    for base in kind.__mro__:
+        if base.__name__ in _WHOLE_TENSOR:
+            raise UnsupportedOptimizerError(
+                f"{kind.__name__} cannot run on flat slices of parameters: {_WHOLE_TENSOR[base.__name__]}; {_INSTEAD}"
+            )
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
+        return
+    agrees = _agrees_on_slices(optimizer)
+    if agrees is None:
+        warnings.warn(
+            f"hf_zero could not try {kind.__name__} on a small example; it is taken to be element-wise. If it uses "
+            "norms or shapes of whole parameters, results will be wrong",
+            stacklevel=3,
+        )
+    elif not agrees:
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} gives other results on flat slices than on whole parameters (tried on a 6 x 10 matrix), "
+            f"so it cannot be sharded; {_INSTEAD}"
+        )
+
+
+def _agrees_on_slices(optimizer: torch.optim.Optimizer) -> bool | None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(6, 10, generator=generator) for _ in range(4)]
+
+    def run(cut: Callable[[Tensor], list[Tensor]]) -> Tensor:
+        params = [nn.Parameter(part.clone()) for part in cut(values[0])]
+        twin = object.__new__(type(optimizer))
+        twin.__dict__.update(
+            {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", "step", "zero_grad")}
+        )
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
+        torch.optim.Optimizer.__init__(twin, [{"params": params, **options}], dict(optimizer.defaults))
+        for grad in values[1:]:
+            for param, part in zip(params, cut(grad)):
+                param.grad = part.clone()
+            type(optimizer).step(twin)
+        return torch.cat([param.detach().flatten() for param in params])
+
+    try:
+        with torch.enable_grad():
+            whole = run(lambda t: [t])
+            halves = run(lambda t: list(t.flatten().split([23, 37])))
+    except Exception:
+        return None
+    return torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
+    """State tensors per parameter element, for predictions before the first step; 2 (Adam) where it is not known."""
+    if optimizer is None:
+        return 0
+    group = optimizer.param_groups[0]
+    match type(optimizer).__name__:
+        case "SGD":
+            return int(bool(group.get("momentum")))
+        case "RMSprop":
+            return 1 + int(bool(group.get("momentum"))) + int(bool(group.get("centered")))
+        case "Adam" | "AdamW":
+            return 3 if group.get("amsgrad") else 2
+        case "Adagrad" | "Lion":
+            return 1
+        case _:
+            return 2
+
+
+def square_sum(tensor: Tensor) -> Tensor:
+    """Sum of squares of a 1-D float tensor: 0-dim float64.
+
+    torch's float32 norm on CPU loses digits with length (4e-3 at 5e7 elements). Norms of short rows, squared and summed in
+    float64, are right to 1e-8 and as fast.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    row = 4096
+    whole = tensor.numel() // row * row
+    total = torch.linalg.vector_norm(tensor[whole:], dtype=torch.float64).square()
+    if whole:
+        total += torch.linalg.vector_norm(tensor[:whole].view(-1, row), dim=1).double().square().sum()
+    return total
+
+
+class Binding:
+    """One optimizer bound to the spans of one model."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[nn.Parameter, str],
+        units: Sequence[Unit],
+        wire: SoloWire,
+        originals: list[list[nn.Parameter]],
+    ) -> None:
+        self.optimizer = optimizer
+        self.originals = originals
+        self._wire = wire
+        self._names = names
+        self._place: dict[nn.Parameter, tuple[Flat, int]] = {}
+        self.flats: list[Flat] = []
+        masters: list[list[Tensor]] = [[] for _ in originals]
+        for unit in units:
+            for flat in unit.trained:
+                group = flat.span.spec.group
+                if group < 0:
+                    continue
+                self.flats.append(flat)
+                masters[group].append(flat.master)
+                for slot, param in enumerate(flat.params):
+                    self._place[param] = (flat, slot)
+        for group, params in zip(optimizer.param_groups, masters):
+            group["params"] = params
+        self._masters = masters
+
+    def is_current(self) -> bool:
+        """False once someone added a group or replaced the parameters of one."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._masters) and all(
+            group["params"] is mine for group, mine in zip(groups, self._masters)
+        )
+
+    def current_originals(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by group, with groups added since."""
+        back = {id(flat.master): flat for flat in self.flats}
+        out = list(self.originals)
+        for index, group in enumerate(self.optimizer.param_groups):
+            fresh = [param for param in group["params"] if id(param) not in back]
+            if index >= len(out):
+                out.append(fresh)
+            elif fresh:
+                out[index] = out[index] + fresh
+        return out
+
+    # Full state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
+        """A collective. The state as the plain optimizer over whole parameters would give it, on CPU.
+
+        Rank 0 (every rank with `everywhere`) has the values, other ranks meta tensors of the same shapes.
+        """
+        index = {param: i for i, param in enumerate(p for group in self.originals for p in group)}
+        state: dict[int, dict[str, Any]] = {}
+        for flat in self.flats:
+            entries = self.optimizer.state.get(flat.master, {})
+            for key in sorted(entries, key=str):
+                value = entries[key]
+                whole = self._whole(flat, value, everywhere) if self._is_sliced(flat, key, value) else None
+                for slot, param in zip(flat.span.slots, flat.params):
+                    if whole is None:
+                        piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                    else:
+                        piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
+                    state.setdefault(index[param], {})[key] = piece
+        groups, start = [], 0
+        for group, params in zip(self.optimizer.param_groups, self.originals):
+            packed = {key: value for key, value in group.items() if key != "params"}
+            packed["params"] = list(range(start, start + len(params)))
+            start += len(params)
+            groups.append(packed)
+        order = {i: state[i] for i in sorted(state)}
+        return {"state": order, "param_groups": groups}
+
+    def _whole(self, flat: Flat, value: Tensor, everywhere: bool) -> Tensor:
+        if flat.span.shards == 1:
+            return value.detach().cpu()
+        has_values = everywhere or self._wire.rank == 0
+        full = torch.empty(flat.span.numel, dtype=value.dtype, device="cpu" if has_values else "meta")
+        if self._wire.rank == 0:
+            self._wire.collect(value.detach(), full, flat.span.index)
+        else:
+            self._wire.collect(value.detach(), None, flat.span.index)
+        if everywhere:
+            moved = full.to(value.device)
+            self._wire.broadcast(moved)
+            full = moved.cpu()
+        return full
+
+    @staticmethod
+    def _is_sliced(flat: Flat, key: Any, value: Any) -> bool:
+        return isinstance(value, Tensor) and key != "step" and value.numel() == flat.span.slice_numel and value.dim() > 0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's slices from a full state (every rank passes all of it).
+
+        Raises:
+            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+        """
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        mine = [len(params) for params in self.originals]
+        if sizes != mine:
+            raise CheckpointError(
+                f"the optimizer state has groups of {sizes} parameters, this optimizer has {mine}: it belongs to another "
+                "model, or to one with other parameters frozen"
+            )
+        saved = {
+            param: state_dict["state"].get(i)
+            for group, params in zip(groups, self.originals)
+            for i, param in zip(group["params"], params)
+        }
+        fresh = {flat: self._slice_state(flat, saved) for flat in self.flats}
+        for flat, entries in fresh.items():
+            if entries:
+                self.optimizer.state[flat.master] = entries
+            else:
+                self.optimizer.state.pop(flat.master, None)
+        for group, packed in zip(self.optimizer.param_groups, groups):
+            group.update({key: value for key, value in packed.items() if key != "params"})
+
+    def _slice_state(self, flat: Flat, saved: dict[nn.Parameter, dict[str, Any] | None]) -> dict[str, Any]:
+        states = [saved.get(param) or {} for param in flat.params]
+        keys = list(dict.fromkeys(key for entries in states for key in entries))
+        out: dict[str, Any] = {}
+        for key in keys:
+            sample = next(entries[key] for entries in states if key in entries)
+            if not isinstance(sample, Tensor):
+                out[key] = sample
+            elif key == "step" or (sample.dim() == 0 and any(p.dim() > 0 for p in flat.params)):
+                steps = {float(entries[key]) for entries in states if key in entries}
+                if len(steps) > 1:
+                    warnings.warn(
+                        f"parameters of one span have different {key!r} in the saved optimizer state ({sorted(steps)}); "
+                        f"the largest is used for all, {flat.span.spec.name!r} among them",
+                        stacklevel=4,
+                    )
+                out[key] = torch.tensor(max(steps), dtype=sample.dtype, device=sample.device)
+                if flat.master.device.type != "cpu" and sample.device.type != "cpu":
+                    out[key] = out[key].to(flat.master.device)
+            else:
+                out[key] = self._slice(flat, key, states, sample.dtype)
+        return out
+
+    def _slice(self, flat: Flat, key: str, states: list[dict[str, Any]], dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(flat.span.slice_numel, dtype=dtype, device=flat.master.device)
+        places = {id(slot): i for i, slot in enumerate(flat.span.slots)}
+        for part in flat.span.overlaps(flat.rank):
+            value = states[places[id(part.slot)]].get(key)
+            if value is None:
+                continue
+            if tuple(value.shape) != part.slot.spec.shape:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {part.slot.spec.name!r} has shape {tuple(value.shape)}, "
+                    f"expected {part.slot.spec.shape}"
+                )
+            flat_value = value.reshape(-1)[part.param_start : part.param_start + part.numel]
+            out[part.slice_start : part.slice_start + part.numel].copy_(flat_value)
+        return out
+
+
+def originals_of(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
+) -> list[list[nn.Parameter]]:
+    """The model's parameters in each group of an optimizer that is about to be bound.
+
+    Raises:
+        LayoutError: a parameter that the model does not have.
+    """
+    if previous is not None and previous.optimizer is optimizer:
+        groups = previous.current_originals()
+    else:
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        for place, param in enumerate(group):
+            if param not in names:
+                raise LayoutError(
+                    f"the optimizer's group {index} holds a parameter (number {place}, shape {tuple(param.shape)}) that "
+                    "the model does not have: build the optimizer over this model's parameters only"
+                )
+    return groups
+
+
+def take_state(
+    optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]
+) -> dict[str, Any] | None:
+    """The state of a plain optimizer, before its parameters are replaced; None when it has none yet."""
+    if not any(param in optimizer.state for group in originals for param in group):
+        return None
+    flat = [param for group in originals for param in group]
+    state = {i: optimizer.state.pop(param) for i, param in enumerate(flat) if param in optimizer.state}
+    groups, start = [], 0
+    for group, params in zip(optimizer.param_groups, originals):
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + len(params)))})
+        start += len(params)
+    return {"state": state, "param_groups": groups}
+
+
+def total_norm(flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Flat, list[Tensor]] | None) -> Tensor:
+    """The norm of the gradients over all ranks: 0-dim float32 on the gradients' device.
+
+    `pieces` restricts it to views of each flat's gradient (a subset of the parameters).
+    """
+    tensors: list[Tensor] = []
+    shared = True
+    for flat in flats:
+        if flat.master.grad is not None:
+            tensors += pieces[flat] if pieces is not None else [flat.master.grad]
+        shared = shared and flat.span.shards == 1
+    device = next((flat.own.device for flat in flats), torch.device("cpu"))
+    if math.isinf(norm_type):
+        parts = [t.abs().max().double() for t in tensors if t.numel()]
+        local = torch.stack(parts).max() if parts else torch.zeros((), dtype=torch.float64, device=device)
+        return (local if shared else wire.max_scalar(local)).float()
+    if norm_type == 2.0:
+        parts = [square_sum(t) for t in tensors]
+    else:
+        parts = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).pow(norm_type) for t in tensors]
+    local = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+    total = local if shared else wire.sum_scalar(local)
+    return (total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)).float()

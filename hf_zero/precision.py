@@ -1,0 +1,124 @@
+"""Which type each parameter is kept, gathered and reduced in; autocast; overflow.
+
+The reference for bf16 and fp16 is plain data parallel under autocast with float32 parameters. Autocast casts the
+matrices of linear and convolution layers before use: those are gathered in the compute dtype, which saves the wire and
+the cast and changes no result. Everything else (norms, biases, embeddings) stays in its own type, and autocast stays on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError
+
+_MODES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_CASTABLE: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"{name!r} is not a torch dtype")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The policy of one engine."""
+
+    autocast_dtype: torch.dtype | None
+    """None: compute in the parameters' own types."""
+    reduce_dtype: torch.dtype
+
+    @staticmethod
+    def of(mixed_precision: str | None, reduce_dtype: str | None) -> Precision:
+        """From accelerate's words (`no`, `bf16`, `fp16`) and `ZeroConfig.reduce_dtype`.
+
+        Raises:
+            ConfigError: any other word; fp8 is not supported.
+        """
+        mode = mixed_precision or "no"
+        if mode not in _MODES:
+            raise ConfigError(f"mixed_precision must be 'no', 'bf16' or 'fp16', found {mixed_precision!r}")
+        return Precision(_MODES[mode], dtype_of(reduce_dtype or "float32"))
+
+    def compute_dtype(self, param: nn.Parameter, castable: bool) -> torch.dtype:
+        if self.autocast_dtype is not None and castable and param.dtype == torch.float32:
+            return self.autocast_dtype
+        return param.dtype
+
+    @staticmethod
+    def master_dtype(param: nn.Parameter) -> torch.dtype:
+        """The owner's slice: at least float32 for what is trained, untouched for what is frozen."""
+        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            return torch.float32
+        return param.dtype
+
+    def reduce_dtype_of(self, master: torch.dtype) -> torch.dtype:
+        """The wire type of a span's gradients; float64 and complex masters are never narrowed."""
+        return self.reduce_dtype if master == torch.float32 else master
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast_dtype)
+
+    def __str__(self) -> str:
+        if self.autocast_dtype is None:
+            compute = "parameters gathered and used in their own type"
+        else:
+            name = dtype_name(self.autocast_dtype)
+            compute = f"matrices gathered and used in {name}, norms, biases and embeddings in float32 under autocast"
+        return f"precision: float32 masters; {compute}; gradients reduced in {dtype_name(self.reduce_dtype)}"
+
+
+def castable_params(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that autocast casts at every use. One that is also used elsewhere (a tied embedding) is not."""
+    cast: set[nn.Parameter] = set()
+    kept: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                (cast if name == "weight" and _casts(module) else kept).add(param)
+    return cast - kept
+
+
+def _casts(module: nn.Module) -> bool:
+    # transformers' Conv1D (GPT-2) is a transposed Linear through addmm; known by name, this layer imports no transformers.
+    # A parametrized or hooked weight is computed from other parameters; it never reaches here under the name "weight".
+    return isinstance(module, _CASTABLE) or type(module).__name__ == "Conv1D"
+
+
+def computes_in_float16(device: torch.device) -> bool:
+    """Whether an autocast region of the user's own is on with float16: gradients may overflow then."""
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+
+
+def all_finite(tensors: Iterator[Tensor]) -> Tensor:
+    """0-dim float32: 0.0 when every element is finite, else 1.0. One fused pass per tensor, no host wait."""
+    found: Tensor | None = None
+    one: Tensor | None = None
+    for tensor in tensors:
+        if found is None or one is None:
+            found = torch.zeros((), dtype=torch.float32, device=tensor.device)
+            one = torch.ones((), dtype=torch.float32, device=tensor.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, one)
+    return found if found is not None else torch.zeros(())

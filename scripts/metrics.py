@@ -1,0 +1,119 @@
+"""Metrics as `evaluate.Metric` classes that compute here: `evaluate.load` would fetch a script from the Hub."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+import torch
+from transformers import EvalPrediction
+
+IGNORED = -100  # the label value that transformers' losses leave out
+
+
+class Perplexity(evaluate.Metric):
+    """exp of the mean negative log-likelihood per token."""
+
+    def _info(self) -> evaluate.EvaluationModuleInfo:
+        return evaluate.EvaluationModuleInfo(
+            description="exp of the mean negative log-likelihood per token",
+            citation="",
+            inputs_description="predictions: the negative log-likelihood (natural logarithm) of each token",
+            features=datasets.Features({"predictions": datasets.Value("float32")}),
+        )
+
+    def _compute(self, predictions: Any) -> dict[str, float]:
+        mean = float(np.mean(np.asarray(predictions, dtype=np.float64)))
+        # Past e^709 a float overflows; an untrained or diverged model is reported as infinite, not as an error.
+        return {"perplexity": math.exp(mean) if mean < 709 else math.inf}
+
+
+class _ClassMetric(evaluate.Metric):
+    """What accuracy and F1 share: predicted and true class numbers."""
+
+    name_and_description = ("", "")
+
+    def _info(self) -> evaluate.EvaluationModuleInfo:
+        return evaluate.EvaluationModuleInfo(
+            description=self.name_and_description[1],
+            citation="",
+            inputs_description="predictions: predicted classes; references: true classes",
+            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
+        )
+
+
+class Accuracy(_ClassMetric):
+    """The share of predictions that are right."""
+
+    name_and_description = ("accuracy", "the share of predictions that are right")
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
+
+
+class MacroF1(_ClassMetric):
+    """The unweighted mean of each class's F1, over the classes that occur in predictions or references."""
+
+    name_and_description = ("f1", "the mean of every class's F1, each class counting the same")
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        classes, numbers = np.unique(np.concatenate([predictions, references]), return_inverse=True)
+        predicted, true = np.split(numbers, 2)
+        size = len(classes)
+        hits = np.bincount(true[predicted == true], minlength=size)
+        found, present = np.bincount(predicted, minlength=size), np.bincount(true, minlength=size)
+        # 2·TP / (predicted + present) is F1; the denominator is never 0 for a class that occurs at all.
+        return {"f1": float(np.mean(2 * hits / (found + present)))}
+
+
+def token_scores(shift: int) -> Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """For `Trainer(preprocess_logits_for_metrics=)`: each token's loss and best guess instead of its whole vocabulary.
+
+    `shift` is 1 where position t predicts token t + 1 (causal models), 0 where it predicts itself (masked models).
+    """
+
+    def scores(logits: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        logits = logits[:, : logits.shape[1] - shift].float()
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels[:, shift:], ignore_index=IGNORED, reduction="none"
+        )
+        return losses, logits.argmax(-1)
+
+    return scores
+
+
+def token_metrics(shift: int) -> Callable[[EvalPrediction], dict[str, float]]:
+    """For `Trainer(compute_metrics=)`, over what `token_scores(shift)` kept: exact means over all predicted tokens."""
+    perplexity, accuracy = Perplexity(keep_in_memory=True), Accuracy(keep_in_memory=True)
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        losses, guesses = prediction.predictions
+        labels = prediction.label_ids[:, shift:]
+        counted = labels != IGNORED
+        return {
+            **perplexity.compute(predictions=losses[counted]),
+            **accuracy.compute(predictions=guesses[counted], references=labels[counted]),
+        }
+
+    return compute
+
+
+def class_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
+    """For `Trainer(compute_metrics=)`: accuracy and macro F1 of the likeliest class."""
+    metrics = (Accuracy(keep_in_memory=True), MacroF1(keep_in_memory=True))
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        scores = prediction.predictions
+        scores = scores[0] if isinstance(scores, tuple) else scores
+        guesses = scores.argmax(-1)
+        results: dict[str, float] = {}
+        for metric in metrics:
+            results.update(metric.compute(predictions=guesses, references=prediction.label_ids))
+        return results
+
+    return compute

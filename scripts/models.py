@@ -1,0 +1,128 @@
+"""Models for the scripts: the built-in configurations, trained from scratch, and anything `from_pretrained` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from launch import UserError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+AUTO_MODELS: dict[str, Any] = {
+    "clm": AutoModelForCausalLM,
+    "mlm": AutoModelForMaskedLM,
+    "classification": AutoModelForSequenceClassification,
+}
+DEFAULT_MODEL = {"clm": "gpt2-tiny", "mlm": "bert-tiny", "classification": "bert-tiny"}
+
+# The tiny ones have no dropout: with it, so few steps show mostly noise, and runs would differ between world sizes.
+BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2-tiny": lambda: GPT2Config(
+        vocab_size=4096,
+        n_positions=256,
+        n_embd=192,
+        n_layer=4,
+        n_head=6,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "gpt2-124m": lambda: GPT2Config(),
+    "bert-tiny": lambda: BertConfig(
+        vocab_size=4096,
+        max_position_embeddings=256,
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        intermediate_size=768,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    ),
+    "bert-110m": lambda: BertConfig(),
+}
+
+
+def load_config(task: str, name: str) -> PreTrainedConfig:
+    """The configuration of a built-in, Hub or local model; raises `UserError` where it is none of these."""
+    if name in BUILT_IN:
+        if (task == "clm") != name.startswith("gpt2") and not (task == "classification"):
+            raise UserError(
+                f"--task {task} needs a {'gpt2' if task == 'clm' else 'bert'} model, found --model {name}; "
+                f"leave --model out or give {DEFAULT_MODEL[task]}"
+            )
+        return BUILT_IN[name]()
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no model {name!r}: expected one of {', '.join(BUILT_IN)}, a local folder with a config.json, or a Hub id "
+            f"that can be reached from here"
+        ) from error
+
+
+def max_positions(config: PreTrainedConfig) -> int:
+    """The longest sequence the model takes."""
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+
+
+def load_model(
+    task: str,
+    name: str,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    labels: Sequence[str] = (),
+    dtype: str = "float32",
+) -> PreTrainedModel:
+    """The model for `task`: from scratch for a built-in configuration, else with its pretrained weights.
+
+    A built-in model is drawn from the current random state: set the same seed on every rank first.
+    """
+    model = _load(task, name, config, tokenizer, labels, dtype)
+    if task != "clm":
+        # These heads take `num_items_in_batch` and ignore it; told otherwise, the Trainer multiplies a mean loss by the
+        # number of ranks (and leaves out the division by the accumulation steps), for it believes it to be a sum's part.
+        model.accepts_loss_kwargs = False
+    return model
+
+
+def _load(
+    task: str,
+    name: str,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    labels: Sequence[str],
+    dtype: str,
+) -> PreTrainedModel:
+    if labels:
+        config.num_labels = len(labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+    auto = AUTO_MODELS[task]
+    if name in BUILT_IN:
+        # A vocabulary may be smaller than the embedding, so that the full-size models keep their published size.
+        config.vocab_size = max(config.vocab_size, len(tokenizer))
+        config.pad_token_id = tokenizer.pad_token_id
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        return auto.from_config(config, dtype=dtype if dtype != "auto" else None)
+    if config.__class__ not in auto._model_mapping:
+        raise UserError(f"--task {task} has no head for the {config.model_type!r} model {name!r}; choose another model")
+    config.pad_token_id = getattr(config, "pad_token_id", None) or tokenizer.pad_token_id
+    try:
+        model: PreTrainedModel = auto.from_pretrained(name, config=config, dtype=dtype)
+    except OSError as error:
+        raise UserError(f"the weights of {name!r} could not be read: {error}") from error
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    return model
