@@ -1,7 +1,9 @@
 """hf_zero: native ZeRO sharding (stages 0 to 3) for PyTorch and Hugging Face training loops."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from .checkpoint import load_optimizer, save_optimizer
 from .config import ZeroConfig
 from .engine import Engine, engine_of, shard
 from .errors import (
@@ -16,6 +18,20 @@ from .errors import (
 from .report import Report
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
+    from .integrations.transformers import ZeroCallback, ZeroTrainer, ZeroTrainingArguments, zero_trainer_cls
+
+# Loaded at first use: the engine works where accelerate and transformers are not installed.
+_WIRING = {
+    "ZeroAccelerator": "accelerate",
+    "ZeroPlugin": "accelerate",
+    "ZeroCallback": "transformers",
+    "ZeroTrainer": "transformers",
+    "ZeroTrainingArguments": "transformers",
+    "zero_trainer_cls": "transformers",
+}
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -25,9 +41,27 @@ __all__ = [
     "Report",
     "StateError",
     "UnsupportedOptimizerError",
+    "ZeroAccelerator",
+    "ZeroCallback",
     "ZeroConfig",
     "ZeroError",
+    "ZeroPlugin",
+    "ZeroTrainer",
+    "ZeroTrainingArguments",
     "__version__",
     "engine_of",
+    "load_optimizer",
+    "save_optimizer",
     "shard",
+    "zero_trainer_cls",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WIRING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".integrations.{_WIRING[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -216,6 +216,24 @@ class Engine:
             "optimizer": sum(optimizer.values()),
         }
 
+    def group_options(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: their options, and under `params` the parameters' names."""
+        if self._binding is None:
+            return []
+        names = self._first_names()
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
+            for group, params in zip(self._binding.optimizer.param_groups, self._binding.originals)
+        ]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Small Python values of all ranks, in rank order; a collective."""
+        return self._wire.exchange(value)
+
+    def refresh(self) -> None:
+        """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
+        self._full_state.settle()
+
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
         self._schedule.reset()

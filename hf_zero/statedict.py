@@ -113,7 +113,7 @@ class FullState:
         self._loading += 1
         for name, param in own.items():
             value = state.get(prefix + name)
-            if not isinstance(value, Tensor) or param in self._landing:
+            if not isinstance(value, Tensor):
                 continue
             flat, slot = self._flat[param]
             spec = flat.span.slots[slot].spec
@@ -134,11 +134,8 @@ class FullState:
             for param in module._parameters.values():
                 if param is None or param not in self._landing:
                     continue
-                landing = self._landing[param]
-                if landing is _TAKEN:
-                    continue
-                self._landing[param] = _TAKEN
-                self._take(param, landing)
+                # Tied parameters land once per name; the last one wins, as in torch.
+                self._take(param, self._landing.pop(param))
         self._loading -= 1
         if self._loading == 0:
             self._landing.clear()
@@ -164,6 +161,3 @@ class FullState:
         for unit in self._units:
             if unit.policy.keep_full:
                 unit.wait()
-
-
-_TAKEN = torch.empty(0)

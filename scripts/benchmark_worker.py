@@ -2,13 +2,14 @@
 
 How each number is taken, and why so:
 
-* time: the engine and a DDP copy of the same model live in the same processes and take turns, in blocks of a few steps,
-  in the order A B B A. What else the machine does then hits both alike, which launches minutes apart would not give. The
-  first step of a block is not timed: it finds the caches, and what is still on the wire, of the other engine.
+* time: the engine and a DDP copy of the same model live in the same processes and take turns, in blocks of a few
+  steps, in the order A B B A. What else the machine does then hits both alike, which launches minutes apart would not
+  give. The first step of a block is not timed: it finds the caches, and what is still on the wire, of the other
+  engine.
 * memory: alone in its processes. Resident bytes less file pages (code that is paged in on first use is no engine's
   doing), over the same figure after the imports. The peak is the kernel's own high-water mark, reset after the build.
-* wire: the bytes that this process's own TCP sockets have sent, as the kernel counts them (`TCP_INFO`): other jobs on the
-  loopback device do not matter and headers are not in it. Connections to the rendezvous store are left out.
+* wire: the bytes that this process's own TCP sockets have sent, as the kernel counts them (`TCP_INFO`): other jobs on
+  the loopback device do not matter and headers are not in it. Connections to the rendezvous store are left out.
 * collectives: operations of torch's own `c10d` dispatcher in one step, as its profiler sees them.
 * Python calls: cProfile over a whole step in one process, on a model so small that nothing else is left.
 """
@@ -194,10 +195,21 @@ def measure_time(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def warm_up(job: Job, device: torch.device) -> None:
+    """Have everything imported and made that any engine's first step imports and makes, whatever the model's size."""
+    model = build_model("tiny", job.sequence).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.zeros(job.batch, job.sequence, dtype=torch.long, device=device)
+    model(input_ids=batch, labels=batch).loss.backward()
+    optimizer.step()
+    dist.all_reduce(torch.zeros(1, device=device))
+
+
 def measure_memory(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
     """Resident bytes between steps and at most, with nothing else in the process."""
-    dist.all_reduce(torch.zeros(1, device=device))
-    ctypes.CDLL(None).malloc_trim(0)
+    warm_up(job, device)
+    if device.type == "cpu":
+        ctypes.CDLL(None).malloc_trim(0)
     baseline = resident_bytes(device)
     runner = Runner(job.engine, job, rank, device)
     built = resident_bytes(device)

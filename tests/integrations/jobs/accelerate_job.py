@@ -1,0 +1,435 @@
+"""A plain accelerate loop on two ranks: every stage against plain data parallel, and what surrounds the loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from harness import OUT, RANK, Tokens, barrier, check, distance, files_under, fresh, gpt2, optimizer_distance, raised, watch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel
+
+import hf_zero as zero
+
+
+@dataclass
+class Run:
+    """One prepared training run."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+
+
+def start(stage: int | None, accumulation: int = 1, precision: str = "no", seed: int = 0, plain_optimizer: bool = False) -> Run:
+    """`stage=None` is plain data parallel. Only the constructor's argument differs."""
+    fresh()
+    extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, **extra
+    )
+    model = gpt2(seed)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    loader = DataLoader(Tokens(), batch_size=2)
+    return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
+
+
+def train(run: Run, steps: int = 8, clip: float | None = 0.5, skip: int = 0) -> dict[str, list[float]]:
+    losses, norms = [], []
+    for number, batch in enumerate(run.loader):
+        if number < skip:
+            continue
+        if number >= skip + steps:
+            break
+        with run.accelerator.accumulate(run.model):
+            loss = run.model(**batch).loss
+            run.accelerator.backward(loss)
+            if run.accelerator.sync_gradients and clip is not None:
+                norms.append(float(run.accelerator.clip_grad_norm_(run.model.parameters(), clip)))
+            run.optimizer.step()
+            run.scheduler.step()
+            run.optimizer.zero_grad()
+        losses.append(float(run.accelerator.gather(loss.detach()).mean()))
+    return {"losses": losses, "norms": norms, "lr": [group["lr"] for group in run.optimizer.param_groups]}
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): t for name, t in run.accelerator.get_state_dict(run.model).items()}
+
+
+def evaluate(run: Run) -> float:
+    run.model.eval()
+    total = []
+    with torch.no_grad():
+        for batch in run.loader:
+            total.append(run.accelerator.gather_for_metrics(run.model(**batch).loss.repeat(2)))
+    run.model.train()
+    return float(torch.cat(total).mean())
+
+
+def complete(stage: int | None, **settings: Any) -> dict[str, Any]:
+    clip = settings.pop("clip", 0.5)
+    run = start(stage, **settings)
+    out: dict[str, Any] = {"before": evaluate(run), **train(run, clip=clip), "after": evaluate(run)}
+    out["weights"], out["optimizer"] = weights(run), run.optimizer.state_dict()
+    return out
+
+
+def against_ddp(stage: int, reference: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    mine = complete(stage, **settings)
+    out = {name: mine[name] for name in ("before", "after", "losses", "norms", "lr")}
+    if RANK == 0:
+        out["weights"] = distance(mine["weights"], reference["weights"])
+        out["optimizer"] = optimizer_distance(mine["optimizer"], reference["optimizer"])
+    out["meta"] = all(t.is_meta for t in mine["weights"].values())
+    return out
+
+
+def numbers(reference: dict[str, Any]) -> dict[str, Any]:
+    return {name: reference[name] for name in ("before", "after", "losses", "norms", "lr")}
+
+
+# ---- what surrounds the loop ------------------------------------------------------------------------------------------
+
+
+def prepare_in_any_order() -> dict[str, Any]:
+    reference = complete(3)
+    out: dict[str, Any] = {}
+
+    def run_with(prepare: Callable[[Accelerator, nn.Module, Any, Any, Any], Run]) -> float:
+        fresh()
+        accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+        model = gpt2()
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        before = list(optimizer.param_groups)
+        run = prepare(accelerator, model, optimizer, DataLoader(Tokens(), batch_size=2), scheduler)
+        if not (
+            run.model is model
+            and type(run.model) is GPT2LMHeadModel
+            and run.optimizer.optimizer is optimizer
+            and all(now is then for now, then in zip(optimizer.param_groups, before))
+        ):
+            raise RuntimeError("the model, the optimizer or its groups are not the same objects")
+        if accelerator.unwrap_model(run.model) is not model:
+            raise RuntimeError("unwrap_model gave another model")
+        train(run)
+        state = weights(run)
+        return distance(state, reference["weights"]) if RANK == 0 else 0.0
+
+    def optimizer_first(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
+        scheduler, optimizer, loader, model = accelerator.prepare(scheduler, optimizer, loader, model)
+        return Run(accelerator, model, optimizer, loader, scheduler)
+
+    def one_by_one(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+        return Run(accelerator, model, optimizer, accelerator.prepare(loader), accelerator.prepare(scheduler))
+
+    def built_after(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
+        run = one_by_one(accelerator, model, optimizer, loader, scheduler)
+        return run
+
+    def twice(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.free_memory()
+        again_model, again_optimizer = accelerator.prepare(model, optimizer)
+        if again_model is not model or again_optimizer is not optimizer:
+            raise RuntimeError("preparing again gave other objects")
+        return Run(accelerator, model, optimizer, *accelerator.prepare(loader, scheduler))
+
+    def evaluated_first(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        with torch.no_grad():
+            model(**Tokens()[0:1][0] if False else {"input_ids": Tokens()[0]["input_ids"][None]})
+        accelerator.free_memory()
+        return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
+
+    for work in (optimizer_first, one_by_one, twice, evaluated_first):
+        out[work.__name__] = run_with(work)
+    return out
+
+
+def optimizer_over_sharded_model() -> float:
+    """The optimizer is built from the parameters of a model that is sharded already."""
+    reference = complete(3)
+    fresh()
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = accelerator.prepare(gpt2())
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=3e-3
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    run = Run(accelerator, model, *accelerator.prepare(optimizer, DataLoader(Tokens(), batch_size=2), scheduler))
+    train(run)
+    state = weights(run)
+    return distance(state, reference["weights"]) if RANK == 0 else 0.0
+
+
+def state_round_trip(stage: int) -> dict[str, Any]:
+    whole = start(stage, accumulation=2)
+    first = train(whole, steps=4)
+    folder = OUT / f"state{stage}"
+    whole.accelerator.save_state(str(folder))
+    second = train(whole, steps=4, skip=4)
+    end = weights(whole), whole.optimizer.state_dict()
+    resumed = start(stage, accumulation=2, seed=99)
+    resumed.accelerator.load_state(str(folder))
+    again = train(resumed, steps=4, skip=4)
+    mine = weights(resumed), resumed.optimizer.state_dict()
+    return {
+        "first": first,
+        "second": second,
+        "again": again,
+        "weights": distance(mine[0], end[0]) if RANK == 0 else 0.0,
+        "optimizer": optimizer_distance(mine[1], end[1]) if RANK == 0 else 0.0,
+        "files": files_under(folder),
+    }
+
+
+def state_for_one_rank() -> str:
+    """A folder that one rank will load (`resume_job`), and what it should find there."""
+    run = start(3)
+    train(run, steps=3)
+    run.accelerator.save_state(str(OUT / "for_one_rank"))
+    state, optimizer = weights(run), run.optimizer.state_dict()
+    if RANK == 0:
+        torch.save({"weights": dict(state), "optimizer": optimizer}, OUT / "for_one_rank.pt")
+    return "saved"
+
+
+def ddp_state_into_zero() -> dict[str, float]:
+    """A `save_state` folder of plain data parallel goes on at stage 2, and ends where data parallel ends."""
+    plain = start(None)
+    train(plain, steps=4)
+    folder = OUT / "state_ddp"
+    plain.accelerator.save_state(str(folder))
+    barrier()
+    # Both halves start from the file, as save_state of plain data parallel keeps the wrapper's names.
+    if RANK == 0:
+        state = {name.removeprefix("module."): t.clone() for name, t in load_file(folder / "model.safetensors").items()}
+        torch.save(state, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").rename(folder / "of_ddp.safetensors")
+    barrier()
+    train(plain, steps=4, skip=4)
+    end = weights(plain)
+    sharded = start(2, seed=99)
+    sharded.accelerator.load_state(str(folder))
+    train(sharded, steps=4, skip=4)
+    mine = weights(sharded)
+    return {"weights": distance(mine, end) if RANK == 0 else 0.0}
+
+
+def save_model_files() -> dict[str, Any]:
+    run = start(3)
+    train(run, steps=2)
+    accelerator = run.accelerator
+    accelerator.save_model(run.model, str(OUT / "one_file"))
+    accelerator.save_model(run.model, str(OUT / "many_files"), max_shard_size="20KB")
+    accelerator.save_model(run.model, str(OUT / "pickled"), safe_serialization=False)
+    run.model.save_pretrained(str(OUT / "pretrained"), is_main_process=accelerator.is_main_process)
+    state = weights(run)
+    barrier()
+    out: dict[str, Any] = {name: files_under(OUT / name) for name in ("one_file", "many_files", "pickled", "pretrained")}
+    if RANK == 0:
+        for name in ("one_file", "many_files"):
+            loaded: dict[str, Tensor] = {}
+            for path in sorted((OUT / name).glob("*.safetensors")):
+                loaded |= load_file(path)
+            out[f"{name} weights"] = max(float((loaded[key] - state[key]).abs().max()) for key in loaded)
+            out[f"{name} names"] = sorted(set(state) - set(loaded))
+        reloaded = GPT2LMHeadModel.from_pretrained(OUT / "pretrained")
+        out["reloaded"] = distance(dict(reloaded.state_dict()), dict(state))
+    return out
+
+
+def save_fails_on_every_rank() -> str:
+    run = start(3)
+    (OUT / "a_file").write_text("not a folder")
+    barrier()
+    return raised(lambda: run.accelerator.save_model(run.model, str(OUT / "a_file" / "model")))
+
+
+def clip_choices() -> dict[str, Any]:
+    """Parts of the parameters, values, the optimizer's own slices, and a mixture that must be refused."""
+    out: dict[str, Any] = {}
+    batch = {name: value[None] for name, value in Tokens()[RANK].items()}
+    for name, stage in (("ddp", None), ("zero", 3)):
+        run = start(stage)
+        core = run.accelerator.unwrap_model(run.model)
+        run.accelerator.backward(run.model(**batch).loss)
+        clip = run.accelerator.clip_grad_norm_
+        every = list(run.model.parameters())
+        out[name] = {
+            "all": float(clip(iter(every), float("inf"))),
+            "one": float(clip(core.transformer.wte.weight, float("inf"))),
+            "part": float(clip(core.transformer.h[0].parameters(), float("inf"))),
+            "max": float(clip(every, float("inf"), norm_type=float("inf"))),
+            "l1": float(clip(every, float("inf"), norm_type=1)),
+        }
+        if stage is not None:
+            slices = [p for group in run.optimizer.param_groups for p in group["params"]]
+            out[name]["slices"] = float(clip(slices, float("inf")))
+            stranger = nn.Parameter(torch.zeros(3))
+            out["mixed"] = raised(lambda: clip([*every, stranger], 1.0))  # noqa: B023
+        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-3)
+        out[name]["after clip_grad_value_"] = float(clip(run.model.parameters(), float("inf")))
+        clip(run.model.parameters(), 1e-4)
+        out[name]["after clip_grad_norm_"] = float(clip(run.model.parameters(), float("inf")))
+    return out
+
+
+def sync_triggers() -> dict[str, Any]:
+    """`trigger_sync_in_backward` after forwards under `no_sync`: the same gradients as data parallel's."""
+    out = {}
+    rows = Tokens()
+    for name, stage in (("ddp", None), ("1", 1), ("3", 3)):
+        run = start(stage)
+        with run.accelerator.no_sync(run.model):
+            losses = [run.model(**{k: v[None] for k, v in rows[2 * i + RANK].items()}).loss for i in range(2)]
+            run.accelerator.backward(losses[0])
+        with run.accelerator.trigger_sync_in_backward(run.model):
+            run.accelerator.backward(losses[1])
+        out[name] = float(run.accelerator.clip_grad_norm_(run.model.parameters(), float("inf")))
+        run.optimizer.zero_grad()
+    return out
+
+
+def uneven_inputs() -> dict[str, Any]:
+    run = start(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
+            losses = train(run, steps=3)["losses"]
+    return {"warned": any("join_uneven_inputs" in str(item.message) for item in caught), "losses": losses}
+
+
+def overflow(stage: int) -> dict[str, Any]:
+    """fp16's scaler is torch's own. Rank 1 alone overflows: every rank must skip that step, and only that one."""
+    fresh()
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage), mixed_precision="fp16")
+    # accelerate gives CPU ranks neither scaler nor autocast for fp16; with these two lines they get what CUDA ranks get.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    accelerator.native_amp = True
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    batch = {name: value[None] for name, value in Tokens()[RANK].items()}
+    skipped, scales, moved = [], [], []
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for step in range(3):
+        loss = model(**batch).loss
+        if step == 1 and RANK == 1:
+            loss = loss * float("inf")
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(bool(accelerator.optimizer_step_was_skipped))
+        scales.append(accelerator.scaler.get_scale())
+        after = {name: t.clone() for name, t in model.state_dict().items()}
+        moved.append(distance(after, before) if RANK == 0 else 0.0)
+        before = after
+    return {"skipped": skipped, "scales": scales, "moved": moved}
+
+
+class OwnAccelerator(Accelerator):
+    """A user's subclass."""
+
+    def shout(self) -> str:
+        return "mine"
+
+
+def own_subclass() -> dict[str, Any]:
+    fresh()
+    accelerator = OwnAccelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return {
+        "class": type(accelerator).__name__,
+        "is mine": isinstance(accelerator, OwnAccelerator),
+        "method": accelerator.shout(),
+        "engine": zero.engine_of(model) is not None,
+        "type": str(accelerator.distributed_type),
+    }
+
+
+def two_models() -> dict[str, Any]:
+    """Two models, two optimizers, one accelerator."""
+    out = {}
+    for name, stage in (("ddp", None), ("zero", 3)):
+        fresh()
+        extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
+        accelerator = Accelerator(cpu=True, **extra)
+        one, two = gpt2(0), gpt2(1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]
+        a, b, x, y = accelerator.prepare(one, two, *optimizers)
+        batch = {k: v[None] for k, v in Tokens()[RANK].items()}
+        for _ in range(2):
+            accelerator.backward(a(**batch).loss + b(**batch).loss)
+            norms = [float(accelerator.clip_grad_norm_(m.parameters(), 1.0)) for m in (a, b)]
+            for optimizer in (x, y):
+                optimizer.step()
+                optimizer.zero_grad()
+        out[name] = norms
+    return out
+
+
+def main() -> None:
+    watch()
+    ddp = check("ddp", lambda: numbers(_keep("ddp", complete(None, accumulation=2))))
+    if ddp is not None:
+        for stage in range(4):
+            check(f"stage {stage}", lambda: against_ddp(stage, _kept["ddp"], accumulation=2))  # noqa: B023
+    check("ddp unclipped", lambda: numbers(_keep("ddp unclipped", complete(None, clip=None))))
+    for stage in (1, 3):
+        check(f"unclipped {stage}", lambda: against_ddp(stage, _kept["ddp unclipped"], clip=None))  # noqa: B023
+    check("ddp bf16", lambda: numbers(_keep("ddp bf16", complete(None, precision="bf16"))))
+    for stage in (0, 2, 3):
+        check(f"bf16 {stage}", lambda: against_ddp(stage, _kept["ddp bf16"], precision="bf16"))  # noqa: B023
+    check("any order", prepare_in_any_order)
+    check("optimizer over a sharded model", optimizer_over_sharded_model)
+    for stage in (0, 1, 3):
+        check(f"state {stage}", lambda: state_round_trip(stage))  # noqa: B023
+    check("state for one rank", state_for_one_rank)
+    check("ddp state", ddp_state_into_zero)
+    check("save_model", save_model_files)
+    check("save fails", save_fails_on_every_rank)
+    check("clip", clip_choices)
+    check("sync", sync_triggers)
+    check("uneven", uneven_inputs)
+    for stage in (1, 3):
+        check(f"overflow {stage}", lambda: overflow(stage))  # noqa: B023
+    check("subclass", own_subclass)
+    check("two models", two_models)
+
+
+_kept: dict[str, dict[str, Any]] = {}
+
+
+def _keep(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    _kept[name] = value
+    return value
+
+
+if __name__ == "__main__":
+    main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

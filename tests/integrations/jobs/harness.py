@@ -1,0 +1,134 @@
+"""What the jobs share: named checks, tiny models, data, and comparisons. Imported by scripts that run on every rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+OUT = Path(sys.argv[1])
+
+_found: dict[str, Any] = {}
+
+
+def check(name: str, work: Callable[[], Any]) -> Any:
+    """Run one check on this rank and write down what it returned, or how it failed."""
+    try:
+        _found[name] = {"value": work()}
+    except Exception:
+        _found[name] = {"error": traceback.format_exc()[-4000:]}
+        print(f"rank {RANK}: check {name} failed\n{_found[name]['error']}", flush=True)
+    (OUT / f"rank{RANK}.json").write_text(json.dumps(_found))
+    return _found[name].get("value")
+
+
+def watch() -> None:
+    """Shortly before the launcher's limit, say where every thread is, so that a hang has a place."""
+    faulthandler.dump_traceback_later(max(5.0, float(os.environ.get("JOB_TIMEOUT", "150")) - 10), exit=True)
+
+
+def fresh() -> None:
+    """Forget accelerate's process-wide state, so that one process can hold runs with different settings."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def raised(work: Callable[[], Any]) -> str:
+    """`Type: message` of what `work` raises; empty when it raises nothing."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": 64,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+    return GPT2LMHeadModel(GPT2Config(**{**settings, **changes}))
+
+
+def bert(seed: int = 0) -> BertForSequenceClassification:
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(config)
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random token rows; `labels` are the tokens, or a class computed from them."""
+
+    def __init__(self, rows: int = 32, length: int = 12, classes: int = 0, seed: int = 7) -> None:
+        ids = torch.randint(2, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+        self.rows = [{"input_ids": row, "labels": row.sum() % classes if classes else row} for row in ids]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """The largest difference of two state dicts; infinite where names or shapes differ."""
+    if list(left) != list(right):
+        return float("inf")
+    worst = 0.0
+    for name, tensor in left.items():
+        if tensor.shape != right[name].shape or tensor.dtype != right[name].dtype:
+            return float("inf")
+        if tensor.numel():
+            worst = max(worst, float((tensor.double() - right[name].double()).abs().max()))
+    return worst
+
+
+def optimizer_distance(left: dict[str, Any], right: dict[str, Any]) -> float:
+    """The same for two optimizer state dicts, groups and scalars included."""
+    skipped = {"params"}
+    groups = [[{k: v for k, v in g.items() if k not in skipped} for g in side["param_groups"]] for side in (left, right)]
+    sizes = [[list(g["params"]) for g in side["param_groups"]] for side in (left, right)]
+    if groups[0] != groups[1] or sizes[0] != sizes[1] or list(left["state"]) != list(right["state"]):
+        return float("inf")
+    flat = [{f"{i}.{k}": torch.as_tensor(v) for i, e in side["state"].items() for k, v in e.items()} for side in (left, right)]
+    return distance(*({name: side[name] for name in sorted(side)} for side in flat))
+
+
+def files_under(folder: Path, but: Iterable[str] = ()) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name not in set(but))
