@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ from .schedule import Schedule
 from .statedict import FullState
 from .unit import Flat, State, Unit
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine]
+_ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
 
 class Engine:
@@ -246,9 +245,8 @@ class Engine:
         self._full_state.detach()
         for handle in self._handles:
             handle.remove()
-        for name in ("zero_grad", "_apply"):
+        for name in ("zero_grad", "_apply", _ENGINE):
             self.model.__dict__.pop(name, None)
-        _engines.pop(self.model, None)
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -342,7 +340,7 @@ class Engine:
         self._install_schedule()
         _override(self.model, "zero_grad", self.zero_grad)
         _override(self.model, "_apply", partial(self._guarded_apply, self.model._apply))
-        _engines[self.model] = self
+        self.model.__dict__[_ENGINE] = self
 
     def _install_schedule(self) -> None:
         if hasattr(self, "_schedule"):
@@ -507,13 +505,10 @@ def shard(
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a sharded model, also through wrappers that hold it as a submodule; None for any other module."""
     for module in model.modules():
-        engine = _engines.get(module)
+        engine: Engine | None = module.__dict__.get(_ENGINE)
         if engine is not None:
             return engine
     return None
-
-
-_engines = weakref.WeakKeyDictionary()
 
 
 def _count(storages: dict[int, int], tensor: Tensor) -> None:

@@ -108,6 +108,8 @@ class Schedule:
             self.traces.append(trace)
             hosts += [Host(module, trace) for module in modules]
         self.frees = any(not trace.unit.policy.keep_full for trace in self.traces)
+        # Alone, a reduce is an addition in place: nothing to put off.
+        self._defers = any(not t.unit.policy.reduce_each_backward and t.unit.wire.size > 1 for t in self.traces)
         largest = max((trace.unit.gathered_bytes for trace in self.traces), default=0)
         self._budget_bytes = 2 * largest
         add = self._handles.append
@@ -250,7 +252,8 @@ class Schedule:
         unit = trace.unit
         if not unit.trained:
             return
-        if not self.sync and not unit.policy.reduce_each_backward:
+        if not self.sync and self._defers:
+            unit.hold()
             return
         previous, self._reducing = self._reducing, unit
         if previous is not None:
@@ -270,10 +273,7 @@ class Schedule:
                 self._reduce(trace)
         self._finish_reduces()
         self._in_backward = False
-        if not self.sync and not self.traces[0].unit.policy.reduce_each_backward:
-            self.unsynced = True
-        elif self.sync:
-            self.unsynced = False
+        self.unsynced = self._defers and (not self.sync)
         self.after_backward()
 
     def _finish_reduces(self) -> None:

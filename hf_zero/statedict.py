@@ -65,8 +65,9 @@ class FullState:
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._depth == 0:
-            self._values.clear()  # of a call that raised
+        if not prefix:  # outermost; a call that raised may have left its traces
+            self._depth = 0
+            self._values.clear()
         self._depth += 1
 
     def _give(self, module: nn.Module, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -97,7 +98,8 @@ class FullState:
         own = {name: p for name, p in module._parameters.items() if p is not None and p in self._flat}
         if own and metadata.get("assign_to_params_buffers", False):
             raise StateError("load_state_dict(assign=True) would replace sharded parameters: load without assign")
-        if self._loading == 0:
+        if self._loading == 0 or not prefix:
+            self._loading = 0
             self._landing.clear()
             # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
             meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())

@@ -76,11 +76,15 @@ class Flat:
             self.master = nn.Parameter(self.master, requires_grad=True)
         self.views = self._cut(self.full)
         self.full_bytes = self.full.numel() * self.full.element_size()
-        fill = float("nan") if compute.is_floating_point or compute.is_complex else 0
-        self.guards = torch.full((len(params),), fill, dtype=compute, device=device)
+        # A released parameter shows its own type, whatever it is gathered in.
+        own_dtype = dtype_of(spec.dtype)
+        self._guarded = own_dtype.is_floating_point or own_dtype.is_complex
+        self.guards = torch.full((len(params),), float("nan") if self._guarded else 0, dtype=own_dtype, device=device)
         self.sentinels = [guard.expand(slot.spec.shape) for guard, slot in zip(self.guards.unbind(), span.slots)]
-        self._guarded = compute.is_floating_point or compute.is_complex
         self.reduce_dtype = precision.reduce_dtype_of(master_dtype) if wire.size > 1 else master_dtype
+        # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
+        self._holds = compute != master_dtype
+        self._held = False
         self._bucket: Tensor | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
@@ -124,11 +128,30 @@ class Flat:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return any(param.grad is not None for param in self.params)
+        return self._held or any(param.grad is not None for param in self.params)
 
     def drop_grads(self) -> None:
         for param in self.params:
             param.grad = None
+        if self._held:
+            self._held = False
+            self.drop_bucket()
+
+    def hold(self) -> None:
+        """Between backwards of one step, without a reduce: keep the local gradients in at least the reduce dtype."""
+        if self._holds:
+            self._gather_local(self.take())
+            self._held = True
+
+    def _gather_local(self, grads: list[Tensor | None]) -> Tensor:
+        if not self._held:
+            bucket, views = self.bucket()
+            _fill(views, grads)
+            return bucket
+        _add(self._bucket_views, grads)
+        if self._bucket is None:
+            raise StateError("gradients are held without a bucket")
+        return self._bucket
 
     def take(self) -> list[Tensor | None]:
         """The local gradients, dense, in order; the parameters forget them."""
@@ -156,13 +179,13 @@ class Flat:
     def source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype."""
         grads = self.take()
-        if len(grads) == 1 and wire.ragged:
+        if len(grads) == 1 and wire.ragged and not self._held:
             # A span of one parameter needs no copy: its gradient is the buffer, less the padding.
             grad = grads[0]
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous():
                 return grad.view(-1)
-        bucket, views = self.bucket()
-        _fill(views, grads)
+        bucket = self._gather_local(grads)
+        self._held = False
         return bucket
 
     def add_local(self) -> None:
@@ -173,9 +196,7 @@ class Flat:
             _fill(views, grads)
             self.master.grad = bucket
             return
-        pairs = [(view, grad) for view, grad in zip(self._bucket_views, grads) if grad is not None]
-        if pairs:
-            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+        _add(self._bucket_views, grads)
 
     def add_reduced(self, mean: Tensor) -> None:
         if self.master.grad is None:
@@ -198,6 +219,12 @@ def _fill(views: list[Tensor], grads: list[Tensor | None]) -> None:
             view.zero_()
         else:
             view.copy_(grad)
+
+
+def _add(views: list[Tensor], grads: list[Tensor | None]) -> None:
+    pairs = [(view, grad) for view, grad in zip(views, grads) if grad is not None]
+    if pairs:
+        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
 
 class Unit:
@@ -279,6 +306,11 @@ class Unit:
 
     def has_grads(self) -> bool:
         return any(flat.has_grads() for flat in self.trained)
+
+    def hold(self) -> None:
+        """The end of a backward inside `no_sync`, where nothing is sent."""
+        for flat in self.trained:
+            flat.hold()
 
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""

@@ -41,6 +41,7 @@ MALLOC = {
     "pinned": {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"},
 }
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "hf-zero")
+TIMES = ("seconds", "cpu_seconds")
 MEASURES = ("time", "memory", "calls")
 
 
@@ -93,11 +94,9 @@ def launch(job: Job, timeout: float, malloc: str = "default") -> list[dict[str, 
                 command = [sys.executable, str(WORKER), json.dumps(asdict(job)), str(result)]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as stream:
-                    ranks.append(
-                        subprocess.Popen(
-                            command, env=environment | own, stdout=stream, stderr=stream, start_new_session=True
-                        )
-                    )
+                    # A rank ends when the pipe that is its stdin closes, so none outlives this process.
+                    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stream, "stderr": stream}
+                    ranks.append(subprocess.Popen(command, env=environment | own, start_new_session=True, **streams))
             await_ranks(job, ranks, logs, timeout)
             return [json.loads(result.read_text()) for result in results]
         finally:
@@ -105,6 +104,8 @@ def launch(job: Job, timeout: float, malloc: str = "default") -> list[dict[str, 
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                if process.stdin:
+                    process.stdin.close()
 
 
 def await_ranks(job: Job, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout: float) -> None:
@@ -149,6 +150,17 @@ def measure(options: Options, console: Console) -> tuple[dict[str, dict[str, Any
     return {engine: summarize(found, options.job) for engine, found in results.items()}, failures
 
 
+def headline(job: Job, result: dict[str, Any]) -> str:
+    """One launch's most wanted number, so that a long run can be followed."""
+    if job.measure == "time":
+        mine, ddp = result["costs"]["engine"], result["costs"]["ddp"]
+        wall, processor = (statistics.median(a / b for a, b in zip(mine[cost], ddp[cost])) for cost in TIMES)
+        return f"{wall:.2f} × DDP's time, {processor:.2f} × its processor time"
+    if job.measure == "memory":
+        return f"{result['steady'] / 2**20:.0f} MiB steady, {result['peak'] / 2**20:.0f} MiB peak"
+    return f"{result['calls']:,} Python calls"
+
+
 def plan_launches(options: Options) -> list[tuple[Job, str]]:
     """Launches in order: rounds over all engines, so that slow minutes of the machine are spread over them."""
 
@@ -164,7 +176,15 @@ def plan_launches(options: Options) -> list[tuple[Job, str]]:
         mallocs = ("pinned", "default") if options.job.device == "cpu" else ("default",)
         plan += [(job(engine=name, measure="memory"), malloc) for malloc in mallocs for name in options.engines]
     if "calls" in options.measure:
-        small = {"model": "calls", "world_size": 1, "batch": 1, "sequence": 8, "accumulation": 1, "dtype": "fp32"}
+        small = {
+            "model": "calls",
+            "world_size": 1,
+            "batch": 1,
+            "sequence": 8,
+            "accumulation": 1,
+            "dtype": "fp32",
+            "clip": 0.0,
+        }
         plan += [(job(engine=name, measure="calls", **small), "default") for name in options.engines]
     return plan
 
@@ -175,14 +195,19 @@ def summarize(found: dict[str, list[list[dict[str, Any]]]], job: Job) -> dict[st
     if "time" in found:
         rounds = found["time"]
         first = rounds[0]
-        ratios = [ratio for ranks in rounds for ratio in ranks[0]["ratios"]]
-        seconds = statistics.median(second for ranks in rounds for second in ranks[0]["seconds"])
+        turns = [(ranks[0]["costs"]["engine"], ranks[0]["costs"]["ddp"]) for ranks in rounds]
+        ratios = {cost: [a / b for mine, ddp in turns for a, b in zip(mine[cost], ddp[cost])] for cost in TIMES}
+        seconds, faults = (
+            statistics.median(value for mine, _ in turns for value in mine[cost]) for cost in ("seconds", "page_faults")
+        )
         collectives = first[0]["collectives"]
         row |= {
             "step_seconds": seconds,
             "tokens_per_second": job.world_size * job.batch * job.sequence * job.accumulation / seconds,
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
+            "ratio": statistics.median(ratios["seconds"]),
+            "ratios": ratios["seconds"],
+            "cpu_ratio": statistics.median(ratios["cpu_seconds"]),
+            "page_faults": faults,
             "losses": first[0]["losses"],
             "loss_difference": max(rank["loss_difference"] for ranks in rounds for rank in ranks),
             "sent_bytes": statistics.median(rank["sent"] for ranks in rounds for rank in ranks),
@@ -205,7 +230,18 @@ def summarize(found: dict[str, list[list[dict[str, Any]]]], job: Job) -> dict[st
 def tables(results: dict[str, dict[str, Any]], job: Job) -> list[Table]:
     """What a person reads: time and traffic, then memory and host work."""
     time_table = Table(title=f"{job.model} parameters, {job.dtype}, {job.world_size} ranks: step", title_justify="left")
-    for name in ("engine", "step s", "÷ DDP", "min … max", "tokens/s", "loss − DDP's", "sent ÷ 4Ψ", "collectives"):
+    for name in (
+        "engine",
+        "step s",
+        "÷ DDP",
+        "min … max",
+        "CPU ÷ DDP",
+        "faults",
+        "tokens/s",
+        "loss − DDP's",
+        "sent ÷ 4Ψ",
+        "collectives",
+    ):
         time_table.add_column(name, justify="left" if name == "engine" else "right")
     memory_table = Table(title="memory per rank in MiB (÷ DDP), and host work", title_justify="left")
     mallocs = [malloc for malloc in MALLOC if any(f"memory_{malloc}" in row for row in results.values())]
@@ -219,6 +255,8 @@ def tables(results: dict[str, dict[str, Any]], job: Job) -> list[Table]:
                 f"{row['step_seconds']:.3f}",
                 f"{row['ratio']:.2f}",
                 f"{min(row['ratios']):.2f} … {max(row['ratios']):.2f}",
+                f"{row['cpu_ratio']:.2f}",
+                f"{row['page_faults']:,.0f}",
                 f"{row['tokens_per_second']:.0f}",
                 f"{row['loss_difference']:.1e}" if row["loss_difference"] else "0",
                 f"{row['sent']:.2f}",

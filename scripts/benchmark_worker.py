@@ -6,6 +6,8 @@ How each number is taken, and why so:
   steps, in the order A B B A. What else the machine does then hits both alike, which launches minutes apart would not
   give. The first step of a block is not timed: it finds the caches, and what is still on the wire, of the other
   engine.
+* processor time: of all threads of the process, in the same steps; it stays meaningful where the machine is shared.
+  Page faults tell of memory that is given back and taken again.
 * memory: alone in its processes. Resident bytes less file pages (code that is paged in on first use is no engine's
   doing), over the same figure after the imports. The peak is the kernel's own high-water mark, reset after the build.
 * wire: the bytes that this process's own TCP sockets have sent, as the kernel counts them (`TCP_INFO`): other jobs on
@@ -22,10 +24,12 @@ import json
 import os
 import pstats
 import re
+import resource
 import socket
 import statistics
 import struct
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -73,15 +77,24 @@ class Runner:
         synchronize(device)
         self.start_up = time.perf_counter() - start
 
-    def run(self) -> float:
-        """One step; returns its seconds."""
+    def run(self) -> tuple[float, ...]:
+        """One step; returns what it cost, as `COSTS` says."""
         batches = self.batches()
-        start = time.perf_counter()
+        start = costs()
         loss = self.step(batches)
         synchronize(self.device)
-        seconds = time.perf_counter() - start
+        stop = costs()
         self.losses.append(float(loss))
-        return seconds
+        return tuple(after - before for before, after in zip(start, stop))
+
+
+COSTS = ("seconds", "cpu_seconds", "page_faults")
+
+
+def costs() -> tuple[float, ...]:
+    """The clock, this process's processor time on all its threads, and how often it was given a fresh page."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), usage.ru_utime + usage.ru_stime, usage.ru_minflt
 
 
 def synchronize(device: torch.device) -> None:
@@ -146,23 +159,21 @@ def measure_time(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
         quiet()
         for _ in range(WARM_UP):
             runner.run()
-    ratios, times, reference_times = [], [], []
+    turns: dict[str, list[list[float]]] = {"engine": [], "ddp": []}
 
-    def block(runner: Runner) -> float:
+    def turn(name: str, runner: Runner) -> None:
         quiet()
         runner.run()
-        # Ranks go in step; the slowest one's time is the step's.
-        seconds = torch.tensor([runner.run() for _ in range(job.steps)], dtype=torch.float64, device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return statistics.median(seconds.tolist())
+        # Ranks go in step; what it costs the dearest of them is the step's cost.
+        rows = torch.tensor([runner.run() for _ in range(job.steps)], dtype=torch.float64, device=device)
+        dist.all_reduce(rows, dist.ReduceOp.MAX)
+        turns[name].append([statistics.median(column) for column in rows.T.tolist()])
 
-    for index in range(job.blocks):
-        pair = {}
-        for name in ("engine", "reference") if index % 2 == 0 else ("reference", "engine"):
-            pair[name] = block(engine if name == "engine" else reference)
-        times.append(pair["engine"])
-        reference_times.append(pair["reference"])
-        ratios.append(pair["engine"] / pair["reference"])
+    pair = [("engine", engine), ("ddp", reference)]
+    for _ in range(job.blocks):
+        for name, runner in pair:
+            turn(name, runner)
+        pair.reverse()
     barriers = sent_by(quiet)
 
     def some_steps() -> None:
@@ -183,9 +194,7 @@ def measure_time(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
     )
     difference = max(abs(a - b) for a, b in zip(engine.losses[:LOSSES], reference.losses[:LOSSES]))
     return {
-        "seconds": times,
-        "ddp_seconds": reference_times,
-        "ratios": ratios,
+        "costs": {name: dict(zip(COSTS, zip(*rows))) for name, rows in turns.items()},
         "start_up": engine.start_up,
         "losses": engine.losses[:LOSSES],
         "loss_difference": difference,
@@ -254,7 +263,18 @@ MEASURES: dict[str, Callable[[Job, int, torch.device], dict[str, Any]]] = {
 }
 
 
+def end_with_parent() -> None:
+    """Exit as soon as the launcher is gone, however it went: the kernel then closes the pipe that is our stdin."""
+
+    def wait() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main() -> None:
+    end_with_parent()
     job = Job(**json.loads(sys.argv[1]))
     rank = int(os.environ["RANK"])
     device = setup(job, rank)

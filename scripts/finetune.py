@@ -21,18 +21,7 @@ from typing import Any, Literal, NoReturn
 
 import datasets
 import torch
-from data import (
-    LABEL_COLUMNS,
-    TEXT_COLUMNS,
-    Prepared,
-    classification,
-    embedded_corpus,
-    language_modeling,
-    load_text,
-    load_tokenizer,
-    pick_column,
-)
-from launch import (
+from finetune_console import (
     UserError,
     check_output,
     check_space,
@@ -44,8 +33,20 @@ from launch import (
     print_summary,
     run,
 )
-from metrics import class_metrics, token_metrics, token_scores
-from models import BUILT_IN, DEFAULT_MODEL, load_config, load_model, max_positions
+from finetune_data import (
+    CORPUS_SIZE,
+    LABEL_COLUMNS,
+    TEXT_COLUMNS,
+    Prepared,
+    classification,
+    embedded_corpus,
+    language_modeling,
+    load_text,
+    load_tokenizer,
+    pick_column,
+)
+from finetune_metrics import class_metrics, token_metrics, token_scores
+from finetune_models import BUILT_IN, DEFAULT_MODEL, load_config, load_model, max_positions
 from transformers import (
     HfArgumentParser,
     PreTrainedModel,
@@ -57,6 +58,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_zero as zero
+
+TINY_STEPS = 200  # of a tiny model on the embedded corpus: about a minute on two CPU ranks
 
 
 @dataclass
@@ -77,6 +80,7 @@ class ScriptArguments:
         default=None,
         metadata={"help": "Hub id, or local text, json, csv or parquet; without it, Python's standard library"},
     )
+    corpus_size: int = field(default=CORPUS_SIZE, metadata={"help": "characters to take of Python's standard library"})
     dataset_config: str | None = field(default=None, metadata={"help": "configuration of a Hub dataset"})
     text_column: str | None = field(default=None, metadata={"help": "by default 'text', 'sentence' or 'content'"})
     label_column: str | None = field(default=None, metadata={"help": "by default 'label' or 'labels'"})
@@ -86,7 +90,7 @@ class ScriptArguments:
 
     def __post_init__(self) -> None:
         self.model = self.model or DEFAULT_MODEL[self.task]
-        for name in ("block_size", "max_train_samples", "max_eval_samples"):
+        for name in ("corpus_size", "block_size", "max_train_samples", "max_eval_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
@@ -113,9 +117,14 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, zero.ZeroTrainingArgume
     # Found before the dataclasses are built: building TrainingArguments already starts the process group.
     _, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        close = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)
+        flag = unknown[0].split("=")[0]
+        close = difflib.get_close_matches(flag, parser._option_string_actions, 1)
         hint = f"did you mean {close[0]}?" if close else "--help lists all flags"
-        raise UserError(f"unknown argument {unknown[0]!r}; {hint} The number of ranks is set at the launcher")
+        if flag.lstrip("-").replace("_", "-") in ("nproc", "nproc-per-node", "num-processes", "world-size", "ranks"):
+            hint = (
+                "the number of ranks is the launcher's to set: accelerate launch --num_processes 2 scripts/finetune.py"
+            )
+        raise UserError(f"unknown argument {unknown[0]!r}; {hint}")
     script, args = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     return script, args
 
@@ -136,11 +145,12 @@ def defaults(script: ScriptArguments, given: set[str]) -> dict[str, Any]:
         "warmup_steps": 0.1,
     }
     if scratch:
-        chosen["learning_rate"] = 2e-3 if script.tiny else 6e-4
+        # BERT normalises after each block, and from scratch falls into predicting the commonest token when pushed harder.
+        chosen["learning_rate"] = (5e-4 if "bert" in str(script.model) else 2e-3) if script.tiny else 6e-4
     if script.tiny:
         chosen |= {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
         if script.dataset is None and "num_train_epochs" not in given:
-            chosen["max_steps"] = 200
+            chosen["max_steps"] = TINY_STEPS
             if not given & {"save_steps", "save_total_limit", "load_best_model_at_end"}:
                 chosen["save_strategy"] = "no"  # the trained model is saved at the end in any case
     if "load_best_model_at_end" in given:
@@ -173,7 +183,11 @@ def prepare(
     """Model, tokenizer and data. The same on every rank; what the main process has made, the others find cached."""
     task, name = script.task, str(script.model)
     config = load_config(task, name)
-    data = load_text(script.dataset, script.dataset_config) if script.dataset else embedded_corpus(task)
+    data = (
+        load_text(script.dataset, script.dataset_config)
+        if script.dataset
+        else embedded_corpus(task, script.corpus_size)
+    )
     column = pick_column(data["train"], script.text_column, TEXT_COLUMNS, "--text-column")
     if not len(data["train"]):
         raise UserError(f"the dataset {script.dataset!r} is empty: its training split has no rows")

@@ -1,8 +1,8 @@
 """accelerate: `ZeroPlugin`, the one argument, and the Accelerator that it turns a stock one into.
 
-`Accelerator(parallelism_config=...)` hands the *live* accelerator to `ParallelismConfig._validate_accelerator`. `ZeroPlugin`
-uses that moment to change the accelerator's class to one with `ZeroAcceleratorMixin` in front; nothing of accelerate is
-patched. `ZeroAccelerator(zero_plugin=...)` is the same without that private hook.
+`Accelerator(parallelism_config=...)` hands the *live* accelerator to `ParallelismConfig._validate_accelerator`.
+`ZeroPlugin` uses that moment to change the accelerator's class to one with `ZeroAcceleratorMixin` in front; nothing of
+accelerate is patched. `ZeroAccelerator(zero_plugin=...)` says the same thing out loud.
 
 Invariants: `distributed_type` stays what accelerate found (its own gather, reduce and barriers depend on it), the model
 keeps its type, the optimizer and its param_groups stay the same objects.
@@ -14,9 +14,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -42,12 +41,12 @@ OPTIMIZER_FOLDER = "zero_optimizer"
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-# ---- the plugin -------------------------------------------------------------------------------------------------------
+# ---- the plugin ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, repr=False)
 class ZeroPlugin(ParallelismConfig):
-    """`Accelerator(parallelism_config=ZeroPlugin(stage=3))`, `TrainingArguments(parallelism_config=ZeroPlugin(stage=3))`.
+    """`Accelerator(parallelism_config=ZeroPlugin(stage=3))`; the same argument in `TrainingArguments`.
 
     The fields are those of `ZeroConfig`, one to one. Pure data: it is pickled with the training arguments. The sizes of
     the base class stay 1, so that accelerate builds no device mesh and splits data as for plain data parallel.
@@ -57,7 +56,7 @@ class ZeroPlugin(ParallelismConfig):
             would ignore the plugin.
     """
 
-    stage: int = ZeroConfig.__dataclass_fields__["stage"].default
+    stage: int = ZeroConfig().stage
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -78,8 +77,8 @@ class ZeroPlugin(ParallelismConfig):
                 )
             if value not in (None, 1):
                 raise ConfigError(
-                    f"ZeroPlugin takes no {name} (found {value!r}): every rank is a data parallel rank, tensor, context "
-                    "and sequence parallelism are not combined with it. Settings are keywords: ZeroPlugin(stage=3)"
+                    f"ZeroPlugin takes no {name} (found {value!r}): every rank is a data parallel rank; tensor, "
+                    "context and sequence parallelism do not go with it. Settings are keywords: ZeroPlugin(stage=3)"
                 )
             setattr(self, name, 1)
         elif name.endswith("_handler") and value is not None:
@@ -100,7 +99,8 @@ class ZeroPlugin(ParallelismConfig):
         if older.config != self.config:
             # TrainingArguments resets accelerate's state by itself, so this may be fine: warn, don't raise.
             warnings.warn(
-                f"an Accelerator exists already with {older}; one built now would keep that and ignore {self}: {remedy}",
+                f"an Accelerator exists already, with {older}; one built now would keep that and ignore {self}: "
+                f"{remedy}",
                 stacklevel=4,
             )
 
@@ -158,15 +158,19 @@ def _refuse_rivals(accelerator: Accelerator) -> None:
         )
 
 
-# ---- the accelerator --------------------------------------------------------------------------------------------------
+# ---- the accelerator -------------------------------------------------------------------------------------------------
 
-_AcceleratorBase = Accelerator if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from accelerate import Accelerator as _AcceleratorBase
+else:
+    _AcceleratorBase = object
 
 
 class ZeroAcceleratorMixin(_AcceleratorBase):
     """What differs from the stock Accelerator. Everything else (data, metrics, schedulers, tracking) is inherited."""
 
     zero_plugin: ZeroPlugin
+    _optimizers: list[Any]
     _zero_models: WeakSet[nn.Module]
     _zero_ids: WeakKeyDictionary[nn.Module, tuple[frozenset[int], frozenset[int]]]
 
@@ -194,10 +198,12 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             # Nothing to train and nothing to save by sharding: accelerate's evaluation path.
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         if hasattr(model, "_original_forward"):
-            model._is_accelerate_prepared = True  # its forward runs under autocast already: evaluated before training
+            model.__dict__["_is_accelerate_prepared"] = (
+                True  # its forward runs under autocast already: evaluated before training
+            )
         # evaluation_mode is accelerate's way to say "autocast, but no DDP".
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        prepared._is_accelerate_prepared = True
+        prepared.__dict__["_is_accelerate_prepared"] = True
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
@@ -229,8 +235,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         mine = [optimizer for optimizer in optimizers if _holds_parameter_of(optimizer, model, engine)]
         if len(mine) > 1:
             raise ConfigError(
-                f"{len(mine)} optimizers hold parameters of one {type(model).__name__}: build one optimizer with several "
-                "parameter groups instead"
+                f"{len(mine)} optimizers hold parameters of one {type(model).__name__}: build one optimizer with "
+                "several parameter groups instead"
             )
         optimizer = mine[0] if mine else None
         if engine is None:
@@ -247,8 +253,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
                 adopt_model(model, engine)
         elif engine.config != config:
             raise ConfigError(
-                f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use the "
-                "same settings, or undo the first with engine.detach()"
+                f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
+                "the same settings, or undo the first with engine.detach()"
             )
         elif optimizer is not None and engine.optimizer is not optimizer:
             engine.bind(optimizer)
@@ -263,8 +269,9 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         device_map = getattr(model, "hf_device_map", None)
         if device_map is not None and len(set(device_map.values())) > 1:
             raise ConfigError(
-                f"{type(model).__name__} was loaded with a device_map over {sorted(map(str, set(device_map.values())))}: "
-                "load it without device_map, the engine decides what each rank holds"
+                f"{type(model).__name__} was loaded with a device_map over "
+                f"{sorted(map(str, set(device_map.values())))}: load it without device_map, the engine decides what "
+                "each rank holds"
             )
 
     def _zero_precision(self) -> str:
@@ -297,7 +304,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Nothing to do: whether gradients are exchanged is asked at the backward, not fixed at the forward as in DDP."""
+        """Nothing to do: whether gradients travel is asked at the backward, not fixed at the forward as in DDP."""
         if engine_of(model) is None:
             with Accelerator.trigger_sync_in_backward(model):
                 yield
@@ -376,7 +383,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
         state = model.state_dict()
-        parent = super()
+        parent: Any = super()
 
         def write() -> None:
             if self.is_main_process:
@@ -388,7 +395,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """accelerate's folder; optimizer state goes to `zero_optimizer/`, written by every rank, loadable at any world size."""
+        """accelerate's folder; every rank writes its optimizer state to `zero_optimizer/`, for any later world size."""
         if not any(True for _ in self._zero_engines()):
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         self._zero_refuse_each_node()
@@ -457,7 +464,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
 
 
 class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
-    """`ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`: the Accelerator, with the plugin as an argument of its own."""
+    """`ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`: the Accelerator, the plugin an argument of its own."""
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         given = kwargs.pop("parallelism_config", None)
@@ -475,17 +482,25 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
             )
 
 
-@lru_cache(maxsize=None)
-def zero_accelerator_cls(cls: type[Accelerator]) -> type[Accelerator]:
-    """`cls` with the mixin in front; the same class for the same `cls`."""
-    if issubclass(cls, ZeroAcceleratorMixin):
+def zero_accelerator_cls(cls: type[Any]) -> type[Any]:
+    """`cls` with the mixin in front."""
+    return ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
+
+
+# ---- helpers, also for the Trainer -----------------------------------------------------------------------------------
+
+
+_MADE: dict[tuple[Any, ...], type[Any]] = {}
+
+
+def put_in_front(mixin: type[Any], cls: type[Any], **attributes: Any) -> type[Any]:
+    """A subclass `Zero<cls>` of `mixin` and `cls`, made once; `cls` itself where it has the mixin."""
+    if issubclass(cls, mixin):
         return cls
-    if cls is Accelerator:
-        return ZeroAccelerator
-    return type(f"Zero{cls.__name__}", (ZeroAcceleratorMixin, cls), {})
-
-
-# ---- helpers, also for the Trainer ------------------------------------------------------------------------------------
+    key = (mixin, cls, *attributes.items())
+    if key not in _MADE:
+        _MADE[key] = type(f"Zero{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__, **attributes})
+    return _MADE[key]
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -526,9 +541,9 @@ def on_every_rank(work: Callable[[], None], what: str) -> None:
 
 @contextmanager
 def serving_state_dict(model: nn.Module, state: dict[str, Any]) -> Iterator[None]:
-    """Inside, `state_dict()` of the model and of its parts answers from `state`, so that one rank alone may write files.
+    """Inside, `state_dict()` of the model and of its parts answers from `state`, so that one rank alone may write.
 
-    `state_dict()` of a sharded model is a collective; library code between here and the file calls it on the writer only.
+    Of a sharded model it is a collective, and library code between here and the file calls it on the writer only.
     """
     replaced: list[tuple[nn.Module, Any]] = []
     try:
@@ -556,7 +571,7 @@ def _server(state: dict[str, Any], inside: str) -> Callable[..., dict[str, Any]]
 
 
 def _drop_weights_off_main(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-    """Off rank 0 the gathered tensors are `meta`: nothing there to write, and accelerate would look for shared storage."""
+    """Off rank 0 the gathered tensors are `meta`: nothing to write, and accelerate would look for shared storage."""
     if not PartialState().is_main_process:
         weights.clear()
 
@@ -575,6 +590,8 @@ def _load_model(model: nn.Module, folder: Path, index: int, strict: bool) -> Non
         state = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
     else:
         raise CheckpointError(f"no weights for model {index} in {folder}: expected {safe.name} or {pickled.name}")
+    if all(name.startswith("module.") for name in state):  # plain data parallel keeps its wrapper's prefix
+        state = {name.removeprefix("module."): value for name, value in state.items()}
     result = model.load_state_dict(state, strict=False)
     if strict:
         names = dict(model.named_parameters(remove_duplicate=False))

@@ -7,20 +7,21 @@ itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. N
 What differs is files, all of them written where the stock Trainer writes them:
 
 * the model: gathered by all ranks, then the stock code on the rank that writes;
-* the optimizer: with `ZeroCallback` (or an explicit `ZeroTrainer`) every rank writes its own pieces to `zero_optimizer/`
-  and `optimizer.pt` only says so; without, `optimizer.pt` is the file that plain data parallel writes. Both load, at any
-  stage and world size, in every Trainer that has the plugin; plain data parallel loads the latter.
+* the optimizer: with `ZeroCallback` (or an explicit `ZeroTrainer`) every rank writes its own pieces to
+  `zero_optimizer/` and `optimizer.pt` only says so; without, `optimizer.pt` is the very file of plain data parallel.
+  Both load, at any stage and world size, in every Trainer that has the plugin; plain data parallel loads the latter.
 """
 
 from __future__ import annotations
 
-import os
+import inspect
 import sys
 import warnings
-from contextlib import contextmanager
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from .accelerate import (
     ZeroPlugin,
     bare_optimizer,
     on_every_rank,
+    put_in_front,
     serving_state_dict,
 )
 
@@ -47,7 +49,7 @@ _PLACEHOLDER = "hf_zero: the optimizer state is in this folder"
 """The key of the small `optimizer.pt` that stands for `zero_optimizer/`."""
 
 
-# ---- arguments --------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -59,10 +61,10 @@ class ZeroTrainingArguments(TrainingArguments):
     """
 
     zero_stage: int = field(
-        default=ZeroConfig.__dataclass_fields__["stage"].default,
+        default=ZeroConfig().stage,
         metadata={
-            "help": "0: plain data parallel, for comparison. 1: each rank keeps its part of the optimizer state. 2: and of "
-            "the gradients. 3: and of the parameters."
+            "help": "0: plain data parallel, for comparison. 1: each rank keeps its part of the optimizer state. "
+            "2: and of the gradients. 3: and of the parameters."
         },
     )
     zero_reduce_dtype: str | None = field(
@@ -86,14 +88,20 @@ class ZeroTrainingArguments(TrainingArguments):
         )
 
 
-# ---- the trainer ------------------------------------------------------------------------------------------------------
+# ---- the trainer -----------------------------------------------------------------------------------------------------
 
-_TrainerBase = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object
 
 
 class ZeroTrainerMixin(_TrainerBase):
     """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`."""
 
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
     _zero_explicit = True
     """False in the class that `adopt_trainer` makes: its user asked for no more than the plugin."""
 
@@ -115,7 +123,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if self._zero_engine() is None:
             return super()._save(output_dir, state_dict)
         state = self.model.state_dict() if state_dict is None else state_dict
-        parent = super()
+        parent: Any = super()
 
         def write() -> None:
             if self.args.should_save:
@@ -133,7 +141,7 @@ class ZeroTrainerMixin(_TrainerBase):
             state = {_PLACEHOLDER: OPTIMIZER_FOLDER, "state": {}, "param_groups": []}
         else:
             state = self.optimizer.state_dict()
-        parent = super()
+        parent: Any = super()
 
         def write() -> None:
             with _answering(self.optimizer, "state_dict", state):
@@ -172,28 +180,18 @@ class ZeroTrainerMixin(_TrainerBase):
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """The Trainer for sharded models. A stock `Trainer` with a `ZeroPlugin` in its arguments turns into one by itself."""
+    """The Trainer for sharded models. A stock `Trainer` with a `ZeroPlugin` in its arguments becomes one by itself."""
 
 
-@lru_cache(maxsize=None)
-def zero_trainer_cls(cls: type[Trainer]) -> type[Trainer]:
+def zero_trainer_cls(cls: type[Any]) -> type[Any]:
     """`zero_trainer_cls(SFTTrainer)`: the same Trainer, for sharded models."""
-    if issubclass(cls, ZeroTrainerMixin):
-        return cls
-    if cls is Trainer:
-        return ZeroTrainer
-    return type(f"Zero{cls.__name__}", (ZeroTrainerMixin, cls), {"__module__": __name__})
-
-
-@lru_cache(maxsize=None)
-def _adopted_cls(cls: type[Trainer]) -> type[Trainer]:
-    return type(f"Zero{cls.__name__}", (ZeroTrainerMixin, cls), {"__module__": __name__, "_zero_explicit": False})
+    return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
 
 
 def adopt_trainer(accelerator: ZeroAcceleratorMixin) -> None:
     """Called while `accelerator` is being built: when a Trainer is building it, that Trainer learns to save and resume.
 
-    accelerate hands the plugin its Accelerator but not who builds it; a Trainer does so in one of its own methods, so it
+    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of its own, so it
     is the `self` of a caller. Without one (a plain accelerate loop) nothing happens.
     """
     frame: FrameType | None = sys._getframe(1)
@@ -202,7 +200,7 @@ def adopt_trainer(accelerator: ZeroAcceleratorMixin) -> None:
         if isinstance(owner, Trainer):
             check_arguments(owner.args)
             if not isinstance(owner, ZeroTrainerMixin):
-                owner.__class__ = _adopted_cls(type(owner))
+                owner.__class__ = put_in_front(ZeroTrainerMixin, type(owner), _zero_explicit=False)
             return
         frame = frame.f_back
 
@@ -236,12 +234,12 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:
-    """Two methods of transformers models that a sharded instance needs to do a little differently."""
+    """Methods of transformers and PEFT models that a sharded instance needs to do a little differently."""
     specs = [slot.spec for unit in engine.layout.units for span in unit.spans for slot in span.slots]
     if not engine.config.policy.keep_full and engine.world_size > 1:
         for module in model.modules():
             if callable(getattr(type(module), "generate", None)):
-                module.__dict__["generate"] = MethodType(_generate_together, module)
+                module.__dict__["generate"] = MethodType(partial(_generate_together, weakref.ref(model)), module)
     if any(spec.compute_dtype != spec.dtype for spec in specs):
         names = dict(model.named_parameters(remove_duplicate=False))
         own = {names[spec.name]: getattr(torch, spec.dtype) for spec in specs}
@@ -249,23 +247,41 @@ def adopt_model(model: nn.Module, engine: Engine) -> None:
             if isinstance(module, PreTrainedModel):
                 types = [own.get(param, param.dtype) for param in module.parameters()]
                 module.__dict__["save_pretrained"] = MethodType(partial(_save_in_own_types, types), module)
+    if "peft" in sys.modules:
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            model.__dict__["load_adapter"] = MethodType(_load_adapter_in_place, model)
 
 
-def _generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _generate_together(root: weakref.ref[nn.Module], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A rank that stops generating early would leave the others waiting for its parts of the parameters."""
-    if not kwargs.get("synced_gpus"):
-        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False it worked out for unsharded models
+    model = root()
+    if model is not None and engine_of(model) is not None:
+        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
     return type(self).generate(self, *args, **kwargs)
 
 
 def _save_in_own_types(types: list[torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """config.json's `dtype` is the first parameter's, which may be gathered in bfloat16; the file holds its own type."""
+    """config.json's `dtype` is the first parameter's, which may be bfloat16 just now; the file holds its own type."""
     typed = [torch.empty(param.shape, dtype=dtype, device="meta") for param, dtype in zip(self.parameters(), types)]
     self.__dict__["parameters"] = lambda recurse=True: iter(typed)
     try:
         return type(self).save_pretrained(self, *args, **kwargs)
     finally:
         del self.__dict__["parameters"]
+
+
+def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT casts an adapter after loading by replacing its parameters; the engine would lose sight of them."""
+    method = type(self).load_adapter
+    call = inspect.signature(method).bind(self, *args, **kwargs)
+    name = call.arguments["adapter_name"]
+    if name in self.peft_config:
+        call.arguments["autocast_adapter_dtype"] = False
+    elif call.arguments.get("is_trainable", False):
+        raise ConfigError(f"adapter {name!r} is new and to be trained: add it before the model is sharded")
+    return method(*call.args, **call.kwargs)
 
 
 @contextmanager
@@ -281,11 +297,11 @@ def _answering(owner: object, method: str, answer: Any) -> Iterator[None]:
             owner.__dict__[method] = before
 
 
-# ---- the callback -----------------------------------------------------------------------------------------------------
+# ---- the callback ----------------------------------------------------------------------------------------------------
 
 
 class ZeroCallback(TrainerCallback):
-    """Every rank saves its own optimizer state (see the module's text); the engine's report before the first step and after.
+    """Every rank saves its own optimizer state (see the module's text); the engine's report before and after training.
 
     Raises:
         ConfigError: at the start of training, when the model turns out not to be sharded.

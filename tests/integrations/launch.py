@@ -1,7 +1,7 @@
 """Start a job of `jobs/` on real ranks (gloo), with a hard time limit, and read what its checks found.
 
-A job is one script with many checks, so that the price of starting Python, torch and transformers is paid once. Its rank r
-writes `rank<r>.json`: {check: {"value": ...} or {"error": traceback}}.
+A job is one script with many checks, so that the price of starting Python, torch and transformers is paid once. Its
+rank r writes `rank<r>.json`: {check: {"value": ...} or {"error": traceback}}.
 """
 
 from __future__ import annotations

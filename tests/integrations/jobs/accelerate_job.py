@@ -5,12 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from harness import OUT, RANK, Tokens, barrier, check, distance, files_under, fresh, gpt2, optimizer_distance, raised, watch
+from harness import (
+    OUT,
+    RANK,
+    Tokens,
+    barrier,
+    check,
+    distance,
+    files_under,
+    fresh,
+    gpt2,
+    optimizer_distance,
+    raised,
+    watch,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -30,13 +42,13 @@ class Run:
     scheduler: Any
 
 
-def start(stage: int | None, accumulation: int = 1, precision: str = "no", seed: int = 0, plain_optimizer: bool = False) -> Run:
+def start(
+    stage: int | None, accumulation: int = 1, precision: str = "no", seed: int = 0, plain_optimizer: bool = False
+) -> Run:
     """`stage=None` is plain data parallel. Only the constructor's argument differs."""
     fresh()
     extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
-    accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, **extra
-    )
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, **extra)
     model = gpt2(seed)
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
@@ -102,7 +114,7 @@ def numbers(reference: dict[str, Any]) -> dict[str, Any]:
     return {name: reference[name] for name in ("before", "after", "losses", "norms", "lr")}
 
 
-# ---- what surrounds the loop ------------------------------------------------------------------------------------------
+# ---- what surrounds the loop -----------------------------------------------------------------------------------------
 
 
 def prepare_in_any_order() -> dict[str, Any]:
@@ -142,10 +154,6 @@ def prepare_in_any_order() -> dict[str, Any]:
         optimizer = accelerator.prepare(optimizer)
         return Run(accelerator, model, optimizer, accelerator.prepare(loader), accelerator.prepare(scheduler))
 
-    def built_after(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
-        run = one_by_one(accelerator, model, optimizer, loader, scheduler)
-        return run
-
     def twice(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
         model, optimizer = accelerator.prepare(model, optimizer)
         accelerator.free_memory()
@@ -157,7 +165,7 @@ def prepare_in_any_order() -> dict[str, Any]:
     def evaluated_first(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
         model = accelerator.prepare_model(model, evaluation_mode=True)
         with torch.no_grad():
-            model(**Tokens()[0:1][0] if False else {"input_ids": Tokens()[0]["input_ids"][None]})
+            model(input_ids=Tokens()[0]["input_ids"][None])
         accelerator.free_memory()
         return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
 
@@ -223,12 +231,6 @@ def ddp_state_into_zero() -> dict[str, float]:
     folder = OUT / "state_ddp"
     plain.accelerator.save_state(str(folder))
     barrier()
-    # Both halves start from the file, as save_state of plain data parallel keeps the wrapper's names.
-    if RANK == 0:
-        state = {name.removeprefix("module."): t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-        torch.save(state, folder / "pytorch_model.bin")
-        (folder / "model.safetensors").rename(folder / "of_ddp.safetensors")
-    barrier()
     train(plain, steps=4, skip=4)
     end = weights(plain)
     sharded = start(2, seed=99)
@@ -248,7 +250,9 @@ def save_model_files() -> dict[str, Any]:
     run.model.save_pretrained(str(OUT / "pretrained"), is_main_process=accelerator.is_main_process)
     state = weights(run)
     barrier()
-    out: dict[str, Any] = {name: files_under(OUT / name) for name in ("one_file", "many_files", "pickled", "pretrained")}
+    out: dict[str, Any] = {
+        name: files_under(OUT / name) for name in ("one_file", "many_files", "pickled", "pretrained")
+    }
     if RANK == 0:
         for name in ("one_file", "many_files"):
             loaded: dict[str, Tensor] = {}
@@ -280,7 +284,7 @@ def clip_choices() -> dict[str, Any]:
         every = list(run.model.parameters())
         out[name] = {
             "all": float(clip(iter(every), float("inf"))),
-            "one": float(clip(core.transformer.wte.weight, float("inf"))),
+            "one": float(clip([core.transformer.wte.weight], float("inf"))),
             "part": float(clip(core.transformer.h[0].parameters(), float("inf"))),
             "max": float(clip(every, float("inf"), norm_type=float("inf"))),
             "l1": float(clip(every, float("inf"), norm_type=1)),
@@ -326,7 +330,7 @@ def overflow(stage: int) -> dict[str, Any]:
     """fp16's scaler is torch's own. Rank 1 alone overflows: every rank must skip that step, and only that one."""
     fresh()
     accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage), mixed_precision="fp16")
-    # accelerate gives CPU ranks neither scaler nor autocast for fp16; with these two lines they get what CUDA ranks get.
+    # accelerate gives CPU ranks neither scaler nor autocast for fp16; these two lines give them what CUDA ranks get.
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     accelerator.native_amp = True
     model = gpt2()

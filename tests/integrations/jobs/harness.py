@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-OUT = Path(sys.argv[1])
+OUT = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 
 _found: dict[str, Any] = {}
 
@@ -36,6 +37,7 @@ def check(name: str, work: Callable[[], Any]) -> Any:
 
 def watch() -> None:
     """Shortly before the launcher's limit, say where every thread is, so that a hang has a place."""
+    gc.freeze()  # the Trainer collects garbage at every start; what the imports made need not be looked at each time
     faulthandler.dump_traceback_later(max(5.0, float(os.environ.get("JOB_TIMEOUT", "150")) - 10), exit=True)
 
 
@@ -108,7 +110,7 @@ class Tokens(torch.utils.data.Dataset):
 
 def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """The largest difference of two state dicts; infinite where names or shapes differ."""
-    if list(left) != list(right):
+    if sorted(left) != sorted(right):
         return float("inf")
     worst = 0.0
     for name, tensor in left.items():
@@ -122,11 +124,16 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 def optimizer_distance(left: dict[str, Any], right: dict[str, Any]) -> float:
     """The same for two optimizer state dicts, groups and scalars included."""
     skipped = {"params"}
-    groups = [[{k: v for k, v in g.items() if k not in skipped} for g in side["param_groups"]] for side in (left, right)]
+    groups = [
+        [{k: v for k, v in g.items() if k not in skipped} for g in side["param_groups"]] for side in (left, right)
+    ]
     sizes = [[list(g["params"]) for g in side["param_groups"]] for side in (left, right)]
     if groups[0] != groups[1] or sizes[0] != sizes[1] or list(left["state"]) != list(right["state"]):
         return float("inf")
-    flat = [{f"{i}.{k}": torch.as_tensor(v) for i, e in side["state"].items() for k, v in e.items()} for side in (left, right)]
+    flat = [
+        {f"{i}.{k}": torch.as_tensor(v) for i, e in side["state"].items() for k, v in e.items()}
+        for side in (left, right)
+    ]
     return distance(*({name: side[name] for name in sorted(side)} for side in flat))
 
 

@@ -18,6 +18,8 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from rich.table import Table
 
+import hf_zero as zero
+
 MESSAGE_LIMIT = 400  # characters; some libraries put a page into an exception
 
 
@@ -42,11 +44,11 @@ def run(main: Callable[[], object]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as a single line: type (unless it says nothing), message, and how to see more."""
+    """The error as a single line; one that was not foreseen also says its type and how to see more."""
     text = " ".join(str(error).split())
     if len(text) > MESSAGE_LIMIT:
         text = text[:MESSAGE_LIMIT].rsplit(" ", 1)[0] + " …"
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, zero.ZeroError)):
         return text
     if "gloo" in text or "ncclRemoteError" in text or "Connection closed by peer" in text:
         return f"stopped because another rank did; its own line says why ({type(error).__name__})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch import UserError
+from finetune_console import UserError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -92,7 +92,7 @@ def load_model(
     model = _load(task, name, config, tokenizer, labels, dtype)
     if task != "clm":
         # These heads take `num_items_in_batch` and ignore it; told otherwise, the Trainer multiplies a mean loss by the
-        # number of ranks (and leaves out the division by the accumulation steps), for it believes it to be a sum's part.
+        # number of ranks (and does not divide it by the accumulation steps), for it takes it for a part of a sum.
         model.accepts_loss_kwargs = False
     return model
 
@@ -118,7 +118,8 @@ def _load(
         return auto.from_config(config, dtype=dtype if dtype != "auto" else None)
     if config.__class__ not in auto._model_mapping:
         raise UserError(f"--task {task} has no head for the {config.model_type!r} model {name!r}; choose another model")
-    config.pad_token_id = getattr(config, "pad_token_id", None) or tokenizer.pad_token_id
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id
     try:
         model: PreTrainedModel = auto.from_pretrained(name, config=config, dtype=dtype)
     except OSError as error:

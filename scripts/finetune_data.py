@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
+from finetune_console import UserError
 from huggingface_hub.constants import HF_HOME
-from launch import UserError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
@@ -36,7 +36,7 @@ from transformers import (
 CACHE = Path(HF_HOME) / "hf_zero"
 CORPUS_SIZE = 4 << 20  # characters of the standard library's sources
 CORPUS_PACKAGES = 8  # classes of the built-in classification task
-SNIPPET_LINES = 20
+SNIPPET_LINES = 10
 TOKENIZER_TEXT = 8 << 20  # characters of a dataset that a new tokenizer is trained on
 # Not text that one learns from: tests, tables, and packages that newer Pythons have dropped.
 SKIPPED = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
@@ -288,7 +288,8 @@ def language_modeling(
     limits: tuple[int | None, int | None] = (None, None),
 ) -> Prepared:
     """Rows of text → blocks of `block_size` tokens, with labels (clm), or with masks in the evaluation blocks (mlm)."""
-    lines = any(text.endswith("\n") for text in take(data["train"], 10)[column])
+    sample = [text for text in take(data["train"], 10)[column] if text]
+    lines = all(text.find("\n") == len(text) - 1 for text in sample)
     blocks = DatasetDict(
         {
             split: rows.map(
@@ -300,7 +301,7 @@ def language_modeling(
                     "tokenizer": tokenizer,
                     "column": column,
                     "block_size": block_size,
-                    # The end mark parts documents; the lines of a text file are one document.
+                    # The end mark parts documents; rows that are one line each, as of a text file, are one document.
                     "end": tokenizer.eos_token_id if task == "clm" and not lines else None,
                     "labels": task == "clm",
                 },

@@ -1,0 +1,67 @@
+# Two commands do everything on a fresh machine: `make finetune` and `make test`. The first of them makes .venv.
+
+PYTHON ?= python3
+STAGE ?= 3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := hf_zero scripts tests
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Made once; installed again only when what is installed has changed. pip goes first: an old one cannot install this.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.PHONY: finetune
+finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 CPU ranks (STAGE=3 RANKS=n ARGS='…')
+	@set -e; ranks="$${RANKS:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')}"; set -x; \
+	OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" $(BIN)/python -m torch.distributed.run --standalone \
+	--nproc-per-node "$$ranks" scripts/finetune.py --zero-stage $(STAGE) $(ARGS)
+
+.PHONY: test
+test: $(READY) ## run the tests (ARGS='-k name' for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: lint
+lint: $(READY) ## look for mistakes and for unformatted files
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+.PHONY: types
+types: $(READY) ## check types
+	$(BIN)/mypy
+
+.PHONY: style
+style: $(READY) ## format, and mend what can be mended without a person
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+.PHONY: quality
+quality: lint types ## lint and types
+
+.PHONY: benchmark
+benchmark: $(READY) ## compare with peers on a small model, in minutes; JSON in runs/ (scripts/benchmark.py does more)
+	$(BIN)/python scripts/benchmark.py --model-size 7m --engines ddp zero1 zero2 zero3 fsdp2 --blocks 3 \
+	--output runs/benchmark.json $(ARGS)
+
+.PHONY: peers
+peers: $(READY) ## add DeepSpeed to the environment, without compiled operators, for scripts/benchmark.py
+	$(PIP) install --quiet --upgrade setuptools wheel
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[bench]'
+
+.PHONY: clean
+clean: ## remove what was made here, but not what was trained (runs/)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,117 @@
+"""The same causal language modelling as `finetune.py`, as a plain accelerate loop: the only line about ZeRO is marked.
+
+torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --stage 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from finetune_console import check_output, everywhere, highest, human, number, peak_bytes, print_summary, run
+from finetune_data import embedded_corpus, language_modeling, load_text, load_tokenizer, pick_column
+from finetune_models import load_config, load_model, max_positions
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+
+import hf_zero as zero
+
+
+@torch.no_grad()
+def perplexity(accelerator: Accelerator, model: PreTrainedModel, loader: DataLoader) -> float:
+    """exp of the mean loss; every block counts as many tokens, so the mean over blocks is the mean over tokens."""
+    model.eval()
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["input_ids"]))))
+    model.train()
+    return math.exp(torch.cat(losses).mean().item())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage, 0 to 3; 0 is plain data parallel")
+    parser.add_argument("--model", default="gpt2-tiny")
+    parser.add_argument("--dataset", help="Hub id or local file; without it, Python's standard library")
+    parser.add_argument("--output-dir", default="runs/no-trainer")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=16, help="per rank and micro-step")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    args = parser.parse_args()
+    check_output(args.output_dir)
+
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        gradient_accumulation_steps=args.accumulation,
+        parallelism_config=zero.ZeroPlugin(stage=args.stage),  # <- all there is to ZeRO
+    )
+    with accelerator.main_process_first():
+        config = load_config("clm", args.model)
+        texts = load_text(args.dataset) if args.dataset else embedded_corpus("clm")
+        column = pick_column(texts["train"], None, ("text",), "a column called 'text'")
+        vocabulary = min(config.vocab_size, 16384)
+        tokenizer = load_tokenizer(None, config.model_type, texts["train"], column, vocabulary, max_positions(config))
+        data = language_modeling("clm", texts, column, tokenizer, args.block_size, limits=(None, 128))
+    set_seed(42)
+    model = load_model("clm", args.model, config, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
+    loader = DataLoader(data.train, args.batch_size, shuffle=True, drop_last=True, collate_fn=data.collator)
+    held_out = DataLoader(data.eval, args.batch_size, collate_fn=data.collator)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+
+    before = perplexity(accelerator, model, held_out)
+    progress = tqdm(total=args.steps, disable=not accelerator.is_main_process)
+    step = 0
+    while step < args.steps:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                step += 1
+                progress.update()
+                progress.set_postfix(loss=number(loss.item()))
+                if step == args.steps:
+                    break
+    progress.close()
+    after = perplexity(accelerator, model, held_out)
+
+    weights = accelerator.get_state_dict(model)  # on every rank: gathering is a joint act; rank 0 has the values
+    plain = accelerator.unwrap_model(model)
+
+    def save() -> None:
+        plain.save_pretrained(args.output_dir, state_dict=weights, is_main_process=accelerator.is_main_process)
+        if accelerator.is_main_process:
+            tokenizer.save_pretrained(args.output_dir)
+
+    everywhere(save, f"saving the model to {args.output_dir!r}")
+    peak = highest(peak_bytes(accelerator.device))
+    rate = progress.n / max(progress.format_dict["elapsed"], 1e-9) * args.batch_size * args.accumulation
+    if accelerator.is_main_process:
+        print_summary(
+            f"{args.model} · stage {args.stage} · {args.steps} steps on {accelerator.num_processes} rank(s)",
+            {
+                "perplexity": f"{number(before)} → {number(after)}",
+                "tokens/s": number(rate * accelerator.num_processes * args.block_size),
+                "peak memory, highest rank": human(peak),
+                "model and tokenizer": args.output_dir,
+            },
+        )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,183 @@
+"""Tiny models, batches, and the reference every engine run is compared with.
+
+The reference is one process that plays all ranks of plain data parallel: each rank's gradients are computed on the whole
+model, summed in rank order and divided by N. `average_first` says whether micro-batches are averaged before they are
+added up (stages 2 and 3, which reduce in each backward) or after (stages 0 and 1, as DDP under `no_sync`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hf_zero as zero
+
+transformers.logging.set_verbosity_error()
+VOCAB = 97
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    """GPT-2 with tied embedding and head."""
+    torch.manual_seed(0)
+    options = {
+        "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16, "bos_token_id": 0,
+        "eos_token_id": 0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False,
+    }  # fmt: skip
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**options, **changes}))
+
+
+def bert(frozen: bool = True, **changes: Any) -> nn.Module:
+    """BERT for masked language modelling, tied, with its first layer and position embeddings frozen."""
+    torch.manual_seed(0)
+    options = {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB,
+        "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**{**options, **changes}))
+    if frozen:
+        model.bert.encoder.layer[0].requires_grad_(False)
+        model.bert.embeddings.position_embeddings.requires_grad_(False)
+    return model
+
+
+MODELS = {"gpt2": gpt2, "bert": bert}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str = "gpt2"
+    stage: int = 2
+    dtype: str = "no"  # accelerate's words: no, bf16, fp16
+    accumulation: int = 1
+    clip: float | None = None
+    steps: int = 10
+    groups: int = 1
+    reduce_dtype: str | None = None
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return torch.randint(0, VOCAB, (2, 8), generator=generator)
+
+
+def optimizer_for(model: nn.Module, groups: int, cls: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    options = options or {"lr": 1e-3}
+    params = [p for p in model.parameters() if p.requires_grad]
+    if groups == 1:
+        return cls(params, **options)
+    return cls(
+        [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}],
+        **options,
+    )
+
+
+def autocast(dtype: str) -> Any:
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast("cpu", dtype=types[dtype]) if dtype in types else contextlib.nullcontext()
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, Tensor]
+    state: dict[int, dict[str, Any]]
+    scale: float
+
+
+def train_engine(rank: int, world: int, case: Case) -> tuple[Result, zero.Engine]:
+    """The plain loop a user of the engine writes."""
+    model = MODELS[case.model]()
+    optimizer = optimizer_for(model, case.groups)
+    config = zero.ZeroConfig(stage=case.stage, reduce_dtype=case.reduce_dtype)
+    engine = zero.shard(model, optimizer, config, mixed_precision=case.dtype)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
+    losses, norms = [], []
+    for step in range(case.steps):
+        for micro in range(case.accumulation):
+            last = micro == case.accumulation - 1
+            with contextlib.nullcontext() if last else engine.no_sync():
+                ids = batch(step, micro, rank)
+                loss = model(input_ids=ids, labels=ids).loss / case.accumulation
+                scaler.scale(loss).backward()
+            losses.append(loss.item())
+        if case.clip is not None:
+            scaler.unscale_(optimizer)
+            norms.append(engine.clip_grad_norm_(case.clip).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    result = Result(losses, norms, model.state_dict(), optimizer.state_dict()["state"], scaler.get_scale())
+    return result, engine
+
+
+def train_reference(world: int, case: Case, average_first: bool) -> Result:
+    """All ranks of plain data parallel in one process; `losses` are rank 0's."""
+    model = MODELS[case.model]()
+    optimizer = optimizer_for(model, case.groups)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
+    params = [p for p in model.parameters() if p.requires_grad]
+    losses, norms = [], []
+    for step in range(case.steps):
+        gradients: dict[tuple[int, int], list[Tensor]] = {}
+        for micro, rank in itertools.product(range(case.accumulation), range(world)):
+            ids = batch(step, micro, rank)
+            with autocast(case.dtype):
+                loss = model(input_ids=ids, labels=ids).loss / case.accumulation
+            scaler.scale(loss).backward()
+            gradients[micro, rank] = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            for p in params:
+                p.grad = None
+            if rank == 0:
+                losses.append(loss.item())
+        for i, p in enumerate(params):
+            if average_first:
+                micros = [_mean([gradients[m, r][i] for r in range(world)]) for m in range(case.accumulation)]
+                p.grad = _sum(micros)
+            else:
+                ranks = [_sum([gradients[m, r][i] for m in range(case.accumulation)]) for r in range(world)]
+                p.grad = _mean(ranks)
+        if case.clip is not None:
+            scaler.unscale_(optimizer)
+            norm = torch.sqrt(sum(p.grad.double().square().sum() for p in params)).float()
+            norms.append(norm.item())
+            for p in params:
+                p.grad.mul_(torch.clamp(case.clip / (norm + 1e-6), max=1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    return Result(losses, norms, model.state_dict(), state, scaler.get_scale())
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return _sum(tensors) * (1.0 / len(tensors))
+
+
+def differences(ours: Result, reference: Result) -> tuple[float, float]:
+    """(largest, root mean square) over parameters and optimizer state; inf where keys, shapes or types differ."""
+    worst = float("inf"), float("inf")
+    if list(ours.params) != list(reference.params) or list(ours.state) != list(reference.state):
+        return worst
+    pairs = [(ours.params[name], reference.params[name]) for name in ours.params]
+    for index, entries in reference.state.items():
+        if set(entries) != set(ours.state[index]):
+            return worst
+        pairs += [(ours.state[index][key], entries[key]) for key in entries]
+    if any(mine.dtype != theirs.dtype or mine.shape != theirs.shape for mine, theirs in pairs):
+        return worst
+    gaps = torch.cat([(mine - theirs).double().flatten() for mine, theirs in pairs])
+    return (gaps.abs().max().item(), gaps.square().mean().sqrt().item()) if bool(gaps.isfinite().all()) else worst

@@ -1,0 +1,384 @@
+"""The stock Trainer on two ranks: one argument more than plain data parallel; what it saves, loads and logs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import (
+    OUT,
+    RANK,
+    Tokens,
+    barrier,
+    bert,
+    check,
+    distance,
+    files_under,
+    fresh,
+    gpt2,
+    optimizer_distance,
+    raised,
+    watch,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalPrediction
+
+import hf_zero as zero
+
+STEPS = 8
+
+
+def arguments(folder: str, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(OUT / folder),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        "optim": "adamw_torch",
+    }
+    return kind(**{**settings, **changes})
+
+
+def trainer(
+    folder: str,
+    stage: int | None,
+    seed: int = 0,
+    kind: type[Trainer] = Trainer,
+    model: nn.Module | None = None,
+    **changes: Any,
+) -> Trainer:
+    """`stage=None` is plain data parallel. The one argument is `parallelism_config`."""
+    fresh()
+    callbacks = changes.pop("callbacks", None)
+    if stage is not None:
+        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage)
+    args = arguments(folder, **changes)
+    return kind(
+        model=gpt2(seed) if model is None else model,
+        args=args,
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(rows=8, seed=8),
+        callbacks=callbacks,
+    )
+
+
+def curve(run: Trainer) -> dict[str, list[float]]:
+    return {
+        name: [entry[name] for entry in run.state.log_history if name in entry]
+        for name in ("loss", "grad_norm", "eval_loss", "learning_rate")
+    }
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    barrier()
+    return load_file(folder / "model.safetensors")
+
+
+def whole_run(name: str, stage: int | None, **changes: Any) -> dict[str, Any]:
+    """Evaluate, train with evaluations and saves, load the best, evaluate, predict, save."""
+    if stage is None:
+        # In accelerate 1.15 a Trainer that evaluates before it trains is never wrapped in DDP: its ranks drift apart.
+        before = trainer(name, stage, **changes).evaluate()["eval_loss"]
+    run = trainer(name, stage, load_best_model_at_end=True, save_total_limit=2, **changes)
+    if stage is not None:
+        before = run.evaluate()["eval_loss"]
+    run.train()
+    after = run.evaluate()["eval_loss"]
+    predictions = run.predict(Tokens(rows=8, seed=9)).predictions
+    run.save_model()
+    barrier()
+    folder = OUT / name
+    return {
+        "before": before,
+        "curve": curve(run),
+        "after": after,
+        "predictions": float(np.abs(predictions.astype(np.float64)).mean()),
+        "files": files_under(folder, but=("training_args.bin",)),
+        "best": Path(run.state.best_model_checkpoint or "").name,
+        "class": type(run).__name__,
+        "dtype": json.loads((folder / "config.json").read_text())["dtype"],
+    }
+
+
+def compare_saved(name: str, reference: str) -> dict[str, float]:
+    out = {}
+    for step in (4, 8):
+        one, two = OUT / name / f"checkpoint-{step}", OUT / reference / f"checkpoint-{step}"
+        out[f"weights {step}"] = distance(saved(one), saved(two))
+        if (one / "zero_optimizer").is_dir():
+            continue
+        states = [torch.load(side / "optimizer.pt", weights_only=True) for side in (one, two)]
+        out[f"optimizer {step}"] = optimizer_distance(*states)
+    out["final"] = distance(saved(OUT / name), saved(OUT / reference))
+    model = AutoModelForCausalLM.from_pretrained(OUT / name)
+    out["reloaded"] = max(
+        float((tensor - model.state_dict()[key]).abs().max()) for key, tensor in saved(OUT / name).items()
+    )
+    return out
+
+
+def resume(name: str, source: str, stage: int | None, **changes: Any) -> dict[str, Any]:
+    """From the middle checkpoint of `source`, with a model that starts elsewhere: the second half must be the same."""
+    run = trainer(name, stage, seed=99, **changes)
+    run.train(resume_from_checkpoint=str(OUT / source / "checkpoint-4"))
+    barrier()
+    return {
+        "curve": curve(run),
+        "weights": distance(saved(OUT / name / "checkpoint-8"), saved(OUT / source / "checkpoint-8")),
+        "files": files_under(OUT / name / "checkpoint-8"),
+    }
+
+
+def resume_into_a_sharded_model() -> float:
+    """The same Trainer trains, then starts again from its middle checkpoint."""
+    run = trainer("again", 3)
+    run.train()
+    barrier()
+    first = saved(OUT / "again" / "checkpoint-8")
+    run.train(resume_from_checkpoint=str(OUT / "again" / "checkpoint-4"))
+    return distance(saved(OUT / "again" / "checkpoint-8"), first)
+
+
+def rotation() -> list[str]:
+    """`save_total_limit`: the best and the last stay."""
+    run = trainer("rotation", 3, save_steps=2, eval_steps=2, save_total_limit=2, load_best_model_at_end=True)
+    run.train()
+    barrier()
+    best = Path(run.state.best_model_checkpoint or "").name
+    names = sorted(path.name for path in (OUT / "rotation").iterdir() if path.name.startswith("checkpoint"))
+    return [str(best in names), str("checkpoint-8" in names), str(len(names))]
+
+
+def generating_evaluation() -> dict[str, Any]:
+    """Seq2SeqTrainer passes synced_gpus=False of its own accord; rows end at different lengths on the two ranks."""
+    out = {}
+    for name, stage in (("seq2seq_ddp", None), ("seq2seq", 3)):
+        fresh()
+        changes: dict[str, Any] = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
+        args = arguments(
+            name, Seq2SeqTrainingArguments, predict_with_generate=True, max_steps=2, eval_steps=2, **changes
+        )
+        args.save_strategy = "no"
+        run = Seq2SeqTrainer(model=gpt2(), args=args, train_dataset=Tokens(), eval_dataset=Tokens(rows=8, seed=8))
+        run.model.config.pad_token_id = run.model.generation_config.pad_token_id = 0
+        run.model.generation_config.eos_token_id = list(range(40))
+        run.train()
+        found = run.predict(Tokens(rows=8, seed=9), max_new_tokens=6)
+        out[name] = np.asarray(found.predictions).tolist()
+    return {"equal": out["seq2seq"] == out["seq2seq_ddp"], "rows": len(out["seq2seq"])}
+
+
+def placeholder_says_so() -> dict[str, str]:
+    """A checkpoint of ZeroCallback without its folder, and one that plain data parallel is asked to resume."""
+    source, broken = OUT / "callback" / "checkpoint-4", OUT / "broken" / "checkpoint-4"
+    if RANK == 0:
+        shutil.copytree(source, broken)
+        shutil.rmtree(broken / "zero_optimizer")
+    barrier()
+    run = trainer("broken", 3)
+    plain = trainer("broken", None)
+    return {
+        "zero": raised(lambda: run.train(resume_from_checkpoint=str(broken))),
+        "size": str((source / "optimizer.pt").stat().st_size < 4096),
+        "plain": raised(lambda: plain.train(resume_from_checkpoint=str(source))),
+    }
+
+
+def save_only_model() -> dict[str, Any]:
+    out = {}
+    for name, callbacks in (("only_model", None), ("only_model_callback", [zero.ZeroCallback(report=False)])):
+        run = trainer(name, 3, save_only_model=True, callbacks=callbacks)
+        run.train()
+        barrier()
+        out[name] = files_under(OUT / name / "checkpoint-8")
+    return out
+
+
+def trains_twice() -> dict[str, Any]:
+    out = {}
+    for name, stage in (("twice_ddp", None), ("twice", 3)):
+        run = trainer(name, stage, save_strategy="no")
+        run.train()
+        run.args.max_steps = STEPS
+        run.train()
+        out[name] = curve(run)
+    return out
+
+
+class Plain(nn.Module):
+    """Not a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        out = {"logits": logits}
+        if labels is not None:
+            out["loss"] = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            out = {"loss": out["loss"], "logits": logits}
+        return out
+
+
+def plain_module() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, stage in (("plain_ddp", None), ("plain", 3)):
+        run = trainer(name, stage, model=Plain())
+        run.train()
+        out[name] = curve(run)
+        barrier()
+    out["weights"] = distance(saved(OUT / "plain" / "checkpoint-8"), saved(OUT / "plain_ddp" / "checkpoint-8"))
+    again = trainer("plain_again", 3, model=Plain())
+    again.train(resume_from_checkpoint=str(OUT / "plain" / "checkpoint-4"))
+    out["resumed"] = distance(saved(OUT / "plain_again" / "checkpoint-8"), saved(OUT / "plain" / "checkpoint-8"))
+    return out
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def classification() -> dict[str, Any]:
+    """BERT with a metric, the best checkpoint by it, and `ZeroTrainingArguments`."""
+    out: dict[str, Any] = {}
+    for name, stage in (("bert_ddp", None), ("bert", 3)):
+        fresh()
+        changes: dict[str, Any] = {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}
+        kind = TrainingArguments if stage is None else zero.ZeroTrainingArguments
+        if stage is not None:
+            changes["zero_stage"] = stage
+        run = Trainer(
+            model=bert(),
+            args=arguments(name, kind, **changes),
+            train_dataset=Tokens(classes=3),
+            eval_dataset=Tokens(rows=8, classes=3, seed=8),
+            compute_metrics=accuracy,
+        )
+        run.train()
+        found = run.predict(Tokens(rows=7, classes=3, seed=9))
+        run.save_model()
+        barrier()
+        out[name] = {
+            "curve": curve(run),
+            "accuracy": [entry["eval_accuracy"] for entry in run.state.log_history if "eval_accuracy" in entry],
+            "rows": len(found.predictions),
+            "best": Path(run.state.best_model_checkpoint or "").name,
+        }
+    out["weights"] = distance(saved(OUT / "bert"), saved(OUT / "bert_ddp"))
+    return out
+
+
+def generates() -> dict[str, Any]:
+    """Rank-dependent lengths: a rank that is done early still takes part."""
+    run = trainer("generate", 3, save_strategy="no", max_steps=1)
+    run.train()
+    model = run.model
+    model.eval()
+    prompt = Tokens()[RANK]["input_ids"][None, :4]
+    sharded = model.generate(prompt, max_new_tokens=3 + 5 * RANK, do_sample=False, pad_token_id=0)
+    state = model.state_dict()
+    if RANK == 0:
+        torch.save(dict(state), OUT / "generate.pt")
+    barrier()
+    twin = gpt2()
+    twin.load_state_dict(torch.load(OUT / "generate.pt", weights_only=True))
+    twin.eval()
+    whole = twin.generate(prompt, max_new_tokens=3 + 5 * RANK, do_sample=False, pad_token_id=0)
+    return {"equal": bool(torch.equal(sharded, whole)), "tokens": sharded.shape[1]}
+
+
+def evaluates_only(stage: int) -> dict[str, Any]:
+    """No training at all: the same loss, and the weights saved are those that came in."""
+    plain = trainer("eval_ddp", None).evaluate()["eval_loss"]
+    run = trainer(f"eval{stage}", stage)
+    loss = run.evaluate()["eval_loss"]
+    run.save_model()
+    barrier()
+    same = distance(
+        saved(OUT / f"eval{stage}"), {k: v for k, v in gpt2().state_dict().items() if k != "lm_head.weight"}
+    )
+    return {"loss": loss, "plain": plain, "weights": same, "engine": zero.engine_of(run.model) is not None}
+
+
+def save_fails() -> str:
+    run = trainer("fails", 3, save_strategy="no", max_steps=1)
+    run.train()
+    (OUT / "a_file").write_text("not a folder")
+    barrier()
+    return raised(lambda: run.save_model(str(OUT / "a_file" / "model")))
+
+
+def refusals() -> dict[str, str]:
+    """Wrong combinations, on two ranks."""
+    out = {
+        "bf16_full_eval": raised(lambda: trainer("refuse", 3, bf16_full_eval=True)),
+        "no plugin": raised(lambda: trainer("refuse", None, kind=zero.ZeroTrainer)),
+        "callback without plugin": raised(
+            lambda: trainer("refuse", None, callbacks=[zero.ZeroCallback()], save_strategy="no").train()
+        ),
+        "adafactor": raised(lambda: trainer("refuse", 3, optim="adafactor", save_strategy="no").train()),
+    }
+    return out
+
+
+def main() -> None:
+    watch()
+    check("ddp", lambda: whole_run("ddp", None))
+    for stage in range(4):
+        check(f"stage {stage}", lambda: whole_run(f"stage{stage}", stage))  # noqa: B023
+        check(f"stage {stage} saved", lambda: compare_saved(f"stage{stage}", "ddp"))  # noqa: B023
+    check("resume ddp", lambda: resume("resume_ddp", "ddp", None))
+    check("resume 3", lambda: resume("resume3", "stage3", 3))
+    check("resume 1 from 3", lambda: resume("resume13", "stage3", 1))
+    check("zero from ddp", lambda: resume("zero_from_ddp", "ddp", 3))
+    check("ddp from zero", lambda: resume("ddp_from_zero", "stage3", None))
+    callbacks = [zero.ZeroCallback(report=False)]
+    check("callback", lambda: whole_run("callback", 3, callbacks=callbacks))
+    check("callback saved", lambda: compare_saved("callback", "stage3"))
+    check("resume callback", lambda: resume("resume_callback", "callback", 3, callbacks=callbacks))
+    check("resume without callback", lambda: resume("resume_bare", "callback", 2))
+    check("trainer class", lambda: whole_run("subclass", 2, kind=zero.ZeroTrainer))
+    check("resume into a sharded model", resume_into_a_sharded_model)
+    check("rotation", rotation)
+    check("generating evaluation", generating_evaluation)
+    check("placeholder", placeholder_says_so)
+    check("save_only_model", save_only_model)
+    check("ddp bf16", lambda: whole_run("ddp_bf16", None, bf16=True))
+    check("bf16", lambda: whole_run("bf16", 3, bf16=True))
+    check("bf16 saved", lambda: compare_saved("bf16", "ddp_bf16"))
+    check("twice", trains_twice)
+    check("plain module", plain_module)
+    check("classification", classification)
+    check("generate", generates)
+    for stage in (1, 3):
+        check(f"evaluate only {stage}", lambda: evaluates_only(stage))  # noqa: B023
+    check("save fails", save_fails)
+    check("refusals", refusals)
+
+
+if __name__ == "__main__":
+    main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,361 @@
+"""accelerate: the plugin by itself, and a plain accelerate loop on two real ranks against plain data parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import TorchDynamoPlugin
+from torch import nn
+
+import hf_zero as zero
+
+from .launch import Results, launch
+
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "PARALLELISM_CONFIG_TP_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+# ---- the plugin ------------------------------------------------------------------------------------------------------
+
+
+def test_plugin_has_the_fields_of_the_config() -> None:
+    inherited = {field.name for field in dataclasses.fields(ParallelismConfig)}
+    own = {field.name: field.default for field in dataclasses.fields(zero.ZeroPlugin) if field.name not in inherited}
+    assert own == {field.name: field.default for field in dataclasses.fields(zero.ZeroConfig)}
+    plugin = zero.ZeroPlugin(stage=1, reduce_dtype="bf16")
+    assert plugin.config == zero.ZeroConfig(stage=1, reduce_dtype="bf16")
+    assert repr(plugin) == "ZeroPlugin(stage=1, reduce_dtype='bf16')"
+    assert plugin.to_json() == plugin.config.to_dict()
+
+
+def test_plugin_is_pure_data() -> None:
+    plugin = zero.ZeroPlugin(stage=3)
+    Accelerator(cpu=True, parallelism_config=plugin)
+    again = pickle.loads(pickle.dumps(plugin))
+    assert again == plugin
+    assert again.config == plugin.config
+
+
+def test_plugin_turns_a_stock_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    assert type(accelerator) is zero.ZeroAccelerator
+    assert isinstance(accelerator, Accelerator)
+    assert isinstance(Accelerator(), zero.ZeroAccelerator), "accelerate keeps its first configuration"
+
+
+@pytest.mark.parametrize("argument", ["zero_plugin", "parallelism_config"])
+def test_accelerator_class(argument: str) -> None:
+    accelerator = zero.ZeroAccelerator(cpu=True, **{argument: zero.ZeroPlugin(stage=1)})
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    same_model, wrapped = accelerator.prepare(model, optimizer)
+    engine = zero.engine_of(model)
+    assert same_model is model
+    assert wrapped.optimizer is optimizer
+    assert engine is not None
+    assert engine.optimizer is optimizer
+    assert engine.config == zero.ZeroConfig(stage=1)
+
+
+def refused(match: str, error: type[Exception] = zero.ConfigError) -> Any:
+    return pytest.raises(error, match=match)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size", "dp_shard_size", "dp_replicate_size"])
+def test_other_parallelism_is_refused(name: str) -> None:
+    with refused(f"takes no {name}"):
+        zero.ZeroPlugin(stage=3, **{name: 2})
+
+
+def test_positional_settings_are_refused() -> None:
+    with refused("Settings are keywords"):
+        zero.ZeroPlugin(3)
+
+
+def test_parallelism_from_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with refused("PARALLELISM_CONFIG_TP_SIZE=2"):
+        zero.ZeroPlugin(stage=3)
+
+
+def test_bad_stage_is_refused() -> None:
+    with refused("stage must be 0, 1, 2 or 3"):
+        zero.ZeroPlugin(stage=7)
+
+
+def test_an_older_accelerator_is_refused() -> None:
+    Accelerator(cpu=True)
+    with refused("exists already and would ignore"):
+        zero.ZeroPlugin(stage=3)
+
+
+def test_an_older_accelerator_is_refused_also_late() -> None:
+    plugin = zero.ZeroPlugin(stage=3)
+    Accelerator(cpu=True)
+    with refused("would be ignored"):
+        zero.ZeroAccelerator(zero_plugin=plugin)
+
+
+def test_another_older_plugin_is_warned_of() -> None:
+    Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero.ZeroPlugin(stage=2)
+    with pytest.warns(UserWarning, match="would keep that and ignore"):
+        zero.ZeroPlugin(stage=3)
+
+
+def test_fsdp_is_refused() -> None:
+    with refused("both want to shard the model"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), parallelism_config=zero.ZeroPlugin())
+
+
+def test_deepspeed_from_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+    plugin = zero.ZeroPlugin()
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with refused("both want to shard the model"):
+        plugin._validate_accelerator(accelerator)
+
+
+def test_fp8_and_compile_are_refused() -> None:
+    with refused("torch.compile"):
+        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor"), parallelism_config=zero.ZeroPlugin())
+    AcceleratorState._reset_state(True)
+    plugin = zero.ZeroPlugin()
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._mixed_precision = "fp8"  # accelerate itself wants a GPU and a library before it says so
+    with refused("fp8"):
+        plugin._validate_accelerator(accelerator)
+
+
+def test_device_map_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.hf_device_map = {"0": 0, "1": "cpu"}
+    with refused("without device_map"):
+        accelerator.prepare(model)
+
+
+def test_wrapped_models_and_stray_optimizers_are_refused() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    with refused("pass the bare model"):
+        accelerator.prepare(nn.DataParallel(nn.Linear(2, 2)))
+    with refused("before its optimizer or together"):
+        accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    model = nn.Linear(2, 2)
+    two = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with refused("2 optimizers hold parameters of one Linear"):
+        accelerator.prepare(model, *two)
+
+
+class Lomo(torch.optim.SGD):
+    """Known by its name."""
+
+
+def test_lomo_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = nn.Linear(2, 2)
+    with refused("inside backward", zero.UnsupportedOptimizerError):
+        accelerator.prepare(model, Lomo(model.parameters(), lr=0.1))
+
+
+def test_a_model_sharded_otherwise_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    zero.shard(model, config=zero.ZeroConfig(stage=3))
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    with refused("is sharded with"):
+        accelerator.prepare(model)
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
+    out = tmp_path_factory.mktemp("accelerate")
+    return launch("accelerate_job", out), out
+
+
+@pytest.fixture
+def found(job: tuple[Results, Path]) -> Results:
+    return job[0]
+
+
+def assert_curves(mine: dict[str, Any], reference: dict[str, Any], rel: float) -> None:
+    for name in ("losses", "norms", "lr"):
+        assert mine[name] == pytest.approx(reference[name], rel=rel), name
+    for name in ("before", "after"):
+        assert mine[name] == pytest.approx(reference[name], rel=rel), name
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_data_parallel(found: Results, stage: int) -> None:
+    """Two micro-steps, clipping, two groups, a schedule, evaluation before and after."""
+    mine = found(f"stage {stage}")
+    assert_curves(mine, found("ddp"), 1e-6)
+    assert mine["weights"] < 5e-6
+    assert mine["optimizer"] < 1e-7
+    assert not mine["meta"]
+    assert found(f"stage {stage}", rank=1)["meta"], "only rank 0 has the values of state_dict()"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_clipping_it_is_bit_equal(found: Results, stage: int) -> None:
+    mine = found(f"unclipped {stage}")
+    assert mine["losses"] == found("ddp unclipped")["losses"]
+    assert mine["weights"] == 0.0
+    assert mine["optimizer"] == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bf16_follows_autocast_data_parallel(found: Results, stage: int) -> None:
+    mine = found(f"bf16 {stage}")
+    assert_curves(mine, found("ddp bf16"), 1e-5)
+    assert mine["weights"] < 1e-5
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ["optimizer_first", "one_by_one", "twice", "evaluated_first"])
+def test_prepare_in_any_order(found: Results, how: str) -> None:
+    assert found("any order")[how] == 0.0
+
+
+@pytest.mark.gloo
+def test_optimizer_built_over_a_sharded_model(found: Results) -> None:
+    assert found("optimizer over a sharded model") == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_save_state_and_load_state(found: Results, stage: int) -> None:
+    state = found(f"state {stage}")
+    assert state["again"] == state["second"]
+    assert state["weights"] == 0.0
+    assert state["optimizer"] == 0.0
+    for name in ("model.safetensors", "scheduler.bin", "random_states_1.pkl"):
+        assert name in state["files"]
+    assert sum(name.startswith("zero_optimizer/") for name in state["files"]) >= 2
+    assert "optimizer.bin" not in state["files"]
+
+
+@pytest.mark.gloo
+def test_load_state_on_one_rank(job: tuple[Results, Path]) -> None:
+    """Written by two ranks at stage 3, read by this process alone at stage 2."""
+    from .jobs.harness import distance, gpt2, optimizer_distance
+
+    found, out = job
+    assert found("state for one rank") == "saved"
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = gpt2(seed=5)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer: Any = torch.optim.AdamW(groups, lr=1.0)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.load_state(str(out / "for_one_rank"))
+    expected = torch.load(out / "for_one_rank.pt", weights_only=True)
+    assert distance(dict(model.state_dict()), expected["weights"]) == 0.0
+    assert optimizer_distance(optimizer.state_dict(), expected["optimizer"]) == 0.0
+
+
+@pytest.mark.gloo
+def test_state_of_data_parallel_goes_on_sharded(found: Results) -> None:
+    assert found("ddp state")["weights"] < 5e-6
+
+
+@pytest.mark.gloo
+def test_save_model(found: Results) -> None:
+    saved = found("save_model")
+    assert saved["one_file"] == ["model.safetensors"]
+    assert "model.safetensors.index.json" in saved["many_files"]
+    assert saved["pickled"] == ["pytorch_model.bin"]
+    assert saved["one_file weights"] == saved["many_files weights"] == 0.0
+    assert saved["one_file names"] == saved["many_files names"] == ["lm_head.weight"], "tied: written once"
+    assert saved["reloaded"] == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failed_write_raises_on_every_rank(found: Results, rank: int) -> None:
+    message = found("save fails", rank=rank)
+    assert message.startswith("CheckpointError: writing the model to ")
+    assert "rank 0: NotADirectoryError" in message
+
+
+@pytest.mark.gloo
+def test_clipping(found: Results) -> None:
+    clip = found("clip")
+    for name, value in clip["ddp"].items():
+        assert clip["zero"][name] == pytest.approx(value, rel=1e-5), name
+    assert clip["zero"]["slices"] == clip["zero"]["all"]
+    assert clip["mixed"].startswith("ConfigError")
+    assert "call it once per model" in clip["mixed"]
+
+
+@pytest.mark.gloo
+def test_trigger_sync_in_backward(found: Results) -> None:
+    sync = found("sync")
+    assert sync["1"] == pytest.approx(sync["ddp"], rel=1e-6)
+    assert sync["3"] == pytest.approx(sync["ddp"], rel=1e-6)
+
+
+@pytest.mark.gloo
+def test_join_uneven_inputs_warns(found: Results) -> None:
+    assert found("uneven")["warned"]
+    assert len(found("uneven")["losses"]) == 3
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_overflow_on_one_rank_skips_on_all(found: Results, stage: int, rank: int) -> None:
+    """torch's own scaler; only rank 1's loss overflowed, in the second step."""
+    seen = found(f"overflow {stage}", rank=rank)
+    assert seen["skipped"] == [False, True, False]
+    assert seen["scales"] == [1024.0, 512.0, 512.0]
+    if rank == 0:
+        assert seen["moved"][1] == 0.0
+        assert min(seen["moved"][0], seen["moved"][2]) > 0.0
+
+
+@pytest.mark.gloo
+def test_a_users_accelerator_class_is_kept(found: Results) -> None:
+    assert found("subclass") == {
+        "class": "ZeroOwnAccelerator",
+        "is mine": True,
+        "method": "mine",
+        "engine": True,
+        "type": "DistributedType.MULTI_CPU",
+    }
+
+
+@pytest.mark.gloo
+def test_two_models(found: Results) -> None:
+    both = found("two models")
+    assert both["zero"] == pytest.approx(both["ddp"], rel=1e-6)

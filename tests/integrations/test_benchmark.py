@@ -1,0 +1,78 @@
+"""`scripts/benchmark.py` at toy size: every kind of measurement, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.mark.gloo
+def test_measures_engines(tmp_path: Path) -> None:
+    output = tmp_path / "runs" / "benchmark.json"
+    toy = [
+        "--model-size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--sequence",
+        "16",
+        "--blocks",
+        "2",
+        "--steps",
+        "2",
+        "--clip",
+        "0",
+    ]
+    done = benchmark(*toy, "--engines", "zero2", "fsdp2", "--measure", "time", "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(output.read_text())
+    assert record["failures"] == {}
+    assert record["machine"]["versions"]["torch"]
+    assert list(record["results"]) == ["ddp", "zero2", "fsdp2"]
+    for engine, row in record["results"].items():
+        assert engine in done.stdout
+        assert row["ratio"] > 0
+        assert len(row["losses"]) == 10
+    # Two ranks: a full all-reduce sends 4Ψ from each; stage 2 sends as much, in two halves.
+    assert record["results"]["ddp"]["sent"] == pytest.approx(1, rel=0.03)
+    assert record["results"]["zero2"]["sent"] == pytest.approx(1, rel=0.03)
+    assert record["results"]["zero2"]["loss_difference"] == 0
+    assert record["results"]["ddp"]["collectives_by_kind"] == {"allreduce": 1}
+
+
+@pytest.mark.gloo
+def test_memory_and_calls(tmp_path: Path) -> None:
+    output = tmp_path / "benchmark.json"
+    toy = ["--model-size", "tiny", "--device", "cpu", "--world-size", "1", "--sequence", "16", "--steps", "1"]
+    done = benchmark(*toy, "--engines", "zero3", "--measure", "memory", "calls", "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = json.loads(output.read_text())["results"]["zero3"]
+    for malloc in ("pinned", "default"):
+        assert 0 < row[f"memory_{malloc}"]["steady"] <= row[f"memory_{malloc}"]["peak"]
+    assert 0 < row["python_calls"] <= 8_000
+
+
+@pytest.mark.gloo
+def test_a_failing_launch_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "benchmark.json"
+    done = benchmark("--engines", "ddp", "--measure", "calls", "--timeout", "0.5", "--output", str(output))
+    assert done.returncode == 1
+    assert "not done after" in done.stdout
+    assert json.loads(output.read_text())["failures"]
+
+
+def test_bad_options_end_at_once() -> None:
+    done = benchmark("--world-size", "0")
+    assert done.returncode == 2
+    assert "--world-size must be positive, got 0" in done.stderr

@@ -1,0 +1,90 @@
+"""Real ranks for tests: processes that stay up, each group of them one gloo world, every call under a time limit."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class RankFailure(AssertionError):
+    """A rank raised, or did not answer in time. Carries every rank's traceback."""
+
+
+def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    while True:
+        call = pipe.recv()
+        if call is None:
+            return
+        function, args = call
+        try:
+            torch.manual_seed(0)
+            pipe.send(("ok", function(rank, world, *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+class RankPool:
+    """`world` processes. A failure or a timeout ends them all; the next call starts fresh ones."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._ranks: list[tuple[Any, Any]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """`function(rank, world, *args)` on every rank; their results in rank order."""
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function, args))
+        deadline = time.monotonic() + timeout_s
+        answers: list[Any] = []
+        for rank, (process, pipe) in enumerate(self._ranks):
+            left = max(0.1, deadline - time.monotonic())
+            # Ranks that wait for one that failed never answer: after a first error the rest get a few seconds.
+            if any(kind == "error" for kind, _ in answers):
+                left = min(left, 5.0)
+            try:
+                answers.append(pipe.recv() if pipe.poll(left) else ("error", f"no answer within {timeout_s:.0f} s"))
+            except (EOFError, OSError):
+                answers.append(("error", f"died with exit code {process.exitcode}"))
+        errors = [f"--- rank {rank}\n{value}" for rank, (kind, value) in enumerate(answers) if kind == "error"]
+        if errors:
+            self.stop()
+            raise RankFailure("\n".join(errors))
+        return [value for _, value in answers]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = tempfile.mktemp(prefix="hf_zero_store_")
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def stop(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+        for process, _ in self._ranks:
+            process.join(5)
+        self._ranks = []
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

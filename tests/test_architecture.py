@@ -1,0 +1,227 @@
+"""The shape of the library, held by reading its sources: layers, what is used only where, and names that are fixed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import hf_zero
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "hf_zero"
+
+# docs/DESIGN.md says what each layer is for. A module imports from its own layer or from those above it in this list.
+LAYERS = {
+    "0 words": ("version", "errors", "config", "layout", "inflight", "report"),
+    "1 mechanisms": ("comm", "precision"),
+    "2 decision": (),
+    "3 runtime": ("agree", "discover", "unit", "schedule", "optim", "statedict", "engine"),
+    "4 files": ("checkpoint",),
+    "5 wiring": ("integrations.accelerate", "integrations.transformers"),
+}
+LAYER_OF = {module: number for number, modules in enumerate(LAYERS.values()) for module in modules}
+
+# What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
+ONLY_HERE = {
+    "torch.distributed": ("comm",),
+    "accelerate": ("integrations.accelerate", "integrations.transformers"),
+    "transformers": ("integrations.accelerate", "integrations.transformers"),
+    "peft": ("integrations.accelerate", "integrations.transformers"),
+    "huggingface_hub": ("export",),
+    "os.environ": ("integrations.accelerate", "integrations.transformers", "cli"),
+    "os.getenv": ("integrations.accelerate", "integrations.transformers", "cli"),
+}
+STREAMS = ("inflight", "comm", "tiers")
+STREAM_NAMES = {"Stream", "Event", "StreamContext", "current_stream", "record_stream", "record_event", "wait_stream"}
+
+PUBLIC = [
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "LayoutError",
+    "RankMismatchError",
+    "Report",
+    "StateError",
+    "UnsupportedOptimizerError",
+    "ZeroAccelerator",
+    "ZeroCallback",
+    "ZeroConfig",
+    "ZeroError",
+    "ZeroPlugin",
+    "ZeroTrainer",
+    "ZeroTrainingArguments",
+    "__version__",
+    "engine_of",
+    "load_optimizer",
+    "save_optimizer",
+    "shard",
+    "zero_trainer_cls",
+]
+SETTINGS = ("stage", "reduce_dtype")
+
+
+def name_of(path: Path) -> str:
+    """`hf_zero/integrations/accelerate.py` -> `integrations.accelerate`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+SOURCES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {name: path for name, path in SOURCES.items() if path.name != "__init__.py"}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
+
+
+def imports(module: str, tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Every name that is imported anywhere in `tree`, dotted and absolute, with the statement."""
+    package = ["hf_zero", *module.split(".")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{origin}.{alias.name}", node) for alias in node.names)
+
+
+def own_imports(module: str, tree: ast.AST) -> Iterator[str]:
+    """The modules of this package that `tree` imports."""
+    for name, _ in imports(module, tree):
+        if name.startswith("hf_zero."):
+            inner = name.removeprefix("hf_zero.")
+            candidates = [inner, inner.rpartition(".")[0]]
+            yield next((candidate for candidate in candidates if candidate in MODULES), inner)
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.Event` for the expression of that form, else an empty string."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def is_under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def at(module: str, node: ast.AST) -> str:
+    return f"{SOURCES[module].relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def test_every_module_has_a_layer() -> None:
+    assert set(MODULES) == set(LAYER_OF), (
+        "give the new module a layer here and in docs/DESIGN.md (or take the old one out)"
+    )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    for target in own_imports(module, TREES[module]):
+        assert target in LAYER_OF, f"{module} imports {target}, which is no module with a layer"
+        assert LAYER_OF[target] <= LAYER_OF[module], f"{module} imports {target}, which is in a higher layer"
+
+
+def test_no_import_cycles() -> None:
+    """Imports at the top of files form no cycle, within a layer neither."""
+    graph = {}
+    for module in MODULES:
+        top = ast.Module([node for node in TREES[module].body if isinstance(node, ast.stmt)], [])
+        top.body = [node for node in top.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        graph[module] = set(own_imports(module, top))
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+@pytest.mark.parametrize("name", ONLY_HERE)
+def test_used_only_here(name: str) -> None:
+    found = []
+    for module, tree in TREES.items():
+        if module in ONLY_HERE[name]:
+            continue
+        found += [at(module, node) for imported, node in imports(module, tree) if is_under(imported, name)]
+        if "." in name:  # else a local variable of that name would do
+            found += [at(module, node) for node in ast.walk(tree) if is_under(dotted(node), name)]
+    assert not found, f"{name} belongs in {', '.join(ONLY_HERE[name])} alone, also used at {', '.join(found)}"
+
+
+def test_torch_distributed_is_found() -> None:
+    """The rule above is not passed by being blind."""
+    assert any(is_under(name, "torch.distributed") for name, _ in imports("comm", TREES["comm"]))
+
+
+def test_streams_only_where_bytes_move() -> None:
+    found = [
+        at(module, node)
+        for module, tree in TREES.items()
+        if module not in STREAMS
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr in STREAM_NAMES or dotted(node) in ("torch.cuda.stream", "torch.accelerator.stream"))
+    ]
+    assert not found, f"streams and events belong in {', '.join(STREAMS)}, also used at {', '.join(found)}"
+
+
+def test_stages_are_compared_only_in_config() -> None:
+    """Everything else asks the stage's policy what it means."""
+
+    def is_stage(node: ast.AST) -> bool:
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return name == "stage" or name.endswith("_stage")
+
+    found = [
+        at(module, node)
+        for module, tree in TREES.items()
+        if module != "config"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and any(is_stage(side) for side in (node.left, *node.comparators))
+        and not all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops)
+    ]
+    assert not found, f"a stage is compared at {', '.join(found)}; ask config.STAGES or ZeroConfig.policy"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_house_rules(module: str) -> None:
+    tree = TREES[module]
+    assert ast.get_docstring(tree), f"{at(module, tree)}: say in a docstring what the file is for"
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Assert), (
+            f"{at(module, node)}: python -O removes it; raise one of hf_zero.errors"
+        )
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), (
+            f"{at(module, node)}: name what is expected"
+        )
+
+
+def test_public_names() -> None:
+    assert sorted(hf_zero.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(hf_zero, name) is not None
+
+
+def test_settings() -> None:
+    """The fields of ZeroConfig are what people type: few, fixed, and the same in all three places."""
+    fields = tuple(field.name for field in dataclasses.fields(hf_zero.ZeroConfig))
+    assert fields == SETTINGS
+    assert len(fields) <= 14
+    flags = {
+        field.name for field in dataclasses.fields(hf_zero.ZeroTrainingArguments) if field.name.startswith("zero_")
+    }
+    assert flags == {f"zero_{name}" for name in SETTINGS}
+    plugin = {field.name for field in dataclasses.fields(hf_zero.ZeroPlugin)}
+    assert plugin >= set(SETTINGS)
+
+
+def test_readme_lists_every_file() -> None:
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
+    trees = [block for block in blocks if re.search(r"^\S*hf_zero/", block, re.M)]
+    assert trees, "README.md has no code block with the tree of hf_zero/"
+    listed = set(re.findall(r"[\w.-]+\.py\b", "\n".join(trees)))
+    paths = [*MODULES.values(), *(ROOT / "scripts").glob("*.py")]
+    absent = sorted(str(path.relative_to(ROOT)) for path in paths if path.name not in listed)
+    assert not absent, f"not in the README's tree: {', '.join(absent)}"
