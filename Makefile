@@ -19,6 +19,7 @@ help: ## say what there is
 
 # Made once; installed again only when what is installed has changed. pip goes first: an old one cannot install this.
 $(READY): pyproject.toml constraints.txt
+	@echo "making the environment in $(VENV); the first time takes minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'

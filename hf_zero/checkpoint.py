@@ -180,7 +180,9 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(index, dict) or index.get("version") != _VERSION:
-        raise CheckpointError(f"{path}: expected version {_VERSION}, found {index.get('version') if isinstance(index, dict) else index!r}")
+        raise CheckpointError(
+            f"{path}: expected version {_VERSION}, found {index.get('version') if isinstance(index, dict) else index!r}"
+        )
     return index
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import nn
 
+T = TypeVar("T")
 _MIN_BLOCKS = 2
 _SIZE_PARTS = 8  # a model without blocks is cut into about this many units
 
@@ -166,8 +168,8 @@ def _merge_tied(groups: list[Group]) -> list[Group]:
     return out
 
 
-def _unique(items: Iterable) -> list:  # type: ignore[type-arg]
-    seen: dict[int, object] = {}
+def _unique(items: Iterable[T]) -> list[T]:
+    seen: dict[int, T] = {}
     for item in items:
         seen.setdefault(id(item), item)
     return list(seen.values())

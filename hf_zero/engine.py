@@ -16,7 +16,7 @@ from .config import ZeroConfig
 from .discover import Group, find_groups
 from .errors import ConfigError, LayoutError
 from .layout import Layout, ParamSpec
-from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
+from .optim import Binding, check_supported, numbered_groups, originals_of, state_tensors, take_state, total_norm
 from .precision import Precision, all_finite, castable_params, computes_in_float16, dtype_name
 from .report import Report, data_parallel, predict, unit_rows
 from .schedule import Schedule
@@ -54,6 +54,7 @@ class Engine:
         self._castable = castable_params(model) if self.precision.autocast_dtype is not None else set()
         self._names = _names_of(model)
         self._binding: Binding | None = None
+        self._units: list[Unit] = []
         self._handles: list[Any] = []
         self._float16 = self.precision.autocast_dtype == torch.float16 or any(
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
@@ -64,7 +65,13 @@ class Engine:
         specs = self._specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, self._names)
         agree.same_values(self._wire, self._names)
-        self._build(specs)
+        self._units = self._build(specs)
+        if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
+            self._autocasts: list[Any] = []
+            self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
+            self._handles.append(model.register_forward_hook(self._leave_autocast, always_call=True))
+        self._schedule = self._new_schedule()
+        self._full_state = FullState(model, self._units, self._wire)
         if optimizer is not None:
             self._bind(optimizer, originals)
         self._install()
@@ -108,7 +115,7 @@ class Engine:
             self._schedule.quiesce()
             if previous.optimizer is optimizer:
                 saved = previous.state_dict(everywhere=True)
-                saved["param_groups"] = _renumber(optimizer, originals)
+                saved["param_groups"] = numbered_groups(optimizer, originals)
             for flat in previous.flats:
                 previous.optimizer.state.pop(flat.master, None)
         specs = self._specs(originals)
@@ -118,9 +125,12 @@ class Engine:
             grads = any(flat.master.grad is not None for unit in self._units for flat in unit.trained)
             if grads:
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
+            self._schedule.detach()
+            self._full_state.detach()
             self._restore()
-            self._build(specs)
-            self._install_schedule()
+            self._units = self._build(specs)
+            self._schedule = self._new_schedule()
+            self._full_state = FullState(self.model, self._units, self._wire)
         self._bind(optimizer, originals)
         if saved is not None and self._binding is not None:
             self._binding.load_state_dict(saved)
@@ -255,23 +265,23 @@ class Engine:
 
     def _specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
         group_of: dict[nn.Parameter, int] = {p: g for g, params in enumerate(originals) for p in params}
-        old = {}
-        if hasattr(self, "_units"):
-            for unit in self._units:
-                for flat in unit.flats:
-                    for slot, param in zip(flat.span.slots, flat.params):
-                        old[param] = slot.spec
-        return [[self._spec(param, group_of.get(param, -1), old.get(param)) for param in g.params] for g in self._groups]
+        old = {
+            param: slot.spec
+            for unit in self._units
+            for flat in unit.flats
+            for slot, param in zip(flat.span.slots, flat.params)
+        }
+        return [
+            [self._spec(param, group_of.get(param, -1), old.get(param)) for param in g.params] for g in self._groups
+        ]
 
     def _spec(self, param: nn.Parameter, group: int, old: ParamSpec | None) -> ParamSpec:
         own = dtype_name(param.dtype) if old is None else old.dtype
         master = dtype_name(Precision.master_dtype(param)) if old is None else old.master_dtype
         if old is not None and param.requires_grad and own in ("bfloat16", "float16"):
             master = "float32"
-        if old is None:
-            compute = dtype_name(self.precision.compute_dtype(param, param in self._castable))
-        else:
-            compute = old.compute_dtype
+        fresh = dtype_name(self.precision.compute_dtype(param, param in self._castable))
+        compute = fresh if old is None else old.compute_dtype
         return ParamSpec(
             names=tuple(self._names[param]),
             shape=tuple(param.shape),
@@ -289,9 +299,9 @@ class Engine:
             out.append([place[param] for param in group.params])
         return out
 
-    def _build(self, specs: list[list[ParamSpec]]) -> None:
+    def _build(self, specs: list[list[ParamSpec]]) -> list[Unit]:
         self.layout = Layout.build(zip((group.name for group in self._groups), specs), self._shards)
-        self._units: list[Unit] = []
+        units: list[Unit] = []
         for group, unit_specs, unit_layout in zip(self._groups, specs, self.layout.units):
             param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
             flats = []
@@ -302,7 +312,8 @@ class Engine:
                 flats.append(Flat(span, params, self._wire, self.config.policy, self.precision))
             unit = Unit(unit_layout, flats, self._wire, self.config.policy)
             unit.release()
-            self._units.append(unit)
+            units.append(unit)
+        return units
 
     def _restore(self) -> None:
         """Every parameter whole and plain again, in its own type; collective."""
@@ -333,23 +344,15 @@ class Engine:
             _override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
     def _install(self) -> None:
-        if self.precision.autocast_dtype is not None:
-            self._autocasts: list[Any] = []
-            self._handles.append(self.model.register_forward_pre_hook(self._enter_autocast))
-            self._handles.append(self.model.register_forward_hook(self._leave_autocast, always_call=True))
-        self._install_schedule()
         _override(self.model, "zero_grad", self.zero_grad)
         _override(self.model, "_apply", partial(self._guarded_apply, self.model._apply))
         self.model.__dict__[_ENGINE] = self
 
-    def _install_schedule(self) -> None:
-        if hasattr(self, "_schedule"):
-            self._schedule.detach()
-            self._full_state.detach()
-        self._schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._groups)])
-        self._schedule.before_forward = self._before_forward
-        self._schedule.after_backward = self._after_backward
-        self._full_state = FullState(self.model, self._units, self._wire)
+    def _new_schedule(self) -> Schedule:
+        schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._groups)])
+        schedule.before_forward = self._before_forward
+        schedule.after_backward = self._after_backward
+        return schedule
 
     # What hooks call ------------------------------------------------------------------------------------------------
 
@@ -420,14 +423,12 @@ class Engine:
             raise ConfigError("no optimizer is bound")
         self._binding.load_state_dict(state_dict)
 
-    def _pieces(
-        self, parameters: Iterable[nn.Parameter] | None, flats: list[Flat]
-    ) -> dict[Flat, list[Tensor]] | None:
+    def _pieces(self, parameters: Iterable[nn.Parameter] | None, flats: list[Flat]) -> dict[Flat, list[Tensor]] | None:
         """Views of each flat's gradient that belong to `parameters`; None when those are all of them."""
         if parameters is None:
             return None
-        wanted = set(parameters) if not isinstance(parameters, Tensor) else {parameters}
-        masters = {flat.master for flat in flats}
+        wanted: set[Tensor] = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        masters: set[Tensor] = {flat.master for flat in flats}
         if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:
             return None
         unknown = [p for p in wanted if p not in self._names and p not in masters]
@@ -453,7 +454,9 @@ class Engine:
             ]
         return out
 
-    def _guarded_apply(self, plain: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _guarded_apply(
+        self, plain: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> Any:
         """`.to()`, `.half()`, `.cpu()` and the like: only what leaves every parameter as it is."""
         for unit in self._units:
             for flat in unit.flats:
@@ -544,14 +547,3 @@ def _names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
             raise LayoutError(f"parameter {name!r} has no shape yet: run one forward before sharding")
         names.setdefault(param, []).append(name)
     return names
-
-
-def _renumber(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
-    groups, start = [], 0
-    for group, params in zip(optimizer.param_groups, originals):
-        packed = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**packed, "params": list(range(start, start + len(params)))})
-        start += len(params)
-    return groups
-
-

@@ -178,8 +178,8 @@ class Binding:
                 masters[group].append(flat.master)
                 for slot, param in enumerate(flat.params):
                     self._place[param] = (flat, slot)
-        for group, params in zip(optimizer.param_groups, masters):
-            group["params"] = params
+        for options, spans in zip(optimizer.param_groups, masters):
+            options["params"] = spans
         self._masters = masters
 
     def is_current(self) -> bool:
@@ -208,7 +208,7 @@ class Binding:
 
         Rank 0 (every rank with `everywhere`) has the values, other ranks meta tensors of the same shapes.
         """
-        index = {param: i for i, param in enumerate(p for group in self.originals for p in group)}
+        index = {param: i for i, param in enumerate(p for params in self.originals for p in params)}
         state: dict[int, dict[str, Any]] = {}
         for flat in self.flats:
             entries = self.optimizer.state.get(flat.master, {})
@@ -221,14 +221,8 @@ class Binding:
                     else:
                         piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
                     state.setdefault(index[param], {})[key] = piece
-        groups, start = [], 0
-        for group, params in zip(self.optimizer.param_groups, self.originals):
-            packed = {key: value for key, value in group.items() if key != "params"}
-            packed["params"] = list(range(start, start + len(params)))
-            start += len(params)
-            groups.append(packed)
         order = {i: state[i] for i in sorted(state)}
-        return {"state": order, "param_groups": groups}
+        return {"state": order, "param_groups": numbered_groups(self.optimizer, self.originals)}
 
     def _whole(self, flat: Flat, value: Tensor, everywhere: bool) -> Tensor:
         if flat.span.shards == 1:
@@ -247,7 +241,9 @@ class Binding:
 
     @staticmethod
     def _is_sliced(flat: Flat, key: Any, value: Any) -> bool:
-        return isinstance(value, Tensor) and key != "step" and value.numel() == flat.span.slice_numel and value.dim() > 0
+        return (
+            isinstance(value, Tensor) and key != "step" and value.numel() == flat.span.slice_numel and value.dim() > 0
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's slices from a full state (every rank passes all of it).
@@ -339,22 +335,29 @@ def originals_of(
     return groups
 
 
-def take_state(
-    optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]
-) -> dict[str, Any] | None:
+def take_state(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> dict[str, Any] | None:
     """The state of a plain optimizer, before its parameters are replaced; None when it has none yet."""
     if not any(param in optimizer.state for group in originals for param in group):
         return None
     flat = [param for group in originals for param in group]
     state = {i: optimizer.state.pop(param) for i, param in enumerate(flat) if param in optimizer.state}
-    groups, start = [], 0
+    return {"state": state, "param_groups": numbered_groups(optimizer, originals)}
+
+
+def numbered_groups(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """The groups as `state_dict` has them: options, and under `params` running numbers of the original parameters."""
+    groups: list[dict[str, Any]] = []
+    start = 0
     for group, params in zip(optimizer.param_groups, originals):
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + len(params)))})
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": list(range(start, start + len(params)))})
         start += len(params)
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
-def total_norm(flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Flat, list[Tensor]] | None) -> Tensor:
+def total_norm(
+    flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Flat, list[Tensor]] | None
+) -> Tensor:
     """The norm of the gradients over all ranks: 0-dim float32 on the gradients' device.
 
     `pieces` restricts it to views of each flat's gradient (a subset of the parameters).

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from .unit import State, Unit
+from .unit import Unit
 
 
 class Order:
@@ -40,19 +40,18 @@ class Order:
     def __init__(self) -> None:
         self._now: list[Unit] = []
         self._last: list[Unit] = []
-        self._next: dict[Unit, Unit] = {}
 
     def note(self, unit: Unit) -> Unit | None:
         """Record that `unit` is needed now; answers which one was needed next, last time."""
-        if not self._now or self._now[-1] is not unit:
-            self._now.append(unit)
-        return self._next.get(unit)
+        now, last = self._now, self._last
+        if not now or now[-1] is not unit:
+            now.append(unit)
+        place = len(now)
+        return last[place] if place < len(last) and last[place - 1] is unit else None
 
     def close(self) -> None:
-        if self._now and self._now != self._last:
-            self._last = self._now
-            self._next = dict(zip(self._now, self._now[1:]))
-        self._now = []
+        if self._now:
+            self._last, self._now = self._now, []
 
 
 class Host:
@@ -71,7 +70,7 @@ class Host:
 class Trace:
     """What the schedule remembers of one unit between forward and backward."""
 
-    __slots__ = ("expected", "in_backward", "open", "pending", "reduced", "seen", "unit")
+    __slots__ = ("expected", "in_backward", "open", "pending", "ready", "reduced", "seen", "unit")
 
     def __init__(self, unit: Unit, hosts: int) -> None:
         self.unit = unit
@@ -80,7 +79,7 @@ class Trace:
         self.pending: dict[int, int] = {}  # pass -> host forwards whose post-backward will come
         self.open: set[int] = set()  # passes with a host forward whose post-backward will not come
         self.in_backward = False
-        self.reduced = False  # in this backward
+        self.ready = self.reduced = False  # in this backward
 
 
 class Schedule:
@@ -101,17 +100,21 @@ class Schedule:
         self._task = -1
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._reducing: Unit | None = None
+        # The order in which all ranks send gradients, whatever order they come in: a unit that one rank skips must not
+        # make it wait for another unit than its peers do. Backward's order, until the first backward shows a better one.
+        self._turns: list[Trace] = []
+        self._turn = 0
+        self._came: list[Trace] | None = []  # in the first backward; None once agreed
         self.traces: list[Trace] = []
         hosts: list[Host] = []
         for unit, modules in units:
             trace = Trace(unit, len(modules))
             self.traces.append(trace)
             hosts += [Host(module, trace) for module in modules]
+        self._turns = [trace for trace in reversed(self.traces) if trace.unit.trained]
         self.frees = any(not trace.unit.policy.keep_full for trace in self.traces)
         # Alone, a reduce is an addition in place: nothing to put off.
         self._defers = any(not t.unit.policy.reduce_each_backward and t.unit.wire.size > 1 for t in self.traces)
-        largest = max((trace.unit.gathered_bytes for trace in self.traces), default=0)
-        self._budget_bytes = 2 * largest
         add = self._handles.append
         add(model.register_forward_pre_hook(self._root_pre_forward, prepend=True))
         for host in hosts:
@@ -193,16 +196,12 @@ class Schedule:
                     trace.unit.release()
 
     def _need(self, unit: Unit, order: Order) -> None:
-        """`unit` now; and start on what came next, last time, while there is room for two of the largest."""
+        """`unit` now; and start on the one that came next, last time: at most two are gathered for use at any moment."""
         following = order.note(unit)
         unit.gather()
-        if following is not None and following.state is State.SHARDED and self._fits(following):
+        if following is not None:
             following.gather()
         unit.wait()
-
-    def _fits(self, unit: Unit) -> bool:
-        held = sum(trace.unit.gathered_bytes for trace in self.traces if trace.unit.state is not State.SHARDED)
-        return held + unit.gathered_bytes <= self._budget_bytes
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -216,8 +215,9 @@ class Schedule:
             return
         self._in_backward = True
         self._task = torch._C._current_graph_task_id()
+        self._turn = 0
         for trace in self.traces:
-            trace.reduced = False
+            trace.ready = trace.reduced = False
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _pre_backward(self, host: Host, is_open: bool, *_: Any) -> None:
@@ -239,58 +239,86 @@ class Schedule:
             return
         trace.unit.release()
         if pass_ not in trace.open:
-            self._reduce(trace)
+            self._ready(trace)
 
     def _close_open(self, trace: Trace) -> None:
         """The end of the (possibly inner) backward that an open host ran in."""
         trace.in_backward = False
         if self._in_backward and not trace.pending and trace.unit.has_grads():
             trace.unit.release()
-            self._reduce(trace)
+            self._ready(trace)
 
-    def _reduce(self, trace: Trace) -> None:
-        unit = trace.unit
-        if not unit.trained:
+    def _ready(self, trace: Trace) -> None:
+        """All gradients of this unit's pass are there: they leave when it is their turn."""
+        if not trace.unit.trained:
             return
         if not self.sync and self._defers:
-            unit.hold()
-            return
-        previous, self._reducing = self._reducing, unit
+            trace.unit.hold()
+        elif trace.reduced or trace.unit.wire.size == 1:
+            self._reduce(trace)  # of a further pass through the model
+        else:
+            trace.ready = True
+            if self._came is not None:
+                self._came.append(trace)
+            while self._turn < len(self._turns) and self._turns[self._turn].ready:
+                self._reduce(self._turns[self._turn])
+                self._turn += 1
+
+    def _reduce(self, trace: Trace) -> None:
+        previous, self._reducing = self._reducing, trace.unit
         if previous is not None:
             previous.finish_reduce()
-        unit.reduce()
+        trace.unit.reduce()
         trace.reduced = True
+
+    def _reduce_rest(self) -> None:
+        """Units that were not ready in this backward: unused ones send zeros, since another rank may have used them."""
+        for trace in self._turns:
+            if not trace.reduced or trace.unit.has_grads():
+                self._reduce(trace)
+        self._reducing = None
+        for trace in self.traces:
+            trace.unit.finish_reduce()
+        if self._came is not None:
+            self._agree_on_turns(self._came)
+
+    def _agree_on_turns(self, came: list[Trace]) -> None:
+        """Once: rank 0's order, then units that only other ranks used, then those that no rank used."""
+        self._came = None
+        wire = self.traces[0].unit.wire
+        if wire.size == 1:
+            return
+        place = {id(trace): index for index, trace in enumerate(self._turns)}
+        everyone: list[list[int]] = wire.exchange([place[id(trace)] for trace in came])
+        order = list(dict.fromkeys(index for theirs in everyone for index in theirs))
+        order += [index for index in range(len(self._turns)) if index not in set(order)]
+        self._turns = [self._turns[index] for index in order]
 
     def _end_backward(self) -> None:
         """Whatever the node hooks missed; then every owner's gradient is complete."""
         self._backward.close()
         self._tail = None
-        for trace in reversed(self.traces):
+        for trace in self.traces:
             trace.in_backward = False
             trace.open.clear()
             trace.unit.release()
-            if not trace.reduced or trace.unit.has_grads():
-                self._reduce(trace)
-        self._finish_reduces()
+        if self._defers and not self.sync:
+            for trace in self.traces:
+                trace.unit.hold()
+        else:
+            self._reduce_rest()
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
         self.after_backward()
-
-    def _finish_reduces(self) -> None:
-        self._reducing = None
-        for trace in self.traces:
-            trace.unit.finish_reduce()
 
     def flush(self) -> None:
         """Reduce gradients that `no_sync` left on this rank. A collective where there are any."""
         if not self.unsynced:
             return
         self.unsynced = False
-        sync, self.sync = self.sync, True
         for trace in self.traces:
-            self._reduce(trace)
-        self._finish_reduces()
-        self.sync = sync
+            trace.reduced = False
+        self._reduce_rest()
         self.after_backward()
 
     def quiesce(self) -> None:
@@ -337,7 +365,10 @@ def _nodes(output: Any) -> list[Any]:
     nodes: list[Any] = []
     for tensor in _tensors((output,)):
         if tensor.requires_grad:
-            for node in (tensor.grad_fn, tensor._base.grad_fn if tensor._is_view() and tensor._base is not None else None):
+            for node in (
+                tensor.grad_fn,
+                tensor._base.grad_fn if tensor._is_view() and tensor._base is not None else None,
+            ):
                 if node is not None and all(node is not known for known in nodes):
                     nodes.append(node)
     return nodes

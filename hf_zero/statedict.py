@@ -106,7 +106,9 @@ class FullState:
             answers = self._wire.exchange(meta)
             self._spread = any(answers)
             if answers[0]:
-                raise RankMismatchError("load_state_dict: rank 0's tensors are on the meta device; it must have the values")
+                raise RankMismatchError(
+                    "load_state_dict: rank 0's tensors are on the meta device; it must have the values"
+                )
             if self._spread and not all(answers[1:]):
                 raise RankMismatchError(
                     "load_state_dict: some ranks pass meta tensors and some values; pass values on every rank, or on rank 0 "

@@ -268,7 +268,9 @@ class Unit:
         if self.state is State.GATHERED:
             return
         if self.state is not State.GATHERING:
-            raise StateError(f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED")
+            raise StateError(
+                f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
+            )
         for inflight in self._gathers:
             inflight.wait()
         self._unsent += self._gathers

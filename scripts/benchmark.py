@@ -144,9 +144,9 @@ def measure(options: Options, console: Console) -> tuple[dict[str, dict[str, Any
             continue
         key = f"memory_{malloc}" if job.measure == "memory" else job.measure
         results.setdefault(job.engine, {}).setdefault(key, []).append(ranks)
-        console.print(
-            f"[dim]{index}/{len(plan)} {job.engine} {what}: {time.monotonic() - start:.0f} s", highlight=False
-        )
+        passed = f"{time.monotonic() - start:.0f} s"
+        line = f"{index}/{len(plan)} {job.engine} {what}: {headline(job, ranks[0])} ({passed})"
+        console.print(line, highlight=False, markup=False, style="dim")
     return {engine: summarize(found, options.job) for engine, found in results.items()}, failures
 
 
@@ -228,50 +228,56 @@ def summarize(found: dict[str, list[list[dict[str, Any]]]], job: Job) -> dict[st
 
 
 def tables(results: dict[str, dict[str, Any]], job: Job) -> list[Table]:
-    """What a person reads: time and traffic, then memory and host work."""
-    time_table = Table(title=f"{job.model} parameters, {job.dtype}, {job.world_size} ranks: step", title_justify="left")
-    for name in (
-        "engine",
-        "step s",
-        "÷ DDP",
-        "min … max",
-        "CPU ÷ DDP",
-        "faults",
-        "tokens/s",
-        "loss − DDP's",
-        "sent ÷ 4Ψ",
-        "collectives",
-    ):
-        time_table.add_column(name, justify="left" if name == "engine" else "right")
-    memory_table = Table(title="memory per rank in MiB (÷ DDP), and host work", title_justify="left")
-    mallocs = [malloc for malloc in MALLOC if any(f"memory_{malloc}" in row for row in results.values())]
-    memory_names = [f"{what}, {malloc}" for malloc in reversed(mallocs) for what in ("steady", "peak")]
-    for name in ("engine", *memory_names, "Python calls", "ms", "start-up s"):
-        memory_table.add_column(name, justify="left" if name == "engine" else "right")
-    for engine, row in results.items():
-        if "ratio" in row:
-            time_table.add_row(
-                engine,
-                f"{row['step_seconds']:.3f}",
-                f"{row['ratio']:.2f}",
-                f"{min(row['ratios']):.2f} … {max(row['ratios']):.2f}",
-                f"{row['cpu_ratio']:.2f}",
-                f"{row['page_faults']:,.0f}",
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['loss_difference']:.1e}" if row["loss_difference"] else "0",
-                f"{row['sent']:.2f}",
-                str(row["collectives"]),
-            )
-        cells = []
-        for name in memory_names:
-            what, malloc = name.split(", ")
-            mine, ddp = (results.get(other, {}).get(f"memory_{malloc}", {}).get(what) for other in (engine, "ddp"))
-            cells.append(f"{mine / 2**20:.0f}" + (f" ({mine / ddp:.2f})" if ddp else "") if mine is not None else "")
-        calls = f"{row['python_calls']:,}" if "python_calls" in row else ""
-        milliseconds = f"{row['small_step_milliseconds']:.1f}" if "python_calls" in row else ""
-        start_up = f"{row['start_up_seconds']:.2f}" if "start_up_seconds" in row else ""
-        memory_table.add_row(engine, *cells, calls, milliseconds, start_up)
-    return [table for table in (time_table, memory_table) if table.row_count]
+    """What a person reads: time and traffic, then memory, then host work."""
+    chosen = {
+        "step": [(engine, time_cells(row)) for engine, row in results.items() if "ratio" in row],
+        "memory per rank, MiB (÷ DDP)": [(engine, memory_cells(results, engine)) for engine in results],
+        "host work: 12-block Llama, one process": [
+            (engine, {"Python calls": f"{row['python_calls']:,}", "ms": f"{row['small_step_milliseconds']:.1f}"})
+            for engine, row in results.items()
+            if "python_calls" in row
+        ],
+    }
+    found = []
+    for title, rows in chosen.items():
+        columns = list(dict.fromkeys(name for _, cells in rows for name in cells))
+        if not columns:
+            continue
+        if not title.startswith("host"):
+            title = f"{title}: {job.model} parameters, {job.dtype}, {job.world_size} ranks"
+        table = Table(title=title, title_justify="left")
+        table.add_column("engine")
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for engine, cells in rows:
+            table.add_row(engine, *(cells.get(name, "") for name in columns))
+        found.append(table)
+    return found
+
+
+def time_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "step s": f"{row['step_seconds']:.3f}",
+        "÷ DDP": f"{row['ratio']:.2f}",
+        "min … max": f"{min(row['ratios']):.2f} … {max(row['ratios']):.2f}",
+        "CPU ÷ DDP": f"{row['cpu_ratio']:.2f}",
+        "faults": f"{row['page_faults']:,.0f}",
+        "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        "loss − DDP's": f"{row['loss_difference']:.1e}" if row["loss_difference"] else "0",
+        "sent ÷ 4Ψ": f"{row['sent']:.2f}",
+        "collectives": str(row["collectives"]),
+        "start-up s": f"{row['start_up_seconds']:.2f}",
+    }
+
+
+def memory_cells(results: dict[str, dict[str, Any]], engine: str) -> dict[str, str]:
+    cells = {}
+    for malloc in reversed(MALLOC):
+        mine, ddp = (results.get(name, {}).get(f"memory_{malloc}") for name in (engine, "ddp"))
+        for what in ("steady", "peak") if mine else ():
+            share = f" ({mine[what] / ddp[what]:.2f})" if ddp else ""
+            cells[f"{what}, {malloc} malloc"] = f"{mine[what] / 2**20:.0f}{share}"
+    return cells
 
 
 def machine(job: Job) -> dict[str, Any]:
@@ -368,7 +374,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console(width=max(120, Console().width))
+    console = Console(width=max(140, Console().width))
     skipped = {engine: f"{module} is not installed" for engine in options.engines if (module := missing(engine))}
     for engine, reason in skipped.items():
         console.print(f"{engine}: left out, {reason}", highlight=False)

@@ -250,7 +250,7 @@ def measure_calls(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
     rows = sorted(statistic.stats.items(), key=lambda row: -row[1][1])[:25]
     return {
         "calls": statistic.total_calls,
-        "milliseconds": 1e3 * min(runner.run() for _ in range(25)),
+        "milliseconds": 1e3 * min(runner.run()[0] for _ in range(25)),
         "most_called": [[f"{Path(file).name}:{line}:{name}", row[1]] for (file, line, name), row in rows],
         "numel": runner.numel,
     }

@@ -8,6 +8,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from rich.table import Table
 
 import hf_zero as zero
 
+GRACE = 2.0  # seconds
 MESSAGE_LIMIT = 400  # characters; some libraries put a page into an exception
 
 
@@ -59,6 +61,8 @@ def _stop(message: str, status: int) -> None:
     # One write, so that the lines of several ranks do not run into each other.
     sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] error: {message}\n")
     sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        time.sleep(GRACE)  # launchers end all ranks with the first: let the others say their line too
     # Not sys.exit: a rank that waits in a library's exit handler for peers that are gone would hang.
     sys.stdout.flush()
     os._exit(status)
@@ -86,7 +90,9 @@ def everywhere(action: Callable[[], object], what: str) -> None:
     try:
         action()
     except Exception as error:
-        problem, cause = f"{what} failed on rank {os.environ.get('RANK', '0')}: {one_line(error)}", error
+        # The library's own errors say what failed and where.
+        place = "" if isinstance(error, zero.ZeroError) else f"{what} failed on rank {os.environ.get('RANK', '0')}: "
+        problem, cause = place + one_line(error), error
     problems = [found for found in gather_object([problem]) if found]
     if problems:
         raise UserError(problems[0]) from cause

@@ -90,7 +90,11 @@ def load_model(
     A built-in model is drawn from the current random state: set the same seed on every rank first.
     """
     model = _load(task, name, config, tokenizer, labels, dtype)
-    if task != "clm":
+    if task == "clm":
+        # GPT-2's own is None: transformers then takes this loss, with a warning, but the Trainer does not know that it
+        # shifts the labels, counts one token too many per row, and makes every loss smaller by 1 / block_size.
+        model.loss_type = model.loss_type or "ForCausalLM"
+    else:
         # These heads take `num_items_in_batch` and ignore it; told otherwise, the Trainer multiplies a mean loss by the
         # number of ranks (and does not divide it by the accumulation steps), for it takes it for a part of a sum.
         model.accepts_loss_kwargs = False

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--model", default="gpt2-tiny")
     parser.add_argument("--dataset", help="Hub id or local file; without it, Python's standard library")
     parser.add_argument("--output-dir", default="runs/no-trainer")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=16, help="per rank and micro-step")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--block-size", type=int, default=128)

@@ -72,7 +72,10 @@ def optimizer_for(model: nn.Module, groups: int, cls: Any = torch.optim.AdamW, *
     if groups == 1:
         return cls(params, **options)
     return cls(
-        [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}],
+        [
+            {"params": [p for p in params if p.dim() > 1]},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ],
         **options,
     )
 

@@ -51,7 +51,7 @@ class RankPool:
             pipe.send((function, args))
         deadline = time.monotonic() + timeout_s
         answers: list[Any] = []
-        for rank, (process, pipe) in enumerate(self._ranks):
+        for process, pipe in self._ranks:
             left = max(0.1, deadline - time.monotonic())
             # Ranks that wait for one that failed never answer: after a first error the rest get a few seconds.
             if any(kind == "error" for kind, _ in answers):

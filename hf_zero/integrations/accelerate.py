@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,7 @@ class ZeroPlugin(ParallelismConfig):
             if value is None and os.environ.get(variable, "1") != "1":
                 raise ConfigError(
                     f"{variable}={os.environ[variable]} asks for a parallelism that ZeroPlugin does not combine with "
-                    f"(every rank is a data parallel rank); unset it"
+                    "(every rank is a data parallel rank); unset it"
                 )
             if value not in (None, 1):
                 raise ConfigError(
@@ -123,11 +123,15 @@ class ZeroPlugin(ParallelismConfig):
         accelerator.__class__ = zero_accelerator_cls(type(accelerator))
         if not isinstance(accelerator, ZeroAcceleratorMixin):  # for the type checker: the line above made it one
             raise ConfigError(f"{type(accelerator).__name__} could not be turned into a ZeroAccelerator")
-        accelerator._zero_start(self)
-        if "transformers.trainer" in sys.modules:
-            from .transformers import adopt_trainer
+        accelerator.zero_plugin = self
+        _adopt_trainer()
 
-            adopt_trainer(accelerator)
+
+def _adopt_trainer() -> None:
+    if "transformers.trainer" in sys.modules:
+        from .transformers import adopt_trainer
+
+        adopt_trainer()
 
 
 def _refuse_rivals(accelerator: Accelerator) -> None:
@@ -171,13 +175,6 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
 
     zero_plugin: ZeroPlugin
     _optimizers: list[Any]
-    _zero_models: WeakSet[nn.Module]
-    _zero_ids: WeakKeyDictionary[nn.Module, tuple[frozenset[int], frozenset[int]]]
-
-    def _zero_start(self, plugin: ZeroPlugin) -> None:
-        self.zero_plugin = plugin
-        self._zero_models = WeakSet()
-        self._zero_ids = WeakKeyDictionary()
 
     # -- prepare --
 
@@ -198,9 +195,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             # Nothing to train and nothing to save by sharding: accelerate's evaluation path.
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         if hasattr(model, "_original_forward"):
-            model.__dict__["_is_accelerate_prepared"] = (
-                True  # its forward runs under autocast already: evaluated before training
-            )
+            # Evaluated before it is trained: its forward runs under autocast already.
+            model.__dict__["_is_accelerate_prepared"] = True
         # evaluation_mode is accelerate's way to say "autocast, but no DDP".
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         prepared.__dict__["_is_accelerate_prepared"] = True
@@ -215,7 +211,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
                 "the ranks; use an element-wise optimizer such as torch.optim.AdamW"
             )
         bare = bare_optimizer(optimizer)
-        engine = self._zero_engine_of(bare)
+        engine = _engine_of_optimizer(bare)
         if engine is None:
             raise ConfigError(
                 f"{type(bare).__name__} holds no parameter of a model that this Accelerator has prepared: pass the "
@@ -244,13 +240,11 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             if config.policy.keep_full and not trains:
                 return None
             self._zero_check_model(model)
+            _adopt_trainer()  # one that was given an Accelerator from elsewhere
             if self.device_placement if placement is None else placement:
                 model.to(self.device)
             engine = shard(model, optimizer, config, mixed_precision=self._zero_precision())
-            if "transformers" in sys.modules:
-                from .transformers import adopt_model
-
-                adopt_model(model, engine)
+            _SHARDED.discard(model)
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
@@ -258,7 +252,13 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             )
         elif optimizer is not None and engine.optimizer is not optimizer:
             engine.bind(optimizer)
-        self._zero_models.add(model)
+        if model not in _SHARDED:
+            _SHARDED.add(model)
+            _KNOWN_IDS.pop(model, None)
+            if "transformers" in sys.modules:
+                from .transformers import adopt_model
+
+                adopt_model(model, engine)
         return engine
 
     def _zero_check_model(self, model: nn.Module) -> None:
@@ -279,18 +279,6 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         handler = self.autocast_handler
         on = self.native_amp and (handler is None or handler.enabled)
         return str(self.mixed_precision) if on else "no"
-
-    def _zero_engines(self) -> Iterator[Engine]:
-        for model in list(self._zero_models):
-            engine = engine_of(model)
-            if engine is not None:
-                yield engine
-
-    def _zero_engine_of(self, optimizer: Optimizer) -> Engine | None:
-        for engine in self._zero_engines():
-            if _holds_parameter_of(optimizer, engine.model, engine):
-                return engine
-        return None
 
     # -- the step --
 
@@ -316,7 +304,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
     ) -> Tensor | None:
         """The true norm over all ranks, as a 0-dim tensor."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = self._zero_owner(params, "clip_grad_norm_")
+        found = _owner_of(params, "clip_grad_norm_")
         if found is None:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients()
@@ -325,34 +313,12 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = self._zero_owner(params, "clip_grad_value_")
+        found = _owner_of(params, "clip_grad_value_")
         if found is None:
             return super().clip_grad_value_(params, clip_value)
         self.unscale_gradients()
         engine, part = found
         return engine.clip_grad_value_(clip_value, parameters=part)
-
-    def _zero_owner(self, params: list[Any], caller: str) -> tuple[Engine, list[Any] | None] | None:
-        """The engine that holds all of `params`, and which of its parameters are meant (None: all that train)."""
-        wanted = frozenset(map(id, params))
-        for engine in self._zero_engines():
-            known = self._zero_ids.get(engine.model)
-            if known is None:
-                every = frozenset(map(id, engine.model.parameters()))
-                trained = frozenset(id(param) for param in engine.model.parameters() if param.requires_grad)
-                known = self._zero_ids[engine.model] = (every, trained)
-            every, trained = known
-            if wanted.isdisjoint(every) and engine.optimizer is not None:
-                every = trained = _param_ids(engine.optimizer)  # the optimizer's own: this rank's flat slices
-            if wanted.isdisjoint(every):
-                continue
-            if not wanted <= every:
-                raise ConfigError(
-                    f"{caller} got parameters of a {type(engine.model).__name__} together with "
-                    f"{len(wanted - every)} others: call it once per model"
-                )
-            return engine, None if trained <= wanted else params
-        return None
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
@@ -396,26 +362,36 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
         """accelerate's folder; every rank writes its optimizer state to `zero_optimizer/`, for any later world size."""
-        if not any(True for _ in self._zero_engines()):
+        if not any(True for _ in _engines()):
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         self._zero_refuse_each_node()
+        states = [(model, model.state_dict()) for model in self._models if engine_of(model) is not None]
         optimizers, self._optimizers = self._optimizers, []
         handle = self.register_save_state_pre_hook(_drop_weights_off_main)
+        parent: Any = super()
+        written: list[Any] = []
+
+        def write() -> None:
+            with ExitStack() as serving:
+                for model, state in states:
+                    serving.enter_context(serving_state_dict(model, state))
+                written.append(parent.save_state(output_dir, safe_serialization, **save_model_func_kwargs))
+
         try:
-            location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+            on_every_rank(write, f"writing the state to {output_dir or self.project_dir}")
         finally:
             handle.remove()
             self._optimizers = optimizers
         for index, optimizer in enumerate(optimizers):
-            save_optimizer(self._zero_bound_engine(optimizer), _optimizer_folder(location, index))
+            save_optimizer(self._zero_bound_engine(optimizer), _optimizer_folder(written[0], index))
         self.wait_for_everyone()
-        return location
+        return written[0]
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
         """A folder of `save_state`, at any stage and world size, or one that plain data parallel wrote."""
-        if not any(True for _ in self._zero_engines()):
+        if not any(True for _ in _engines()):
             return super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         found: list[Path] = []
 
@@ -444,7 +420,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         return None
 
     def _zero_bound_engine(self, optimizer: Optimizer) -> Engine:
-        engine = self._zero_engine_of(bare_optimizer(optimizer))
+        engine = _engine_of_optimizer(bare_optimizer(optimizer))
         if engine is None:
             raise ConfigError(
                 f"{type(bare_optimizer(optimizer)).__name__} belongs to no sharded model of this Accelerator"
@@ -454,13 +430,6 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
     def _zero_refuse_each_node(self) -> None:
         if self.project_configuration.save_on_each_node:
             raise ConfigError("save_on_each_node=True: only rank 0 holds the gathered model; save to a shared folder")
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Forget the objects. Engines live on with their models: the Trainer calls this before every training run."""
-        for obj in objects:
-            if isinstance(obj, nn.Module):
-                self._zero_models.discard(obj)
-        return super().free_memory(*objects)
 
 
 class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
@@ -491,6 +460,12 @@ def zero_accelerator_cls(cls: type[Any]) -> type[Any]:
 
 
 _MADE: dict[tuple[Any, ...], type[Any]] = {}
+_SHARDED: WeakSet[nn.Module] = WeakSet()
+"""Models that an Accelerator of this process has sharded. Like accelerate's state they are the process's, not one
+object's: a second `Accelerator()` clips and saves what the first prepared, and `free_memory`, which the Trainer calls
+before every run, only forgets lists."""
+_KNOWN_IDS: WeakKeyDictionary[nn.Module, tuple[frozenset[int], frozenset[int]]] = WeakKeyDictionary()
+"""Per sharded model the identities of all its parameters, and of those that train."""
 
 
 def put_in_front(mixin: type[Any], cls: type[Any], **attributes: Any) -> type[Any]:
@@ -519,6 +494,43 @@ def _holds_parameter_of(optimizer: Optimizer, model: nn.Module, engine: Engine |
     if engine is not None and engine.optimizer is optimizer:
         return True
     return not _param_ids(optimizer).isdisjoint(map(id, model.parameters()))
+
+
+def _engines() -> Iterator[Engine]:
+    for model in list(_SHARDED):
+        engine = engine_of(model)
+        if engine is not None:
+            yield engine
+
+
+def _engine_of_optimizer(optimizer: Optimizer) -> Engine | None:
+    for engine in _engines():
+        if _holds_parameter_of(optimizer, engine.model, engine):
+            return engine
+    return None
+
+
+def _owner_of(params: list[Any], caller: str) -> tuple[Engine, list[Any] | None] | None:
+    """The engine that holds all of `params`, and which of its parameters are meant (None: all that train)."""
+    wanted = frozenset(map(id, params))
+    for engine in _engines():
+        known = _KNOWN_IDS.get(engine.model)
+        if known is None:
+            every = frozenset(map(id, engine.model.parameters()))
+            trained = frozenset(id(param) for param in engine.model.parameters() if param.requires_grad)
+            known = _KNOWN_IDS[engine.model] = (every, trained)
+        every, trained = known
+        if wanted.isdisjoint(every) and engine.optimizer is not None:
+            every = trained = _param_ids(engine.optimizer)  # the optimizer's own: this rank's flat slices
+        if wanted.isdisjoint(every):
+            continue
+        if not wanted <= every:
+            raise ConfigError(
+                f"{caller} got parameters of a {type(engine.model).__name__} together with {len(wanted - every)} "
+                "others: call it once per model"
+            )
+        return engine, None if trained <= wanted else params
+    return None
 
 
 def on_every_rank(work: Callable[[], None], what: str) -> None:

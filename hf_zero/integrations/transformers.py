@@ -188,8 +188,8 @@ def zero_trainer_cls(cls: type[Any]) -> type[Any]:
     return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
 
 
-def adopt_trainer(accelerator: ZeroAcceleratorMixin) -> None:
-    """Called while `accelerator` is being built: when a Trainer is building it, that Trainer learns to save and resume.
+def adopt_trainer() -> None:
+    """Called where an Accelerator is built or shards a model: a Trainer that has it done learns to save and resume.
 
     accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of its own, so it
     is the `self` of a caller. Without one (a plain accelerate loop) nothing happens.
@@ -309,6 +309,9 @@ class ZeroCallback(TrainerCallback):
 
     def __init__(self, report: bool = True) -> None:
         self.report = report
+        self._shown = False
+        self._first_step = 0
+        self._sent: dict[str, int] = {}
 
     def on_train_begin(
         self,
@@ -325,7 +328,9 @@ class ZeroCallback(TrainerCallback):
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)), and build no other Accelerator between the "
                 "arguments and the Trainer (accelerate would keep that one's settings)"
             )
-        if self.report and state.is_world_process_zero:
+        self._first_step, self._sent = state.global_step, _sent(engine)
+        if self.report and state.is_world_process_zero and not self._shown:
+            self._shown = True  # the Trainer starts again after auto_find_batch_size
             print(engine.report(), flush=True)
 
     def on_train_end(
@@ -337,8 +342,26 @@ class ZeroCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         engine = None if model is None else engine_of(model)
-        if engine is not None and self.report and state.is_world_process_zero:
-            print(engine.report(), flush=True)
+        if engine is None or not self.report or not state.is_world_process_zero:
+            return
+        report, steps = engine.report(), state.global_step - self._first_step
+        sent = {kind: bytes_ - self._sent.get(kind, 0) for kind, bytes_ in _sent(engine).items()}
+        print(
+            f"ZeRO stage {report.stage}, {report.world_size} rank(s), {steps} step(s). On this rank now: "
+            f"{_mib(sum(report.measured.values()))} of parameters, gradients and optimizer state (predicted "
+            f"{_mib(report.predicted.total)}, plain data parallel {_mib(report.data_parallel.total)}). Sent: "
+            + ", ".join(f"{_mib(bytes_)} by {kind}" for kind, bytes_ in sent.items() if bytes_)
+            + (f"; {_mib(sum(sent.values()) / steps)} per step, evaluations and saves included." if steps else "."),
+            flush=True,
+        )
+
+
+def _sent(engine: Engine) -> dict[str, int]:
+    return {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
+
+
+def _mib(bytes_: float) -> str:
+    return f"{bytes_ / (1 << 20):,.1f} MiB"
 
 
 __all__ = ["ZeroCallback", "ZeroTrainer", "ZeroTrainerMixin", "ZeroTrainingArguments", "zero_trainer_cls"]

@@ -35,7 +35,12 @@ def compare(rank: int, world: int, model: str, dtype: str) -> list[str]:
         if clip is None and (stage > 0 or world <= 2):
             good = largest == 0.0 and losses == 0.0
         else:
-            good = rms < (2e-5 if dtype == "no" else 1e-4) and largest < 1e-2 and losses < 2e-3 and norms < (1e-5 if dtype == "no" else 2e-3)
+            good = (
+                rms < (2e-5 if dtype == "no" else 1e-4)
+                and largest < 1e-2
+                and losses < 2e-3
+                and norms < (1e-5 if dtype == "no" else 2e-3)
+            )
         if not good or ours.scale != reference.scale:
             wrong.append(
                 f"{case}: parameters and state {largest:.2e} (rms {rms:.2e}), losses {losses:.2e}, norms {norms:.2e}, "

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import json
+import os
 import pickle
+import shutil
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,25 +18,27 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification
 
 import hf_zero as zero
 
+from .jobs.harness import distance, gpt2, optimizer_distance
 from .launch import Results, launch
 
 STAGES = (0, 1, 2, 3)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "PARALLELISM_CONFIG_TP_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def _fresh_state() -> Iterator[None]:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it when it is given an FSDP plugin
 
 
 # ---- the plugin ------------------------------------------------------------------------------------------------------
@@ -188,6 +195,125 @@ def test_a_model_sharded_otherwise_is_refused() -> None:
         accelerator.prepare(model)
 
 
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_model_is_sharded_only_where_that_saves(stage: int) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
+    model = nn.Linear(4, 4).requires_grad_(False)
+    expected = model(torch.ones(1, 4))
+    assert accelerator.prepare(model) is model
+    assert (zero.engine_of(model) is not None) is (stage == 3)
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_config_json_names_the_types_in_the_file(stage: int, tmp_path: Path) -> None:
+    """A convolution comes first: under bf16 autocast its weight is gathered in bfloat16."""
+    torch.manual_seed(0)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=2)
+    model = ResNetForImageClassification(config)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=zero.ZeroPlugin(stage=stage))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loss = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} >= {torch.float32}
+    again = ResNetForImageClassification.from_pretrained(tmp_path)
+    assert again.dtype == torch.float32
+    assert distance(dict(again.state_dict()), dict(model.state_dict())) == 0.0
+
+
+def test_a_second_accelerator_knows_the_first_ones_models() -> None:
+    first = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = nn.Linear(4, 4)
+    model, _ = first.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first.backward(model(torch.ones(2, 4)).sum())
+    norms = [float(who.clip_grad_norm_(model.parameters(), float("inf"))) for who in (first, Accelerator())]
+    assert norms[0] == norms[1] > 0.0
+
+
+def test_models_are_freed(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = weakref.ref(model)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert seen() is None
+
+
+def prepared(folder: Path, width: int = 4, **settings: Any) -> tuple[Accelerator, nn.Module, Any]:
+    AcceleratorState._reset_state(True)
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2, **settings)
+    accelerator = Accelerator(cpu=True, project_config=project, parallelism_config=zero.ZeroPlugin(stage=3))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_automatic_checkpoint_naming(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(tmp_path)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+        accelerator.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = optimizer.state_dict()
+    step(accelerator, model, optimizer)
+    accelerator.load_state()
+    assert distance(dict(model.state_dict()), saved) == 0.0
+    assert optimizer_distance(optimizer.state_dict(), state) == 0.0
+
+
+def test_load_state_names_what_does_not_fit(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(tmp_path)
+    step(accelerator, model, optimizer)
+    accelerator.save_state()
+    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    state = load_file(folder / "model.safetensors")
+    stranger = {**state, "stranger": torch.zeros(1)}
+    stranger.pop("1.bias")
+    save_file(stranger, folder / "model.safetensors")
+    with pytest.raises(zero.CheckpointError, match=r"missing \['1.bias'\], unexpected \['stranger'\]"):
+        accelerator.load_state(str(folder))
+    save_file(state, folder / "model.safetensors")
+    shutil.rmtree(folder / "zero_optimizer")
+    with pytest.raises(zero.CheckpointError, match="expected zero_optimizer/ or optimizer.bin"):
+        accelerator.load_state(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(zero.CheckpointError, match=r"expected model.safetensors or pytorch_model.bin"):
+        accelerator.load_state(str(folder))
+
+
+def test_save_on_each_node_is_refused(tmp_path: Path) -> None:
+    accelerator, model, _ = prepared(tmp_path, save_on_each_node=True)
+    with refused("save_on_each_node"):
+        accelerator.save_state()
+    with refused("save_on_each_node"):
+        accelerator.save_model(model, tmp_path / "model")
+
+
+def test_autocast_is_accelerates_own() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=zero.ZeroPlugin(stage=3))
+    model = nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+        inside = model(torch.ones(1, 4))
+    assert inside.dtype == torch.float32, "accelerate hands outputs back in float32"
+    assert torch.equal(model(torch.ones(1, 4)), inside)
+
+
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +391,6 @@ def test_save_state_and_load_state(found: Results, stage: int) -> None:
 @pytest.mark.gloo
 def test_load_state_on_one_rank(job: tuple[Results, Path]) -> None:
     """Written by two ranks at stage 3, read by this process alone at stage 2."""
-    from .jobs.harness import distance, gpt2, optimizer_distance
-
     found, out = job
     assert found("state for one rank") == "saved"
     accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))

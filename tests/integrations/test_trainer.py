@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArg
 
 import hf_zero as zero
 
+from .jobs.harness import Tokens, distance, gpt2, optimizer_distance
 from .launch import Results, launch
 
 STAGES = (0, 1, 2, 3)
@@ -84,8 +86,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
 
 def test_arguments_forget_an_older_accelerator(tmp_path: Path) -> None:
     """TrainingArguments resets accelerate's state, so that the plugin it makes is the one in force."""
-    from .jobs.harness import gpt2
-
     Accelerator(cpu=True)
     args = zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero_stage=3, report_to=[])
     trainer = Trainer(gpt2(), args)
@@ -93,8 +93,6 @@ def test_arguments_forget_an_older_accelerator(tmp_path: Path) -> None:
 
 
 def test_an_accelerator_between_arguments_and_trainer_is_found(tmp_path: Path) -> None:
-    from .jobs.harness import Tokens, gpt2
-
     args = zero.ZeroTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, zero_stage=3, report_to=[], max_steps=1, save_strategy="no"
     )
@@ -110,8 +108,6 @@ class OwnTrainer(Trainer):
 
 
 def test_trainer_classes(tmp_path: Path) -> None:
-    from .jobs.harness import gpt2
-
     made = zero.zero_trainer_cls(OwnTrainer)
     assert made is zero.zero_trainer_cls(OwnTrainer)
     assert issubclass(made, OwnTrainer)
@@ -124,6 +120,47 @@ def test_trainer_classes(tmp_path: Path) -> None:
     assert type(trainer).__name__ == "ZeroOwnTrainer"
     plain = OwnTrainer(gpt2(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
     assert type(plain) is OwnTrainer
+
+
+class GivenTrainer(Trainer):
+    """Uses an Accelerator that was built elsewhere."""
+
+    given: Any = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self.accelerator = self.given
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+
+def small(folder: Path, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": []}
+    return {"output_dir": str(folder), "disable_tqdm": True, **settings, **changes}
+
+
+def test_an_accelerator_from_elsewhere(tmp_path: Path) -> None:
+    args = TrainingArguments(**small(tmp_path, save_strategy="no"))
+    GivenTrainer.given = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    trainer = GivenTrainer(gpt2(), args, train_dataset=Tokens())
+    assert type(trainer) is GivenTrainer
+    trainer.train()
+    assert type(trainer).__name__ == "ZeroGivenTrainer", "it learnt to save when its model was sharded"
+
+
+def test_callback_reports_once_before_and_once_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = zero.ZeroTrainingArguments(**small(tmp_path, save_strategy="no", zero_stage=3))
+    Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=[zero.ZeroCallback()]).train()
+    text = capsys.readouterr().out
+    assert text.count("MiB per rank") == 1
+    assert text.count("2 step(s). On this rank now:") == 1
+
+
+def test_a_checkpoint_without_optimizer_state_is_warned_of(tmp_path: Path) -> None:
+    settings = small(tmp_path, save_only_model=True, zero_stage=2, save_steps=1)
+    Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens()).train()
+    trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens())
+    with pytest.warns(UserWarning, match="holds no optimizer state"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
@@ -308,6 +345,18 @@ def test_wrong_combinations_are_refused(found: Results, check: str, start: str, 
     assert text in message
 
 
+@pytest.mark.gloo
+def test_push_to_the_hub(tmp_path: Path) -> None:
+    """Every save and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pushed = launch("hub_job", tmp_path, str(port))("push")
+    assert pushed["commits"] == ["Training in progress, step 2", "Training in progress, step 4", "the end"]
+    assert {"README.md", "config.json", "model.safetensors"} <= set(pushed["files"])
+    assert pushed["weights"] == 0.0
+
+
 class Look(TrainerCallback):
     """What training starts from."""
 
@@ -325,8 +374,6 @@ class Look(TrainerCallback):
 def test_resume_on_one_rank(job: tuple[Results, Path], source: str, tmp_path: Path) -> None:
     """Written by two ranks; this process resumes alone, at another stage."""
     from safetensors.torch import load_file
-
-    from .jobs.harness import Tokens, distance, gpt2, optimizer_distance
 
     found, out = job
     found("callback")

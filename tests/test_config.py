@@ -1,0 +1,40 @@
+"""Settings are checked once and say what is allowed."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import hf_zero as zero
+from hf_zero.config import STAGES
+from hf_zero.precision import Precision
+
+
+@pytest.mark.parametrize("stage", [7, -1, "3", 2.0, True, None])
+def test_bad_stage(stage):
+    with pytest.raises(zero.ConfigError, match="stage must be 0, 1, 2 or 3"):
+        zero.ZeroConfig(stage=stage)
+
+
+def test_errors_are_also_the_standard_ones():
+    with pytest.raises(ValueError, match="reduce_dtype must be one of"):
+        zero.ZeroConfig(reduce_dtype="int8")
+    with pytest.raises(zero.ConfigError, match="mixed_precision must be"):
+        Precision.of("fp8", None)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_names_of_a_dtype(name):
+    config = zero.ZeroConfig(reduce_dtype=name)
+    assert config.reduce_dtype == "bfloat16"
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_stage_table():
+    assert [(p.shard, p.keep_full, p.reduce_each_backward) for p in (STAGES[i] for i in range(4))] == [
+        (False, True, False),
+        (True, True, False),
+        (True, True, True),
+        (True, False, True),
+    ]

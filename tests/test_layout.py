@@ -1,0 +1,74 @@
+"""Layout arithmetic for any world size: every element has exactly one owner."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
+
+
+def spec(name: str, shape: tuple[int, ...], **changes) -> ParamSpec:
+    return ParamSpec((name,), shape, "float32", "float32", "float32", **changes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shapes=SHAPES, shards=st.sampled_from([1, 2, 3, 4, 7, 64, 1024]), frozen=st.integers(0, 5), groups=st.integers(1, 3)
+)
+def test_every_element_has_one_owner(shapes, shards, frozen, groups):
+    specs = [spec(f"p{i}", shape, trainable=i % (frozen + 1) == 0, group=i % groups) for i, shape in enumerate(shapes)]
+    half = len(specs) // 2
+    layout = Layout.build([("a", specs[:half]), ("b", specs[half:])], shards)
+    assert sorted(slot.spec.name for span in layout.spans for slot in span.slots) == sorted(s.name for s in specs)
+    assert [span.index for span in layout.spans] == list(range(len(list(layout.spans))))
+    for span in layout.spans:
+        assert span.slice_numel % ALIGN_NUMEL == 0
+        assert span.numel == span.slice_numel * shards
+        assert len({slot.spec.key for slot in span.slots}) == 1
+        owned = {slot.spec.name: [] for slot in span.slots}
+        for rank in range(shards):
+            for part in span.overlaps(rank):
+                assert 0 < part.numel <= span.slice_numel
+                assert part.slice_start + part.numel <= span.slice_numel
+                # The same element, counted from the span's start and from the parameter's.
+                assert rank * span.slice_numel + part.slice_start == part.slot.offset + part.param_start
+                owned[part.slot.spec.name].append((part.param_start, part.param_start + part.numel))
+        for slot in span.slots:
+            runs = owned[slot.spec.name]
+            assert runs == sorted(runs)
+            assert [run[0] for run in runs[1:]] == [run[1] for run in runs[:-1]]
+            assert sum(stop - start for start, stop in runs) == slot.spec.numel
+
+
+def test_padding_is_less_than_one_alignment_per_rank():
+    layout = Layout.build([("u", [spec("w", (1000, 1000))])], 1024)
+    span = next(layout.spans)
+    assert span.numel - span.used_numel < ALIGN_NUMEL * 1024
+
+
+def test_spans_split_by_type_group_and_training():
+    specs = [
+        spec("w", (4, 4), group=0),
+        spec("b", (4,), group=1),
+        spec("frozen", (4, 4), trainable=False, group=-1),
+        ParamSpec(("half",), (4, 4), "bfloat16", "bfloat16", "float32", group=0),
+        spec("w2", (4, 4), group=0),
+    ]
+    (unit,) = Layout.build([("u", specs)], 2).units
+    assert [[slot.spec.name for slot in span.slots] for span in unit.spans] == [
+        ["w", "w2"],
+        ["b"],
+        ["frozen"],
+        ["half"],
+    ]
+    assert unit.numel == 68
+
+
+def test_plans_for_1024_ranks_without_a_process_group():
+    blocks = [(f"h.{i}", [spec(f"h.{i}.w", (4096, 4096)), spec(f"h.{i}.b", (4096,))]) for i in range(32)]
+    layout = Layout.build(blocks, 1024)
+    assert layout.numel == 32 * (4096 * 4096 + 4096)
+    assert sum(span.slice_numel for span in layout.spans) * 1024 < layout.numel * 1.01
