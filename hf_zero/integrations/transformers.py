@@ -191,18 +191,18 @@ def zero_trainer_cls(cls: type[Any]) -> type[Any]:
 def adopt_trainer() -> None:
     """Called where an Accelerator is built or shards a model: a Trainer that has it done learns to save and resume.
 
-    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of its own, so it
-    is the `self` of a caller. Without one (a plain accelerate loop) nothing happens.
+    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of transformers, so
+    it is the `self` of a caller there. Without one (a plain accelerate loop) nothing happens.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer):
-            check_arguments(owner.args)
-            if not isinstance(owner, ZeroTrainerMixin):
-                owner.__class__ = put_in_front(ZeroTrainerMixin, type(owner), _zero_explicit=False)
-            return
+    # Only frames of transformers are looked into: up to Python 3.12 a look at a frame's locals keeps them alive with it.
+    while frame is not None and frame.f_globals.get("__name__") != Trainer.__module__:
         frame = frame.f_back
+    owner = None if frame is None else frame.f_locals.get("self")
+    if isinstance(owner, Trainer):
+        check_arguments(owner.args)
+        if not isinstance(owner, ZeroTrainerMixin):
+            owner.__class__ = put_in_front(ZeroTrainerMixin, type(owner), _zero_explicit=False)
 
 
 def check_arguments(args: TrainingArguments) -> None:
