@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +13,28 @@ from torch import Tensor, nn
 
 from .comm import SoloWire
 from .config import ZeroConfig
-from .errors import RankMismatchError
+from .errors import RankMismatchError, ZeroError
 from .layout import ParamSpec
+
+
+@contextmanager
+def on_errors(wire: SoloWire, what: str) -> Iterator[None]:
+    """A refusal on one rank is a refusal on all: no rank goes on to wait for one that has left.
+
+    Raises:
+        ZeroError: this rank's own.
+        RankMismatchError: where only other ranks refused; names the first and its reason.
+    """
+    mine: ZeroError | None = None
+    try:
+        yield
+    except ZeroError as error:
+        mine = error
+    for rank, theirs in enumerate(wire.exchange(None if mine is None else str(mine))):
+        if mine is not None:
+            raise mine
+        if theirs is not None:
+            raise RankMismatchError(f"{what}: rank {rank} refused, and this rank did not: {theirs}")
 
 
 def same_structure(

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from . import agree
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
-from .discover import Group, find_groups
 from .errors import ConfigError, LayoutError
-from .layout import Layout, ParamSpec
+from .layout import ParamSpec
 from .optim import Binding, check_supported, numbered_groups, originals_of, state_tensors, take_state, total_norm
-from .precision import Precision, all_finite, castable_params, computes_in_float16, dtype_name
+from .plan import Drafter
+from .precision import Precision, all_finite, computes_in_float16
 from .report import Report, data_parallel, predict, unit_rows
 from .schedule import Schedule
 from .statedict import FullState
@@ -47,24 +47,23 @@ class Engine:
         self.config = config
         self.optimizer: torch.optim.Optimizer | None = None
         self.precision = Precision.of(mixed_precision, config.reduce_dtype)
-        self.device = _device_of(model)
-        self._wire: SoloWire = open_wire(self.device)
+        self._wire: SoloWire = open_wire(next((p.device for p in model.parameters()), torch.device("cpu")))
         self._shards = self._wire.size if config.policy.shard else 1
-        self._groups: list[Group] = find_groups(model)
-        self._castable = castable_params(model) if self.precision.autocast_dtype is not None else set()
-        self._names = _names_of(model)
         self._binding: Binding | None = None
         self._units: list[Unit] = []
         self._handles: list[Any] = []
         self._float16 = self.precision.autocast_dtype == torch.float16 or any(
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
         )
-        originals = originals_of(optimizer, self._first_names(), None) if optimizer is not None else []
-        if optimizer is not None and self._shards > 1:
-            check_supported(optimizer)
-        specs = self._specs(originals)
-        agree.same_structure(self._wire, config, mixed_precision, specs, originals, self._names)
-        agree.same_values(self._wire, self._names)
+        with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
+            self.device = _device_of(model)
+            self._drafter = Drafter(model, self.precision)
+            originals = originals_of(optimizer, self._first_names(), None) if optimizer is not None else []
+            if optimizer is not None and self._shards > 1:
+                check_supported(optimizer)
+            specs = self._specs(originals)
+        agree.same_structure(self._wire, config, mixed_precision, specs, originals, self._drafter.names)
+        agree.same_values(self._wire, self._drafter.names)
         self._units = self._build(specs)
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._autocasts: list[Any] = []
@@ -106,9 +105,10 @@ class Engine:
         previous = self._binding
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
-        if self._shards > 1:
-            check_supported(optimizer)
-        originals = originals_of(optimizer, self._first_names(), previous)
+        with agree.on_errors(self._wire, "Engine.bind"):
+            if self._shards > 1:
+                check_supported(optimizer)
+            originals = originals_of(optimizer, self._first_names(), previous)
         saved: dict[str, Any] | None = None
         if previous is not None:
             # Spans are cut by group: the state changes hands as whole parameters.
@@ -261,7 +261,7 @@ class Engine:
     # Building -------------------------------------------------------------------------------------------------------
 
     def _first_names(self) -> dict[nn.Parameter, str]:
-        return {param: names[0] for param, names in self._names.items()}
+        return {param: names[0] for param, names in self._drafter.names.items()}
 
     def _specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
         group_of: dict[nn.Parameter, int] = {p: g for g, params in enumerate(originals) for p in params}
@@ -271,38 +271,19 @@ class Engine:
             for flat in unit.flats
             for slot, param in zip(flat.span.slots, flat.params)
         }
-        return [
-            [self._spec(param, group_of.get(param, -1), old.get(param)) for param in g.params] for g in self._groups
-        ]
-
-    def _spec(self, param: nn.Parameter, group: int, old: ParamSpec | None) -> ParamSpec:
-        own = dtype_name(param.dtype) if old is None else old.dtype
-        master = dtype_name(Precision.master_dtype(param)) if old is None else old.master_dtype
-        if old is not None and param.requires_grad and own in ("bfloat16", "float16"):
-            master = "float32"
-        fresh = dtype_name(self.precision.compute_dtype(param, param in self._castable))
-        compute = fresh if old is None else old.compute_dtype
-        return ParamSpec(
-            names=tuple(self._names[param]),
-            shape=tuple(param.shape),
-            dtype=own,
-            compute_dtype=compute,
-            master_dtype=master,
-            trainable=param.requires_grad,
-            group=group,
-        )
+        return self._drafter.specs(group_of, old)
 
     def _current_specs(self) -> list[list[ParamSpec]]:
         out = []
-        for group, unit in zip(self._groups, self._units):
+        for group, unit in zip(self._drafter.groups, self._units):
             place = {p: slot.spec for flat in unit.flats for p, slot in zip(flat.params, flat.span.slots)}
             out.append([place[param] for param in group.params])
         return out
 
     def _build(self, specs: list[list[ParamSpec]]) -> list[Unit]:
-        self.layout = Layout.build(zip((group.name for group in self._groups), specs), self._shards)
+        self.layout = self._drafter.layout(specs, self._shards)
         units: list[Unit] = []
-        for group, unit_specs, unit_layout in zip(self._groups, specs, self.layout.units):
+        for group, unit_specs, unit_layout in zip(self._drafter.groups, specs, self.layout.units):
             param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
             flats = []
             for span in unit_layout.spans:
@@ -349,7 +330,7 @@ class Engine:
         self.model.__dict__[_ENGINE] = self
 
     def _new_schedule(self) -> Schedule:
-        schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._groups)])
+        schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._drafter.groups)])
         schedule.before_forward = self._before_forward
         schedule.after_backward = self._after_backward
         return schedule
@@ -431,7 +412,7 @@ class Engine:
         masters: set[Tensor] = {flat.master for flat in flats}
         if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:
             return None
-        unknown = [p for p in wanted if p not in self._names and p not in masters]
+        unknown = [p for p in wanted if p not in self._drafter.names and p not in masters]
         if unknown:
             raise LayoutError(
                 f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
@@ -529,8 +510,6 @@ def _device_of(model: nn.Module) -> torch.device:
     found: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)
-    if not found:
-        raise LayoutError(f"{type(model).__name__} has no parameters to shard")
     if len(found) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise LayoutError(f"all parameters must be on one device, found {places}: move the model first")
@@ -538,12 +517,3 @@ def _device_of(model: nn.Module) -> torch.device:
     if device.type == "meta":
         raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
     return device
-
-
-def _names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise LayoutError(f"parameter {name!r} has no shape yet: run one forward before sharding")
-        names.setdefault(param, []).append(name)
-    return names

@@ -30,7 +30,7 @@ class UserError(ValueError):
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call `main`; a failure becomes one line on this rank's stderr and exit status 1 (2 for a bad command line)."""
+    """Call `main`; a failure becomes one line on this rank's stderr and exit status 1."""
     try:
         _check_environment()
         main()

@@ -19,11 +19,11 @@ PACKAGE = ROOT / "hf_zero"
 # docs/DESIGN.md says what each layer is for. A module imports from its own layer or from those above it in this list.
 LAYERS = {
     "0 words": ("version", "errors", "config", "layout", "inflight", "report"),
-    "1 mechanisms": ("comm", "precision"),
-    "2 decision": (),
-    "3 runtime": ("agree", "discover", "unit", "schedule", "optim", "statedict", "engine"),
+    "1 mechanisms": ("comm", "precision", "discover"),
+    "2 decision": ("plan",),
+    "3 runtime": ("agree", "unit", "schedule", "optim", "statedict", "engine"),
     "4 files": ("checkpoint",),
-    "5 wiring": ("integrations.accelerate", "integrations.transformers"),
+    "5 wiring": ("integrations.accelerate", "integrations.transformers", "cli"),
 }
 LAYER_OF = {module: number for number, modules in enumerate(LAYERS.values()) for module in modules}
 

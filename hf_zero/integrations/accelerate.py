@@ -376,6 +376,9 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
                 for model, state in states:
                     serving.enter_context(serving_state_dict(model, state))
                 written.append(parent.save_state(output_dir, safe_serialization, **save_model_func_kwargs))
+            if self.is_main_process:
+                for index in range(len(optimizers)):
+                    _optimizer_file(written[0], index).unlink(missing_ok=True)  # of plain data parallel, before
 
         try:
             on_every_rank(write, f"writing the state to {output_dir or self.project_dir}")
@@ -410,11 +413,11 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             self._optimizers = optimizers
         for index, optimizer in enumerate(optimizers):
             folder = _optimizer_folder(found[0], index)
-            single = found[0] / (f"optimizer_{index}.bin" if index else "optimizer.bin")
-            if folder.is_dir():
-                load_optimizer(self._zero_bound_engine(optimizer), folder)
-            elif single.is_file():
+            single = _optimizer_file(found[0], index)
+            if single.is_file():  # save_state above leaves none: whoever wrote it did so later
                 optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
+            elif folder.is_dir():
+                load_optimizer(self._zero_bound_engine(optimizer), folder)
             else:
                 raise CheckpointError(f"no optimizer state in {found[0]}: expected {folder.name}/ or {single.name}")
         return None
@@ -590,6 +593,11 @@ def _drop_weights_off_main(models: list[nn.Module], weights: list[dict[str, Any]
 
 def _optimizer_folder(folder: str | os.PathLike[str], index: int) -> Path:
     return Path(folder) / (f"{OPTIMIZER_FOLDER}_{index}" if index else OPTIMIZER_FOLDER)
+
+
+def _optimizer_file(folder: str | os.PathLike[str], index: int) -> Path:
+    """accelerate's own name for a whole optimizer state."""
+    return Path(folder) / (f"optimizer_{index}.bin" if index else "optimizer.bin")
 
 
 def _load_model(model: nn.Module, folder: Path, index: int, strict: bool) -> None:

@@ -156,17 +156,19 @@ class ZeroTrainerMixin(_TrainerBase):
         folder, single, scheduler = (
             Path(checkpoint) / name for name in (OPTIMIZER_FOLDER, OPTIMIZER_NAME, SCHEDULER_NAME)
         )
-        if folder.is_dir():
-            load_optimizer(engine, folder)
-        elif single.is_file():
-            # Into host memory, file-backed: the stock Trainer would put the whole state on every device.
+        if single.is_file():
+            # The file decides: the folder may be left from a run before. Into host memory, file-backed; the stock Trainer
+            # would put the whole state on every device.
             state = torch.load(single, map_location="cpu", weights_only=True, mmap=True)
-            if _PLACEHOLDER in state:
+            if _PLACEHOLDER not in state:
+                self.optimizer.load_state_dict(state)
+            elif folder.is_dir():
+                load_optimizer(engine, folder)
+            else:
                 raise CheckpointError(
                     f"{single} says that the optimizer state is in {folder}, which is not there: copy the whole "
                     "checkpoint folder, or delete optimizer.pt to go on with a fresh optimizer"
                 )
-            self.optimizer.load_state_dict(state)
         else:
             warnings.warn(
                 f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
@@ -365,3 +367,18 @@ def _mib(bytes_: float) -> str:
 
 
 __all__ = ["ZeroCallback", "ZeroTrainer", "ZeroTrainerMixin", "ZeroTrainingArguments", "zero_trainer_cls"]
+
+
+def empty_model(name_or_path: str) -> nn.Module:
+    """The architecture of a Hub id or local folder on the meta device: names, shapes and ties, no weights are read."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(name_or_path)
+    for kind in config.architectures or []:
+        cls = getattr(transformers, kind, None)
+        if cls is not None:
+            with torch.device("meta"):
+                return cls(config)
+    with torch.device("meta"):
+        return transformers.AutoModel.from_config(config)

@@ -161,7 +161,8 @@ def test_perplexity_is_the_saved_models_own(place: Path, plain: Path, monkeypatc
     with torch.no_grad():
         loss = model(**default_data_collator(list(data.eval))).loss
     assert math.exp(loss) == pytest.approx(history(plain, "eval_perplexity")[-1], rel=1e-4)
-    assert loss.item() == pytest.approx(history(plain, "eval_loss")[-1], rel=1e-4)
+    # The Trainer's own mean is over batches, which differ in size here; a miscounted token per row would be 1/64 off.
+    assert loss.item() == pytest.approx(history(plain, "eval_loss")[-1], rel=5e-3)
 
 
 def test_masked_language_model_on_two_ranks(place: Path) -> None:

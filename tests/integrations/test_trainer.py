@@ -163,6 +163,22 @@ def test_a_checkpoint_without_optimizer_state_is_warned_of(tmp_path: Path) -> No
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.parametrize("with_callback_last", [False, True])
+def test_what_was_saved_last_is_resumed(tmp_path: Path, with_callback_last: bool) -> None:
+    """The same checkpoint folder, written with and without ZeroCallback."""
+    for number, last in enumerate((not with_callback_last, with_callback_last)):
+        settings = small(tmp_path, zero_stage=2, save_steps=2, learning_rate=10.0 ** -(2 + number))
+        callbacks = [zero.ZeroCallback(report=False)] if last else []
+        trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens(), callbacks=callbacks)
+        trainer.train()
+    look = Look()
+    settings = small(tmp_path, zero_stage=3, max_steps=3, save_strategy="no")
+    resumed = Trainer(gpt2(4), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens(), callbacks=[look])
+    expected = trainer.optimizer.state_dict()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance({"m": look.optimizer["state"][0]["exp_avg"]}, {"m": expected["state"][0]["exp_avg"]}) == 0.0
+
+
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
