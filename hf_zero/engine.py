@@ -56,8 +56,8 @@ class Engine:
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
         )
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
-            self.device = _device_of(model)
             self._drafter = Drafter(model, self.precision)
+            self.device = _device_of(model)
             originals = originals_of(optimizer, self._first_names(), None) if optimizer is not None else []
             if optimizer is not None and self._shards > 1:
                 check_supported(optimizer)
