@@ -80,3 +80,29 @@ def narrow(rank: int, world: int) -> float:
 def test_reduce_dtype_bfloat16_is_close(two):
     difference = two.run(narrow)[0]
     assert 0.0 < difference < 2e-2
+
+
+def collective(rank: int, world: int) -> list[tuple[int, str, float, float]]:
+    """The wire that CUDA uses, here over gloo's own collectives: same buffers, same waits, the backend's order of sums."""
+    import hf_zero.engine
+    from hf_zero.comm import CollectiveWire
+
+    before = hf_zero.engine.open_wire
+    hf_zero.engine.open_wire = CollectiveWire
+    try:
+        out = []
+        for stage, dtype in itertools.product((0, 1, 2, 3), ("no", "bf16")):
+            case = Case(stage=stage, dtype=dtype, accumulation=2, clip=0.5, groups=2)
+            ours, _ = train_engine(rank, world, case)
+            if rank == 0:
+                out.append((stage, dtype, *differences(ours, train_reference(world, case, stage >= 2))))
+        return out
+    finally:
+        hf_zero.engine.open_wire = before
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collective_wire(pools, world):
+    for stage, dtype, largest, rms in pools[world].run(collective)[0]:
+        assert rms < (2e-5 if dtype == "no" else 1e-4), (stage, dtype, rms)
+        assert largest < 1e-2, (stage, dtype, largest)
