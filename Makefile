@@ -54,7 +54,7 @@ quality: lint types ## lint and types
 
 .PHONY: benchmark
 benchmark: $(READY) ## compare with peers on a small model, in minutes; JSON in runs/ (scripts/benchmark.py does more)
-	$(BIN)/python scripts/benchmark.py --model-size 7m --engines ddp zero1 zero2 zero3 fsdp2 --blocks 3 \
+	$(BIN)/python scripts/benchmark.py --model-size 7m --engines ddp zero1 zero2 zero3 fsdp2 --blocks 4 \
 	--output runs/benchmark.json $(ARGS)
 
 .PHONY: peers

@@ -330,7 +330,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1, help="launches of each engine for the step time")
-    parser.add_argument("--blocks", type=int, default=5, help="turns that an engine and DDP take within a launch")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=6,
+        help="turns that an engine and DDP take within a launch; an even number gives both the same places",
+    )
     parser.add_argument("--steps", type=int, default=4, help="timed steps in a turn")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping")

@@ -43,7 +43,7 @@ class Job:
     dtype: str = "fp32"
     world_size: int = 2
     device: str = "cpu"
-    blocks: int = 5
+    blocks: int = 6
     steps: int = 5
     accumulation: int = 1
     clip: float = 1.0
