@@ -145,8 +145,9 @@ def defaults(script: ScriptArguments, given: set[str]) -> dict[str, Any]:
         "warmup_steps": 0.1,
     }
     if scratch:
-        # BERT normalises after each block: pushed harder, from scratch, it learns the commonest token and stays there.
-        chosen["learning_rate"] = (5e-4 if "bert" in str(script.model) else 2e-3) if script.tiny else 6e-4
+        # BERT normalises after each block: pushed harder, from scratch, it learns the commonest answer and stays there.
+        tiny = {"clm": 2e-3, "mlm": 5e-4, "classification": 1e-3}
+        chosen["learning_rate"] = tiny[script.task] if script.tiny else 6e-4 if script.task == "clm" else 1e-4
     if script.tiny:
         chosen |= {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
         if script.dataset is None and "num_train_epochs" not in given:
