@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -74,6 +75,9 @@ class Engine:
         if optimizer is not None:
             self._bind(optimizer, originals)
         self._install()
+        if self.rank == 0:
+            ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+            print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -373,13 +377,14 @@ class Engine:
             for flat in unit.flats:
                 if not self.config.policy.keep_full and self.device.type != "cpu":
                     flat.check_guards(unit.name)
-                for slot, param in zip(flat.span.slots, flat.params):
-                    if param.requires_grad != flat.span.trainable:
-                        raise LayoutError(
-                            f"requires_grad of {slot.spec.name!r} was {flat.span.trainable} when the model was sharded and "
-                            f"is {param.requires_grad} now: freeze or unfreeze, then call engine.bind(optimizer) with an "
-                            "optimizer built anew"
-                        )
+                trainable = flat.span.trainable
+                changed = [i for i, param in enumerate(flat.params) if param.requires_grad is not trainable]
+                if changed:
+                    name = flat.span.slots[changed[0]].spec.name
+                    raise LayoutError(
+                        f"requires_grad of {name!r} was {trainable} when the model was sharded and is {not trainable} now: "
+                        "freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
+                    )
 
     def _after_step(self, *_: Any) -> None:
         for unit in self._units:

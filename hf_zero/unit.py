@@ -128,7 +128,7 @@ class Flat:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return self._held or any(param.grad is not None for param in self.params)
+        return self._held or bool([param for param in self.params if param.grad is not None])
 
     def drop_grads(self) -> None:
         for param in self.params:
