@@ -57,11 +57,12 @@ class Order:
 class Host:
     """One module whose forward uses one unit's parameters."""
 
-    __slots__ = ("is_embedding", "is_open", "module", "trace")
+    __slots__ = ("acting", "is_embedding", "is_open", "module", "trace")
 
     def __init__(self, module: nn.Module, trace: Trace) -> None:
         self.module = module
         self.trace = trace
+        self.acting = False  # of a guest: its own forward brought the unit in
         self.is_open = False  # the last forward's inputs need no gradient: no post-backward will come
         # An embedding's backward needs its indices, not its weights.
         self.is_embedding = type(module) is nn.Embedding and module.max_norm is None
@@ -70,7 +71,7 @@ class Host:
 class Trace:
     """What the schedule remembers of one unit between forward and backward."""
 
-    __slots__ = ("expected", "in_backward", "open", "pending", "ready", "reduced", "seen", "unit")
+    __slots__ = ("expected", "in_backward", "open", "pending", "ready", "reduced", "running", "seen", "unit")
 
     def __init__(self, unit: Unit, hosts: int) -> None:
         self.unit = unit
@@ -80,6 +81,7 @@ class Trace:
         self.open: set[int] = set()  # passes with a host forward whose post-backward will not come
         self.in_backward = False
         self.ready = self.reduced = False  # in this backward
+        self.running = 0  # hosts whose forward is under way
 
 
 class Schedule:
@@ -120,7 +122,23 @@ class Schedule:
         for host in hosts:
             add(host.module.register_forward_pre_hook(partial(self._pre_forward, host), prepend=True, with_kwargs=True))
             add(host.module.register_forward_hook(partial(self._post_forward, host)))
+        for guest in self._guests(hosts) if self.frees else ():
+            inner = guest.module
+            add(
+                inner.register_forward_pre_hook(partial(self._guest_pre_forward, guest), prepend=True, with_kwargs=True)
+            )
+            add(inner.register_forward_hook(partial(self._guest_post_forward, guest)))
         add(model.register_forward_hook(self._root_post_forward))
+
+    @staticmethod
+    def _guests(hosts: list[Host]) -> Iterator[Host]:
+        """Modules inside a host that hold parameters: someone may call them and go around the host's forward."""
+        known = {id(host.module) for host in hosts}
+        for host in hosts:
+            for inner in host.module.modules():
+                if id(inner) not in known and inner._parameters:
+                    known.add(id(inner))
+                    yield Host(inner, host.trace)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -142,10 +160,21 @@ class Schedule:
         self._pass += 1
         if self.frees:
             for trace in self.traces:
-                trace.seen = 0
+                trace.seen = trace.running = 0
+
+    def _guest_pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not host.trace.running:
+            host.acting = True
+            self._pre_forward(host, module, args, kwargs)
+
+    def _guest_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
+        if host.acting:
+            host.acting = False
+            self._post_forward(host, module, args, output)
 
     def _pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace = host.trace
+        trace.running += 1
         if self.frees:
             tail = self._tail
             if tail is not None and tail is not trace and not self._in_backward:
@@ -167,6 +196,7 @@ class Schedule:
 
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
+        trace.running = max(0, trace.running - 1)
         if trace.in_backward:
             return
         if torch.is_grad_enabled() and (self.frees or host.is_open):
@@ -338,6 +368,7 @@ class Schedule:
         self._forward, self._backward = Order(), Order()
         for trace in self.traces:
             trace.in_backward = trace.reduced = False
+            trace.running = 0
             trace.pending.clear()
             trace.open.clear()
             trace.unit.settle()

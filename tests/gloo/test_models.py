@@ -181,6 +181,15 @@ class InPlace(Stack):
         return x
 
 
+class GoesAround(Stack):
+    """Calls what is inside the blocks, never the blocks; and once more a part of a block that has run."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.down(block.act(block.up(block.norm(x))))
+        return self.blocks[0].norm(self.blocks[2](self.blocks[0](x)))
+
+
 class Frozen(Stack):
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -280,6 +289,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "experts chosen per rank": (Mixture, mixture_loss),
     "module called several times": (Twice, token_loss),
     "in place": (InPlace, token_loss),
+    "goes around the blocks": (GoesAround, token_loss),
     "frozen and tied": (Frozen, token_loss),
     "frozen bottom": (FrozenBottom, token_loss),
     "checkpoint": (Recomputed, token_loss),
@@ -495,7 +505,8 @@ def low_precision_parameters(rank: int, world: int) -> None:
     for state, start in results:
         assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in start.items()}
         if rank == 0:
-            assert all(torch.equal(state[name], results[0][0][name]) for name in state)
+            gaps = {name: (state[name] - results[0][0][name]).abs().max().item() for name in state}
+            assert not any(gaps.values()), gaps
             # Steps of 1e-5 are below bf16's resolution at 1: without fp32 masters the norms would stand still.
             moved = (state["blocks.0.norm.weight"].float() - 1).abs()
             assert moved.max() <= 2**-7
