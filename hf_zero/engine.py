@@ -373,10 +373,14 @@ class Engine:
             )
         self._schedule.flush()
         self._schedule.quiesce()
+        if not self.config.policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
+            intact = torch.stack([flat.intact() for unit in self._units for flat in unit.flats])
+            if not bool(intact.all()):
+                for unit in self._units:
+                    for flat in unit.flats:
+                        flat.check_guards(unit.name)
         for unit in self._units:
             for flat in unit.flats:
-                if not self.config.policy.keep_full and self.device.type != "cpu":
-                    flat.check_guards(unit.name)
                 trainable = flat.span.trainable
                 changed = [i for i, param in enumerate(flat.params) if param.requires_grad is not trainable]
                 if changed:

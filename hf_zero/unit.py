@@ -113,9 +113,15 @@ class Flat:
         if self.master.dtype != self.own.dtype:
             self.own.copy_(self.master.detach())
 
+    def intact(self) -> Tensor:
+        """0-dim bool: no parameter was written while it was released. No host wait."""
+        return (
+            self.guards.isnan().all() if self._guarded else torch.ones((), dtype=torch.bool, device=self.guards.device)
+        )
+
     def check_guards(self, unit: str) -> None:
         """Raise if a parameter was written while it was released."""
-        if self._guarded and not bool(self.guards.isnan().all()):
+        if self._guarded and not bool(self.intact()):
             broken = int((~self.guards.isnan()).nonzero()[0])
             name = self.span.slots[broken].spec.name
             self.guards.fill_(float("nan"))
