@@ -69,9 +69,9 @@ class SoloWire:
         self.traffic = Traffic()
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
-        """Fill `full` (1-D, `size` equal slices) from all ranks. The caller has put `own` at this rank's place.
+        """Fill `full` (1-D, `size` equal slices) from all ranks; `own` is this rank's slice, in `full` itself or apart.
 
-        `own` must stay unchanged until the Inflight is closed; its content equals this rank's slice of `full`.
+        `own` must stay unchanged until the Inflight is closed.
         """
         return DONE
 
@@ -187,6 +187,9 @@ class PairWire(_GroupWire):
         self.traffic["gather"].add(numel * own.element_size() * (self.size - 1))
         tag = tag * _TAGS + _GATHER_TAG
         group = self.group
+        place = full[self.rank * numel : (self.rank + 1) * numel]
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
         receives = [group.recv([full[p * numel : (p + 1) * numel]], p, tag) for p in self._peers]
         sends = [group.send([own], p, tag) for p in self._peers]
         return Inflight(receives, sends)

@@ -305,11 +305,10 @@ class Engine:
         for unit in self._units:
             for flat in unit.flats:
                 whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
-                step = flat.span.slice_numel
-                whole[flat.rank * step : (flat.rank + 1) * step].copy_(flat.master.detach())
                 if flat.span.shards > 1:
-                    moving = self._wire.gather(whole, flat.master.detach(), flat.span.index)
-                    moving.close()
+                    self._wire.gather(whole, flat.master.detach(), flat.span.index).close()
+                else:
+                    whole.copy_(flat.master.detach())
                 for slot, param in zip(flat.span.slots, flat.params):
                     value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                     param.data = value.to(getattr(torch, slot.spec.dtype), copy=True)

@@ -71,7 +71,6 @@ class Flat:
                 self.master: Tensor = self.own
             else:
                 self.master = whole[begin : begin + span.slice_numel].clone()
-        self._place = place
         if spec.trainable:
             self.master = nn.Parameter(self.master, requires_grad=True)
         self.views = self._cut(self.full)
@@ -99,10 +98,9 @@ class Flat:
             param.data = target
 
     def open(self) -> None:
-        """Give `full` its storage back and put this rank's slice in place."""
+        """Give `full` its storage back; a gather fills it."""
         if not self.resident:
             self.full.untyped_storage().resize_(self.full_bytes)
-            self._place.copy_(self.own)
 
     def close(self) -> None:
         if not self.resident:
