@@ -316,7 +316,7 @@ class Engine:
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
-        self._binding = Binding(optimizer, self._first_names(), self._units, self._wire, originals)
+        self._binding = Binding(optimizer, self._units, self._wire, originals)
         self.optimizer = optimizer
         if state is not None:
             self._binding.load_state_dict(state)

@@ -157,7 +157,6 @@ class Binding:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        names: dict[nn.Parameter, str],
         units: Sequence[Unit],
         wire: SoloWire,
         originals: list[list[nn.Parameter]],
@@ -165,8 +164,6 @@ class Binding:
         self.optimizer = optimizer
         self.originals = originals
         self._wire = wire
-        self._names = names
-        self._place: dict[nn.Parameter, tuple[Flat, int]] = {}
         self.flats: list[Flat] = []
         masters: list[list[Tensor]] = [[] for _ in originals]
         for unit in units:
@@ -176,8 +173,6 @@ class Binding:
                     continue
                 self.flats.append(flat)
                 masters[group].append(flat.master)
-                for slot, param in enumerate(flat.params):
-                    self._place[param] = (flat, slot)
         for options, spans in zip(optimizer.param_groups, masters):
             options["params"] = spans
         self._masters = masters
