@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import load_optimizer, save_optimizer
+from .pieces_old import load_optimizer, save_optimizer
 from .config import ZeroConfig
 from .engine import Engine, engine_of, shard
 from .errors import (

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .comm import SoloWire
 from .config import ZeroConfig
-from .errors import RankMismatchError, ZeroError
+from .errors import CheckpointError, RankMismatchError, ZeroError
 from .layout import ParamSpec
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -35,6 +37,32 @@ def on_errors(wire: SoloWire, what: str) -> Iterator[None]:
             raise mine
         if theirs is not None:
             raise RankMismatchError(f"{what}: rank {rank} refused, and this rank did not: {theirs}")
+
+
+def together(wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool = True) -> list[T]:
+    """Do `work`, which must not communicate, on every rank; where it fails on one it fails on all.
+
+    Returns:
+        Every rank's result in rank order; with `answer=False` only this rank's.
+
+    Raises:
+        ZeroError: this rank's own.
+        CheckpointError: any other failure, here or elsewhere; names the first rank that failed, and how.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # any failure must reach the other ranks, which would wait for this one
+        failure = error
+    report = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reports = wire.exchange((report, result if answer and failure is None else None))
+    if isinstance(failure, ZeroError):
+        raise failure
+    for rank, (theirs, _) in enumerate(reports):
+        if theirs is not None:
+            raise CheckpointError(f"{what} failed on rank {rank}: {theirs}") from failure
+    return [value for _, value in reports] if answer else [result]
 
 
 def same_structure(

@@ -1,275 +1,208 @@
-"""Optimizer state at rest: every rank writes the pieces it owns, any number of ranks reads them back.
+"""One engine's checkpoint: `Engine.save` and `Engine.load`, and the save that goes on behind training.
 
-A folder holds one safetensors file per writing rank and `optimizer.json`, written last. A tensor's key is
-`state/parameter/first element`; its value is that contiguous run of the parameter's elements, row-major. So nothing
-depends on the number of ranks or the stage, and there is no pickle. Masters are kept only where they are finer than the
-parameter's own type; else the model's weights are the masters.
+    folder/  weights and small files as `save_pretrained` writes them (see `weights.WeightFormat`)
+             optimizer/STATE.safetensors, optimizer/optimizer.json
+             zero_state.json, zero_state.safetensors     schedulers and the like, random states of every rank
+             zero_manifest.json                          last: see `manifest`
+
+Nothing in it depends on the number of ranks, the stage, or where states were kept.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from .engine import Engine
-from .errors import CheckpointError, StateError
-from .layout import Overlap
-from .unit import Flat
+from .agree import together
+from .comm import SoloWire
+from .errors import CheckpointError, StateError, ZeroError
+from .loading import Loading, find_weights, read_json
+from .objects import Stateful, pack, random_states, set_random_states, unpack
+from .safetensors_io import build_header
+from .saving import Saving, bytes_of
+from .weights import format_of
 
-_INDEX = "optimizer.json"
-_VERSION = 1
-_MASTER = "master"
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_STATE = "zero_state"
 
 
-def save_optimizer(engine: Engine, directory: str | os.PathLike[str]) -> None:
-    """Write this rank's share of the optimizer state into `directory`. A collective (barriers only, no tensors move).
+def save(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str,
+    save_optimizer: bool,
+    objects: Mapping[str, Stateful] | None,
+    async_save: bool,
+) -> None:
+    """See `Engine.save`."""
+    engine.wait_for_save()
+    saving = Saving(engine.wire, folder, stage=engine.config.stage, precision=str(engine.precision))
+    with saving:
+        put_weights(saving, engine, max_shard_size)
+        if save_optimizer and engine.optimizer is not None:
+            saving.optimizer(engine.units, engine.optimizer, engine.group_options(), max_shard_size=max_shard_size)
+        _put_objects(saving, engine.wire, objects or {})
+        if async_save:
+            engine.pending_save = Behind(saving, engine.side_wire())
+        else:
+            saving.commit()
 
-    Raises:
-        StateError: no optimizer is bound.
-        CheckpointError: a rank could not write; raised on every rank, the folder then has no index and is not loadable.
-    """
-    optimizer = engine.optimizer
-    if optimizer is None:
-        raise StateError("save_optimizer: the engine has no optimizer; call engine.bind(optimizer) first")
-    folder = Path(directory)
 
-    def prepare() -> None:
-        if engine.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _INDEX).unlink(missing_ok=True)
-            for old in folder.glob("rank-*.safetensors"):
-                old.unlink()
+def put_weights(saving: Saving, engine: Engine, max_shard_size: int | str) -> None:
+    """The model of `engine`, under the names it has at rest."""
+    form = format_of(engine.model)
+    saving.weights(engine.units, lambda: form.draw(engine.outline(), saving.folder, max_shard_size))
+
+
+def load(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    load_optimizer: bool | None,
+    objects: Mapping[str, Stateful] | None,
+    verify: bool,
+    strict: bool,
+) -> None:
+    """See `Engine.load`."""
+    engine.wait_for_save()
+    loading = Loading(engine.wire, folder, verify=verify)
+    if loading.manifest is None and engine.rank == 0:
+        warnings.warn(
+            f"{folder} has no zero_manifest.json: it is a plain model folder. Its weights are loaded; nothing vouches for "
+            "their bytes, and there is no optimizer state",
+            stacklevel=3,
+        )
+    wanted = loading.has_optimizer() if load_optimizer is None else load_optimizer
+    if wanted and engine.optimizer is None:
+        if load_optimizer:
+            raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
+        wanted = False
+    try:
+        loading.weights(engine.units, engine.model, format_of(engine.model), stem="model", strict=strict)
+        if wanted and engine.optimizer is not None:
+            loading.optimizer(engine.units, engine.optimizer, engine.group_options())
+    finally:
+        engine.refresh()
+    _take_objects(loading, engine.wire, objects or {})
+
+
+# States beside the weights -------------------------------------------------------------------------------------------
+
+
+def _put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
+    tensors: dict[str, Tensor] = {}
+
+    def collect() -> Any:
+        mine: dict[str, Tensor] = {}
+        states = pack(random_states(), mine, f"random.{wire.rank}")
+        return states, mine
+
+    everyone = together(wire, f"saving to {saving.target}", collect)
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {key: value.contiguous() for key, value in _owned(engine)}
-        path = folder / _file_name(engine.rank, engine.world_size)
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial, {"format": "pt"})
-        os.replace(partial, path)
+        if wire.rank != 0:
+            return
+        body: dict[str, Any] = {"version": 1, "random": [states for states, _ in everyone]}
+        for _, theirs in everyone:
+            tensors.update(theirs)
+        body["objects"] = {name: pack(item.state_dict(), tensors, name) for name, item in objects.items()}
+        (saving.folder / f"{_STATE}.json").write_text(json.dumps(body, separators=(",", ":")))
+        entries = [(key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in tensors.items()]
+        head, header = build_header(entries, {"format": "pt"})
+        with open(saving.folder / f"{_STATE}.safetensors", "wb") as file:
+            file.write(head)
+            for key in header.tensors:
+                file.write(bytes_of(tensors[key].reshape(-1)))
 
-    def publish() -> None:
-        if engine.rank == 0:
-            partial = folder / (_INDEX + ".partial")
-            partial.write_text(json.dumps(_index(engine), indent=1))
-            os.replace(partial, folder / _INDEX)
-
-    for step in (prepare, write, publish):
-        _together(engine, step, folder)
-
-
-def load_optimizer(engine: Engine, directory: str | os.PathLike[str]) -> None:
-    """Read this rank's share back, whatever number of ranks and whatever stage wrote it. A collective.
-
-    Raises:
-        CheckpointError: a file or a piece is missing or of another size, or the state is of other parameters; on every rank.
-    """
-    folder = Path(directory)
-    _together(engine, lambda: _load(engine, folder), folder)
+    together(wire, f"saving to {saving.target}", write)
 
 
-def is_optimizer_folder(directory: str | os.PathLike[str]) -> bool:
-    """Whether a complete optimizer state lies here."""
-    return (Path(directory) / _INDEX).is_file()
+def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
+    def read() -> None:
+        path = loading.folder / f"{_STATE}.json"
+        if loading.manifest is None or path.name not in loading.manifest.files:
+            if objects:
+                raise CheckpointError(f"{loading.folder} holds no states of {sorted(objects)}: it has no {path.name}")
+            return
+        body = read_json(path)
+        stored = find_weights(loading.folder, _STATE, loading.manifest)
+        tensors = loading.read_whole(stored)
+        for name, item in objects.items():
+            if name not in body["objects"]:
+                raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(body['objects'])}")
+            item.load_state_dict(unpack(body["objects"][name], tensors))
+        if len(body["random"]) == wire.size:
+            set_random_states(unpack(body["random"][wire.rank], tensors))
+
+    together(wire, f"loading {loading.folder}", read)
 
 
-def _owned(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for flat, entries in _states(engine):
-        for state, value in entries.items():
-            if not _is_sliced(flat, state, value):
-                continue
-            for part in flat.span.overlaps(flat.rank):
-                if flat.span.shards > 1 or engine.rank == 0:
-                    yield _key(state, part), value.detach()[part.slice_start : part.slice_start + part.numel].cpu()
+# Behind training -----------------------------------------------------------------------------------------------------
 
 
-def _states(engine: Engine) -> Iterator[tuple[Flat, dict[str, Any]]]:
-    optimizer = engine.optimizer
-    for unit in engine.units:
-        for flat in unit.trained:
-            entries: dict[str, Any] = dict(optimizer.state.get(flat.master, {})) if optimizer is not None else {}
-            if flat.span.spec.master_dtype != flat.span.spec.dtype:
-                entries[_MASTER] = flat.master
-            yield flat, entries
+class Behind:
+    """A frozen save that is being written by a thread. At most one at a time per engine."""
 
+    def __init__(self, saving: Saving, side: SoloWire) -> None:
+        saving.freeze(side)
+        self.target = saving.target
+        self._saving = saving
+        self._failure: BaseException | None = None
+        # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
+        self._thread = threading.Thread(target=self._run, name=f"hf_zero save {saving.target}")
+        self._thread.start()
+        _UNREPORTED.append(self)
 
-def _is_sliced(flat: Flat, state: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and state != "step" and value.dim() > 0 and value.numel() == flat.span.slice_numel
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
 
-
-def _index(engine: Engine) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    for flat, entries in _states(engine):
-        sliced = {k: str(v.dtype).removeprefix("torch.") for k, v in entries.items() if _is_sliced(flat, k, v)}
-        scalars = {k: _scalar(k, v) for k, v in entries.items() if k not in sliced}
-        for slot in flat.span.slots:
-            parameters[slot.spec.name] = {"shape": slot.spec.shape, "states": sliced, "scalars": scalars}
-    return {
-        "version": _VERSION,
-        "optimizer": type(engine.optimizer).__name__,
-        "files": [_file_name(rank, engine.world_size) for rank in range(engine.world_size)],
-        "groups": [{k: _scalar(k, v) for k, v in group.items()} for group in engine.group_options()],
-        "parameters": parameters,
-    }
-
-
-def _scalar(name: str, value: Any) -> Any:
-    """A JSON value for an option or a scalar state."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise CheckpointError(
-                f"optimizer state {name!r} has shape {tuple(value.shape)}, neither one value nor one per element: it cannot be "
-                "saved by parameter"
-            )
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, tuple):
-        return [_scalar(name, item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str, list, dict)):
-        return value
-    raise CheckpointError(f"optimizer option {name!r} is a {type(value).__name__}, which has no place in JSON")
-
-
-def _unscalar(value: Any, like: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"tensor", "dtype"}:
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-    return tuple(value) if isinstance(like, tuple) else value
-
-
-def _load(engine: Engine, folder: Path) -> None:
-    optimizer = engine.optimizer
-    if optimizer is None:
-        raise StateError("load_optimizer: the engine has no optimizer; call engine.bind(optimizer) first")
-    index = _read_index(folder)
-    saved: dict[str, Any] = index["parameters"]
-    pieces = _pieces(folder, index["files"])
-    groups = engine.group_options()
-    if [group["params"] for group in index["groups"]] != [group["params"] for group in groups]:
-        raise CheckpointError(
-            f"{folder / _INDEX}: the optimizer groups hold other parameters than this run's: it is of another model, or of "
-            "one with other parameters frozen"
-        )
-    fresh: list[tuple[Flat, dict[str, Any]]] = []
-    for unit in engine.units:
-        for flat in unit.trained:
-            fresh.append((flat, _read_flat(flat, saved, pieces, folder)))
-    for flat, entries in fresh:
-        master = entries.pop(_MASTER, None)
-        if master is not None:
-            flat.master.detach().copy_(master)
-        if entries:
-            optimizer.state[flat.master] = entries
-    for group, packed in zip(optimizer.param_groups, index["groups"]):
-        group.update({k: _unscalar(v, group.get(k)) for k, v in packed.items() if k != "params"})
-    engine.refresh()
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / _INDEX
-    try:
-        index = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: no complete optimizer state was saved here") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(index, dict) or index.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{path}: expected version {_VERSION}, found {index.get('version') if isinstance(index, dict) else index!r}"
-        )
-    return index
-
-
-Pieces = dict[tuple[str, str], list[tuple[int, Path, str]]]
-
-
-def _pieces(folder: Path, files: list[str]) -> Pieces:
-    """(state, parameter) -> where its runs of elements begin, and in which file under which key."""
-    out: Pieces = {}
-    for name in files:
-        path = folder / name
+    def _run(self) -> None:
         try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118
-                    state, rest = key.split("/", 1)
-                    param, start = rest.rsplit("/", 1)
-                    out.setdefault((state, param), []).append((int(start), path, key))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-    for runs in out.values():
-        runs.sort(key=lambda run: run[0])
-    return out
+            self._saving.commit()
+        except BaseException as error:
+            self._failure = error
 
+    def wait(self) -> None:
+        """Return when the checkpoint is there.
 
-def _read_flat(flat: Flat, saved: dict[str, Any], pieces: Pieces, folder: Path) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    parts = list(flat.span.overlaps(flat.rank))
-    for slot in flat.span.slots:
-        entry = saved.get(slot.spec.name)
-        if entry is None or tuple(entry["shape"]) != slot.spec.shape:
-            raise CheckpointError(
-                f"{folder / _INDEX}: parameter {slot.spec.name!r} expected with shape {slot.spec.shape}, "
-                f"found {None if entry is None else tuple(entry['shape'])}"
-            )
-        for state, value in entry["scalars"].items():
-            out.setdefault(state, _unscalar(value, None))
-        for state, dtype in entry["states"].items():
-            if state == _MASTER and flat.span.spec.master_dtype == flat.span.spec.dtype:
-                continue
-            if state not in out:
-                out[state] = torch.zeros(flat.span.slice_numel, dtype=getattr(torch, dtype), device=flat.own.device)
-            for part in parts:
-                if part.slot is slot:
-                    _read_part(part, pieces.get((state, slot.spec.name), []), out[state], state, folder)
-    return out
-
-
-def _read_part(part: Overlap, runs: list[tuple[int, Path, str]], out: Tensor, state: str, folder: Path) -> None:
-    done, stop = part.param_start, part.param_start + part.numel
-    for start, path, key in runs:
-        if start > done or done >= stop:
-            break
-        with safe_open(path, "pt") as file:
-            run = file.get_slice(key)
-            length = run.get_shape()[0]
-            end = min(stop, start + length)
-            if end > done:
-                place = part.slice_start + done - part.param_start
-                out[place : place + end - done].copy_(run[done - start : end - start])
-                done = end
-    if done < stop:
-        raise CheckpointError(
-            f"{folder}: {state!r} of {part.slot.spec.name!r} lacks elements {done} to {stop} in every file: the state is "
-            "incomplete"
-        )
-
-
-def _key(state: str, part: Overlap) -> str:
-    return f"{state}/{part.slot.spec.name}/{part.param_start}"
-
-
-def _file_name(rank: int, world_size: int) -> str:
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def _together(engine: Engine, step: Callable[[], None], folder: Path) -> None:
-    """Run on every rank; an error on one is an error on all."""
-    error: Exception | None = None
-    try:
-        step()
-    except (OSError, SafetensorError, CheckpointError, StateError) as caught:
-        error = caught
-    failures = engine.exchange(None if error is None else f"{type(error).__name__}: {error}")
-    if isinstance(error, (CheckpointError, StateError)):
-        raise error
-    for rank, failure in enumerate(failures):
+        Raises:
+            CheckpointError: it failed, on this or any other rank; raised once.
+        """
+        self._thread.join()
+        if self in _UNREPORTED:
+            _UNREPORTED.remove(self)
+        failure, self._failure = self._failure, None
         if failure is not None:
-            raise CheckpointError(f"optimizer state in {folder}, rank {rank}: {failure}") from error
+            if isinstance(failure, ZeroError):
+                raise failure
+            raise CheckpointError(f"the save to {self.target}, written behind, failed: {failure}") from failure
+
+
+_UNREPORTED: list[Behind] = []
+"""Saves whose outcome nobody has asked for yet; the process must not end as if they had succeeded."""
+
+
+@atexit.register
+def _at_exit() -> None:
+    failed = False
+    for behind in list(_UNREPORTED):
+        try:
+            behind.wait()
+        except ZeroError as error:
+            failed = True
+            print(f"hf_zero: {error}", file=sys.stderr, flush=True)
+    if failed:
+        sys.stdout.flush()
+        os._exit(1)  # an exception in an exit handler would leave the exit status 0

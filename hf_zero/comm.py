@@ -92,6 +92,15 @@ class SoloWire:
         if full is not None:
             full.copy_(own)
 
+    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+        """`values` of rank `source` into rank 0's `landing` (1-D CPU of the same type and length). Other ranks: nothing."""
+        if values is not None:
+            landing.copy_(values)
+
+    def side(self) -> SoloWire:
+        """A CPU wire of its own over the same ranks, for another thread. A collective."""
+        return self
+
     def sum_scalar(self, value: Tensor) -> Tensor:
         """Sum of a 0-dim tensor over the ranks, in rank order."""
         return value
@@ -114,10 +123,10 @@ class SoloWire:
 class _GroupWire(SoloWire):
     """What both real wires share: small synchronous exchanges over the default group."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.device = device
-        self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
@@ -139,13 +148,31 @@ class _GroupWire(SoloWire):
         self.traffic["other"].add(tensor.numel() * tensor.element_size())
         dist.broadcast(tensor, 0)
 
+    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+        if source == 0 or self.rank not in (0, source):
+            if self.rank == source and values is not None:
+                landing.copy_(values)
+            return
+        if self.rank == source:
+            if values is not None and values.numel():
+                self.traffic["other"].add(values.numel() * values.element_size())
+                self.group.send([values.to(self.device)], 0, _COLLECT_TAG).wait()
+        elif landing.numel():
+            arrived = landing.to(self.device)
+            self.group.recv([arrived], source, _COLLECT_TAG).wait()
+            if arrived is not landing:
+                landing.copy_(arrived)
+
+    def side(self) -> SoloWire:
+        return PairWire(torch.device("cpu"), dist.new_group(backend="gloo"))
+
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self.group)
         return values
 
     def barrier(self) -> None:
-        dist.barrier()
+        dist.barrier(self.group)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
@@ -176,8 +203,8 @@ class _GroupWire(SoloWire):
 class PairWire(_GroupWire):
     """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(device, group)
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
@@ -269,6 +296,15 @@ def open_wire(device: torch.device) -> SoloWire:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SoloWire()
     return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
+
+
+def home_device() -> torch.device:
+    """Where buffers must be for the default process group to move them: CPU if its backend can."""
+    if dist.is_available() and dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+        if torch.device("cpu") not in group._device_types:
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _land(source: Tensor, out: Tensor, scale: float) -> None:

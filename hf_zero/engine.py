@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from . import agree
+from .checkpoint import Behind, load, save
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError
 from .layout import ParamSpec
+from .objects import Stateful
 from .optim import Binding, check_supported, numbered_groups, originals_of, state_tensors, take_state, total_norm
 from .plan import Drafter
 from .precision import Precision, all_finite, computes_in_float16
@@ -52,6 +55,9 @@ class Engine:
         self._shards = self._wire.size if config.policy.shard else 1
         self._binding: Binding | None = None
         self._units: list[Unit] = []
+        self._side: SoloWire | None = None
+        self.pending_save: Behind | None = None
+        """The save that is being written behind training."""
         self._handles: list[Any] = []
         self._float16 = self.precision.autocast_dtype == torch.float16 or any(
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
@@ -238,6 +244,90 @@ class Engine:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
             for group, params in zip(self._binding.optimizer.param_groups, self._binding.originals)
         ]
+
+    # Files ----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "50GB",
+        save_optimizer: bool = True,
+        objects: Mapping[str, Stateful] | None = None,
+        async_save: bool = False,
+    ) -> None:
+        """Write a checkpoint that is an ordinary model folder; all ranks at once, nothing gathered. A collective.
+
+        It appears as a whole or not at all: an older one in `folder` stays until then. Readable by `load` at any world size
+        and stage, and by `from_pretrained` / `safetensors.torch.load_file`.
+
+        Args:
+            max_shard_size: of one weight file, as in `save_pretrained`.
+            objects: name -> scheduler, loss scaler, data loader, …: whatever has `state_dict()`; of rank 0, as JSON.
+            async_save: return when everything is copied to host memory (the bytes that this rank writes, until they are
+                written) and write behind. At most one at a time: the next `save` or `load`, `wait_for_save` or the exit of
+                the process waits, and raises there on every rank if it failed on any.
+
+        Raises:
+            CheckpointError: on every rank, naming the rank, the file and the reason; `folder` is then as it was.
+        """
+        self._schedule.quiesce()
+        save(
+            self,
+            folder,
+            max_shard_size=max_shard_size,
+            save_optimizer=save_optimizer,
+            objects=objects,
+            async_save=async_save,
+        )
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        load_optimizer: bool | None = None,
+        objects: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+        strict: bool = True,
+    ) -> None:
+        """Read a checkpoint of any world size and stage, or a plain `from_pretrained` folder (weights only). A collective.
+
+        Args:
+            load_optimizer: None: if the checkpoint and this engine have one.
+            objects: name -> what to `load_state_dict`, as given to `save`.
+            verify: compare every byte with its digest as it is read. Coverage is checked in any case.
+            strict: every parameter and persistent buffer is there, nothing else is, and shapes are equal.
+
+        Raises:
+            CheckpointError: on every rank, naming the file and what is wrong. The model may hold part of it then: load
+                another one before going on.
+        """
+        self._schedule.quiesce()
+        load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
+
+    def wait_for_save(self) -> None:
+        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise.
+
+        Raises:
+            CheckpointError: it failed, here or on another rank.
+        """
+        pending, self.pending_save = self.pending_save, None
+        if pending is not None:
+            pending.wait()
+
+    def outline(self) -> dict[str, Any]:
+        """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
+        return self._full_state.outline()
+
+    @property
+    def wire(self) -> SoloWire:
+        return self._wire
+
+    def side_wire(self) -> SoloWire:
+        """For a thread that communicates while training goes on; made once, a collective then."""
+        if self._side is None:
+            self._side = self._wire.side()
+        return self._side
 
     def exchange(self, value: Any) -> list[Any]:
         """Small Python values of all ranks, in rank order; a collective."""

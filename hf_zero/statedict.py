@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .comm import SoloWire
 from .errors import RankMismatchError, StateError
+from .precision import dtype_of
 from .unit import Flat, Unit
 
 
@@ -34,6 +35,13 @@ def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
     ]
 
 
+def outline_of(flat: Flat) -> list[Tensor]:
+    """Meta tensors of the span's parameters, in their own types and shapes."""
+    return [
+        torch.empty(slot.spec.shape, dtype=dtype_of(slot.spec.dtype), device="meta") for slot in flat.span.slots
+    ]
+
+
 class FullState:
     """The hooks of one model. A call's values live from its outermost module's first hook to its last."""
 
@@ -44,7 +52,9 @@ class FullState:
             for flat in unit.flats:
                 for slot, param in enumerate(flat.params):
                     self._flat[param] = (flat, slot)
+        self._model = model
         self._units = units
+        self._outlining = False
         self._depth = 0
         self._values: dict[Flat, list[Tensor]] = {}
         self._loading = 0
@@ -67,7 +77,8 @@ class FullState:
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not prefix:  # outermost; a call that raised may have left its traces
             self._depth = 0
-            self._values.clear()
+            if not self._outlining:
+                self._values.clear()
         self._depth += 1
 
     def _give(self, module: nn.Module, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -79,8 +90,25 @@ class FullState:
                 self._values[flat] = gather_full(flat, self._wire)
             state[prefix + name] = self._values[flat][slot]
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and not self._outlining:
             self._values.clear()
+
+    def outline(self) -> dict[str, Any]:
+        """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""
+        for flat, _ in self._flat.values():
+            if flat not in self._values:
+                self._values[flat] = outline_of(flat)
+        self._outlining = True
+        try:
+            state = self._model.state_dict()
+        finally:
+            self._outlining = False
+            self._values.clear()
+        named = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        return {
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) and key not in named else value
+            for key, value in state.items()
+        }
 
     # Loading --------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoint import load_optimizer, save_optimizer
+from ..pieces_old import load_optimizer, save_optimizer
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of, shard
 from ..errors import CheckpointError, ConfigError, UnsupportedOptimizerError

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..checkpoint import load_optimizer, save_optimizer
+from ..pieces_old import load_optimizer, save_optimizer
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of
 from ..errors import CheckpointError, ConfigError

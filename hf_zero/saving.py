@@ -1,0 +1,479 @@
+"""One checkpoint, written by all ranks at once: every rank its own byte ranges of the final files, nothing gathered.
+
+    with Saving(wire, folder) as saving:        # staged beside the target, see `staging`
+        saving.weights(model, format, units)    # rank 0 says what the files are, each rank notes its ranges
+        saving.optimizer(units, optimizer, groups)
+        saving.commit()                         # write, fsync, manifest, rename
+
+Rank 0 decides and creates files; the others write into them. All steps are collectives and fail on all ranks together.
+With `freeze()` before, the values are copied first and `commit` may run in another thread over a wire of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agree import together
+from .comm import SoloWire
+from .errors import CheckpointError
+from .held import Held, held_parameters, held_states, is_sliced, places, states_of
+from .layout import ParamSpec
+from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
+from .precision import dtype_of
+from .safetensors_io import Header, build_header, itemsize, write_fully
+from .staging import Staging
+from .unit import Unit
+from .version import __version__
+from .weights import Drawing, Entry, Run, WeightFile, split_files
+
+OPTIMIZER_FOLDER = "optimizer"
+OPTIMIZER_INDEX = "optimizer.json"
+_DIRECT_BYTES = 1 << 20  # from here on a piece is written from where it lies; smaller ones are put together first
+_SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+
+
+@dataclass(slots=True)
+class Job:
+    """Bytes of this rank: `values` (1-D), as `dtype`, at byte `offset` of a staged file."""
+
+    file: str
+    offset: int
+    values: Tensor
+    dtype: torch.dtype
+
+    @property
+    def length(self) -> int:
+        return self.values.numel() * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """Tensors that rank 0 computes from whole parameters, when its turn comes."""
+
+    units: list[Unit]
+    sources: tuple[str, ...]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None  # on rank 0
+    places: Mapping[str, tuple[str, int, str]]  # key -> file, offset, dtype; on rank 0
+
+
+class Saving:
+    """A save under way. See the module's text.
+
+    Raises:
+        CheckpointError: on every rank: another job saves to `target`, it cannot be written, or ranks do not share it.
+    """
+
+    def __init__(self, wire: SoloWire, target: str | os.PathLike[str], **facts: Any) -> None:
+        self._wire = wire
+        self._facts = facts
+        self._jobs: list[Job] = []
+        self._conversions: list[_Conversion] = []
+        self._segments: dict[str, list[Segment]] = {}
+        self._staging = Staging(target)
+        nonce = f".nonce-{secrets.token_hex(8)}"
+
+        def begin() -> tuple[str, str]:
+            if wire.rank == 0:
+                self._staging.open()
+                (self._staging.root / nonce).touch()
+            return str(self._staging.path), str(self._staging.root / nonce)
+
+        self.target = self._staging.target
+        folder, token = together(wire, f"saving to {self.target}", begin)[0]
+        self.folder = Path(folder)
+        """Where to write: files that other code puts here before `commit` become part of the checkpoint."""
+        self._blind = [rank for rank, sees in enumerate(wire.exchange(os.path.exists(token))) if not sees]
+        """Ranks on nodes that do not see rank 0's folder: they send it their bytes."""
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.discard()
+
+    def discard(self) -> None:
+        """Give up: nothing of it stays, the target is as it was."""
+        self._jobs.clear()
+        self._conversions.clear()
+        self._staging.discard()
+
+    # What is to be written ------------------------------------------------------------------------------------------
+
+    def weights(self, units: list[Unit], draw: Callable[[], Drawing]) -> None:
+        """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
+
+        def plan() -> Any:
+            if self._wire.rank != 0:
+                return None
+            drawing = draw()
+            placed = [self._create(file) for file in drawing.files]
+            self._take_values(placed, drawing)
+            self._conversions += _conversions(units, placed, drawing)
+            return placed, [item.sources for item in drawing.conversions]
+
+        answer = together(self._wire, f"saving weights to {self.target}", plan)[0]
+        placed, sources = answer
+        if self._wire.rank != 0:
+            self._conversions += [_Conversion(units, names, None, {}) for names in sources]
+        held = held_parameters(units, self._wire.rank, self._wire.size)
+        for item in placed:
+            self._jobs += item.jobs(held)
+
+    def optimizer(
+        self,
+        units: list[Unit],
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        *,
+        max_shard_size: int | str,
+        folder: str = OPTIMIZER_FOLDER,
+    ) -> None:
+        """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
+        held, samples = held_states(units, optimizer, self._wire.rank, self._wire.size)
+        specs = {name: slot.spec for name, (_, slot) in places(units).items()}
+
+        def plan() -> Any:
+            if self._wire.rank != 0:
+                return None
+            (self.folder / folder).mkdir()
+            index = _index(units, optimizer, groups)
+            (self.folder / folder / OPTIMIZER_INDEX).write_text(json.dumps(index, separators=(",", ":")))
+            out = {}
+            for state, sample in samples.items():
+                entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."))
+                out[state] = [self._create(f) for f in split_files(f"{folder}/{state}", entries, max_shard_size)]
+            return out
+
+        answer = together(self._wire, f"saving optimizer state to {self.target}", plan)[0]
+        for state, placed in answer.items():
+            for item in placed:
+                self._jobs += item.jobs(held[state])
+
+    def _create(self, file: WeightFile) -> _Placed:
+        """Rank 0: the file with its header, at its final size."""
+        head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata)
+        path = self.folder / file.name
+        stat = os.statvfs(self.folder)
+        if header.file_bytes > stat.f_bavail * stat.f_frsize:
+            raise CheckpointError(
+                f"{self.target}: {file.name} needs {header.file_bytes} bytes, the disk has {stat.f_bavail * stat.f_frsize} "
+                "left: free some, or save elsewhere"
+            )
+        with open(path, "wb") as out:
+            out.write(head)
+            out.truncate(header.file_bytes)
+        for start in range(0, len(head), SEGMENT_BYTES):
+            part = head[start : start + SEGMENT_BYTES]
+            self._segments.setdefault(file.name, []).append((start, len(part), digest_of(part)))
+        return _Placed(file, header)
+
+    def _take_values(self, placed: list[_Placed], drawing: Drawing) -> None:
+        for item in placed:
+            for entry in item.file.entries:
+                if not entry.runs and entry.key in drawing.values:
+                    value = drawing.values[entry.key].detach().contiguous()
+                    start = item.header.tensors[entry.key].start
+                    self._jobs.append(Job(item.file.name, start, value.view(-1), dtype_of(entry.dtype)))
+
+    # Writing --------------------------------------------------------------------------------------------------------
+
+    def freeze(self, side: SoloWire) -> None:
+        """Copy everything to host memory now; `commit` then talks over `side` and may run in another thread.
+
+        Costs the bytes this rank writes, until they are written (on rank 0 also all converted tensors).
+        """
+        if self._blind:
+            self.discard()
+            raise CheckpointError(
+                f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}: use a shared "
+                "file system, or save synchronously"
+            )
+        slab = torch.empty(sum(_padded(job.length) for job in self._jobs), dtype=torch.uint8)
+        at = 0
+        for job in self._jobs:
+            place = slab[at : at + job.length].view(job.dtype)
+            place.copy_(job.values.detach())
+            job.values, at = place, at + _padded(job.length)
+        for conversion in self._conversions:
+            self._jobs += self._convert(conversion)
+        self._conversions.clear()
+        self._wire = side
+
+    def commit(self) -> None:
+        """Write all bytes, make them durable, and let the checkpoint appear."""
+        what = f"saving to {self.target}"
+        writer = Writer(self.folder)
+        try:
+            together(self._wire, what, lambda: writer.write(self._jobs) if not self._is_blind else None)
+            for conversion in self._conversions:
+                jobs = self._convert(conversion)
+                together(self._wire, what, lambda jobs=jobs: writer.write(jobs))  # type: ignore[misc]
+            for rank in self._blind:
+                self._receive(rank, writer)
+            written = together(self._wire, what, writer.finish)
+            together(self._wire, what, lambda: self._seal(written) if self._wire.rank == 0 else None)
+        finally:
+            writer.close()
+            self.discard()
+
+    @property
+    def _is_blind(self) -> bool:
+        return self._wire.rank in self._blind
+
+    def _seal(self, written: Sequence[dict[str, list[Segment]]]) -> None:
+        segments = dict(self._segments)
+        for theirs in written:
+            for name, items in theirs.items():
+                segments[name] = segments.get(name, []) + items
+        files = {}
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            if path.is_file() and name != MANIFEST:
+                known = segments.get(name)
+                files[name] = (
+                    digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))
+                )
+        self._staging.publish(Manifest(files, {"hf_zero": __version__, "world_size": self._wire.size, **self._facts}))
+
+    def _convert(self, conversion: _Conversion) -> list[Job]:
+        """A collective: whole sources to rank 0, which computes the tensors."""
+        where = places(conversion.units)
+        whole: dict[str, Tensor] = {}
+        for name in conversion.sources:
+            flat, slot = where[name]
+            spec = slot.spec
+            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=flat.master.dtype)
+            for rank in range(self._wire.size if flat.span.shards > 1 else 1):
+                for part in flat.span.overlaps(rank if flat.span.shards > 1 else flat.rank):
+                    if part.slot is not slot:
+                        continue
+                    mine = flat.master.detach()[part.slice_start : part.slice_start + part.numel]
+                    landing = value[part.param_start : part.param_start + part.numel]
+                    self._wire.carry(mine if self._wire.rank == rank else None, landing, rank)
+            if self._wire.rank == 0:
+                whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
+
+        def convert() -> list[Job]:
+            if conversion.convert is None:
+                return []
+            made = conversion.convert(whole)
+            whole.clear()
+            return [
+                Job(file, offset, made[key].detach().contiguous().view(-1).cpu(), dtype_of(dtype))
+                for key, (file, offset, dtype) in conversion.places.items()
+            ]
+
+        jobs: list[list[Job]] = together(self._wire, f"converting weights for {self.target}", convert, answer=False)
+        return jobs[0]
+
+    def _receive(self, rank: int, writer: Writer) -> None:
+        """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces."""
+        mine = self._wire.rank == rank
+        plan = [(job.file, job.offset, job.length) for job in self._jobs] if mine else None
+        plans: list[tuple[str, int, int]] = self._wire.exchange(plan)[rank]
+        for index, (file, offset, length) in enumerate(plans):
+            for start in range(0, length, SEGMENT_BYTES):
+                count = min(SEGMENT_BYTES, length - start)
+                if mine:
+                    job = self._jobs[index]
+                    size = job.dtype.itemsize
+                    data = job.values[start // size : (start + count) // size].to(job.dtype).contiguous().cpu()
+                    self._wire.carry(data.view(torch.uint8), torch.empty(0, dtype=torch.uint8), rank)
+                elif self._wire.rank == 0:
+                    landing = torch.empty(count, dtype=torch.uint8)
+                    self._wire.carry(None, landing, rank)
+                    writer.write([Job(file, offset + start, landing, torch.uint8)])
+
+
+@dataclass(slots=True)
+class _Placed:
+    """One file with its header."""
+
+    file: WeightFile
+    header: Header
+
+    def jobs(self, held: Mapping[str, list[Held]]) -> list[Job]:
+        """The ranges of this rank."""
+        out = []
+        for entry in self.file.entries:
+            place = self.header.tensors[entry.key]
+            size, done = itemsize(entry.dtype), 0
+            for run in entry.runs:
+                for piece in held.get(run.param, ()):
+                    low = max(run.start, piece.param_start)
+                    high = min(run.start + run.numel, piece.param_start + piece.values.numel())
+                    if low < high:
+                        values = piece.values[low - piece.param_start : high - piece.param_start]
+                        offset = place.start + (done + low - run.start) * size
+                        out.append(Job(self.file.name, offset, values, dtype_of(entry.dtype)))
+                done += run.numel
+        return out
+
+
+class Writer:
+    """Writes one rank's jobs and notes the digest of every stretch of bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, int] = {}
+        self._segments: dict[str, list[Segment]] = {}
+        self._scratch: Tensor | None = None
+
+    def write(self, jobs: Iterable[Job]) -> None:
+        """In file order; neighbours that are small go out together."""
+        waiting: list[Job] = []
+        waiting_bytes = 0
+        for job in sorted(jobs, key=lambda job: (job.file, job.offset)):
+            if not job.length:
+                continue
+            joins = waiting and (waiting[-1].file, waiting[-1].offset + waiting[-1].length) == (job.file, job.offset)
+            if waiting and not (joins and waiting_bytes + job.length <= SEGMENT_BYTES and job.length < _DIRECT_BYTES):
+                self._write_together(waiting, waiting_bytes)
+                waiting, waiting_bytes = [], 0
+            if job.length >= _DIRECT_BYTES:
+                self._write_direct(job)
+            else:
+                waiting.append(job)
+                waiting_bytes += job.length
+        if waiting:
+            self._write_together(waiting, waiting_bytes)
+
+    def finish(self) -> dict[str, list[Segment]]:
+        """Everything written is on disk afterwards. Returns the digests by file."""
+        try:
+            for name, fd in self._files.items():
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    raise CheckpointError(f"{self._folder / name}: fsync failed: {error}") from error
+        finally:
+            self.close()
+        return self._segments
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def _write_direct(self, job: Job) -> None:
+        step = SEGMENT_BYTES // job.dtype.itemsize
+        for start in range(0, job.values.numel(), step):
+            part = job.values[start : start + step]
+            if part.dtype != job.dtype or part.device.type != "cpu":
+                scratch = self._buffer()[: part.numel() * job.dtype.itemsize].view(job.dtype)
+                scratch.copy_(part)
+                part = scratch
+            self._put(job.file, job.offset + start * job.dtype.itemsize, part)
+
+    def _write_together(self, jobs: list[Job], total: int) -> None:
+        if len(jobs) == 1:
+            return self._write_direct(jobs[0])
+        scratch = self._buffer()
+        at = 0
+        for job in jobs:
+            # Slices of the scratch need not be aligned for their type: bytes are copied.
+            source = job.values if job.values.dtype == job.dtype else job.values.to(job.dtype)
+            scratch[at : at + job.length].copy_(source.contiguous().view(torch.uint8))
+            at += job.length
+        return self._put(jobs[0].file, jobs[0].offset, scratch[:total])
+
+    def _buffer(self) -> Tensor:
+        if self._scratch is None:
+            self._scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
+        return self._scratch
+
+    def _put(self, file: str, offset: int, values: Tensor) -> None:
+        path = self._folder / file
+        if file not in self._files:
+            try:
+                self._files[file] = os.open(path, os.O_WRONLY)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be written: {error}") from error
+        data = bytes_of(values.contiguous())
+        digest = digest_of(data)
+        write_fully(self._files[file], data, offset, path)
+        self._segments.setdefault(file, []).append((offset, len(data), digest))
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous 1-D CPU tensor."""
+    array: Any = values.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _padded(length: int) -> int:
+    return -(-length // 64) * 64
+
+
+def _conversions(units: list[Unit], placed: list[_Placed], drawing: Drawing) -> list[_Conversion]:
+    where = {
+        entry.key: (item.file.name, item.header.tensors[entry.key].start, entry.dtype)
+        for item in placed
+        for entry in item.file.entries
+    }
+    return [
+        _Conversion(units, item.sources, item.convert, {key: where[key] for key in item.targets})
+        for item in drawing.conversions
+    ]
+
+
+def _index(units: list[Unit], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for flat, entries in states_of(units, optimizer):
+        sliced = [key for key, value in entries.items() if is_sliced(flat, key, value)]
+        for state in sliced:
+            if not _SAFE_STATE.fullmatch(state):
+                raise CheckpointError(f"the optimizer state {state!r} has no name for a file")
+        scalars = {key: scalar(key, value) for key, value in entries.items() if key not in sliced}
+        for slot in flat.span.slots:
+            parameters[slot.spec.name] = {"shape": slot.spec.shape, "states": sliced, "scalars": scalars}
+    return {
+        "version": 1,
+        "optimizer": type(optimizer).__name__,
+        "groups": [{key: scalar(key, value) for key, value in group.items()} for group in groups],
+        "parameters": parameters,
+    }
+
+
+def _state_entries(index: dict[str, Any], state: str, specs: Mapping[str, ParamSpec], dtype: str) -> list[Entry]:
+    return [
+        Entry(name, dtype, specs[name].shape, (Run(name, 0, specs[name].numel),))
+        for name, entry in index["parameters"].items()
+        if state in entry["states"]
+    ]
+
+
+def scalar(name: str, value: Any) -> Any:
+    """A JSON value for an option or a scalar state; tensors of one element keep their type.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise CheckpointError(
+                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)}: it has no place"
+            )
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, (tuple, list)):
+        return [scalar(name, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(f"optimizer option {name!r} is a {type(value).__name__}, which has no place in JSON")
+
+
+__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Job", "Saving", "Writer", "scalar"]

@@ -1,0 +1,219 @@
+"""A folder's new content that appears as a whole: staged beside it, then one rename.
+
+    staging       `.NAME.zero_saving/NAME/` beside the target, or `.zero_saving/NAME/` inside one that exists
+    commit point  the staged folder is renamed to the target; where the target has content of its own, to `.zero_commit`
+                  inside it, from where its files are then moved into place (`recover` goes on where that was interrupted)
+
+The staging folder is locked (flock) while its owner lives, so that a second job is refused and what a killed one left is
+recognised and removed. All of this is done by one process, rank 0's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+
+from .errors import CheckpointError
+from .manifest import MANIFEST, Manifest
+
+SUFFIX = ".zero_saving"
+_COMMIT = ".zero_commit"
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
+# What a reader of the folder would take for weights or state of the save at hand, were it left from an older one.
+_RIVALS = {
+    "model": ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    "adapter_model": ("adapter_model.safetensors", "adapter_model.bin"),
+}
+
+
+class Staging:
+    """One save of `target`."""
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(os.path.abspath(target))
+        inside = self.target.is_dir() and not self.target.is_symlink() and any(self.target.iterdir())
+        # A link to a folder: the folder itself is what is replaced.
+        self.target = self.target.resolve() if self.target.is_symlink() else self.target
+        inside = inside or (self.target.is_dir() and any(self.target.iterdir()))
+        self.root = self.target / SUFFIX if inside else self.target.parent / f".{self.target.name}{SUFFIX}"
+        self.path = self.root / self.target.name
+        """Where to write."""
+        self._lock = -1
+
+    def open(self) -> None:
+        """Make the folder and lock it; finish or remove what a killed job left.
+
+        Raises:
+            CheckpointError: another job is saving here; the target cannot be written.
+        """
+        if self.target.exists() and not self.target.is_dir():
+            raise CheckpointError(f"{self.target} is a file, expected a folder to save into")
+        try:
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(exist_ok=True)
+            self._lock = _lock(self.root)
+            if self.target.is_dir():
+                recover(self.target, locked=True)
+            _empty(self.root)
+            self.path.mkdir()
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"{self.target} cannot be written: {error}") from error
+
+    def publish(self, manifest: Manifest) -> None:
+        """The staged files become the target, all or none. They and the manifest are on disk before.
+
+        Raises:
+            CheckpointError: a write or rename failed; the target is as it was.
+        """
+        try:
+            with open(self.path / MANIFEST, "wb") as file:
+                file.write(manifest.to_bytes())
+            sync_tree(self.path)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.rename(self.path, self.target)
+                _sync(self.target.parent)
+            except OSError:
+                if not self.target.is_dir():
+                    raise
+                os.rename(self.path, self.target / _COMMIT)
+                _sync(self.target)
+                _roll_forward(self.target)
+        except OSError as error:
+            raise CheckpointError(f"{self.target} could not be put in place: {error}") from error
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what is staged and let go of the lock. Safe to call again, and after `publish`."""
+        if self._lock >= 0:
+            shutil.rmtree(self.root, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
+    """Finish a save into an existing folder that was interrupted after its commit point; else nothing.
+
+    Raises:
+        CheckpointError: it is still going on, or the folder cannot be written.
+    """
+    target = Path(target)
+    commit = target / _COMMIT
+    if not commit.is_dir():
+        return
+    held = -1
+    try:
+        if not locked:
+            root = target / SUFFIX
+            root.mkdir(exist_ok=True)
+            held = _lock(root)
+            if not commit.is_dir():
+                return
+        _roll_forward(target)
+        if not locked:
+            shutil.rmtree(target / SUFFIX, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} was being replaced when its job was killed; the new files are in {commit} and could not be moved into "
+            f"place: {error}"
+        ) from error
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def remove_left_overs(folder: str | os.PathLike[str]) -> None:
+    """Staging folders directly inside `folder` whose job is dead."""
+    for root in Path(folder).glob(f".*{SUFFIX}"):
+        try:
+            held = _lock(root)
+        except (CheckpointError, OSError):
+            continue
+        shutil.rmtree(root, ignore_errors=True)
+        os.close(held)
+
+
+def _lock(root: Path) -> int:
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        same = os.stat(root).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        same = False
+    except BlockingIOError:
+        same = False
+    except OSError:
+        return fd  # a file system without locks: better unguarded than not at all
+    if same:
+        return fd
+    os.close(fd)
+    raise CheckpointError(
+        f"another job is saving to {root.parent if root.name == SUFFIX else root.parent / root.name[1 : -len(SUFFIX)]} right "
+        "now: give each job an output folder of its own"
+    )
+
+
+def _roll_forward(target: Path) -> None:
+    """Move the committed files into place. May be repeated from any point."""
+    commit = target / _COMMIT
+    manifest = Manifest.read(commit)
+    try:
+        older = set(Manifest.read(target).files)
+    except CheckpointError:
+        older = set()
+    for name in manifest.files:
+        source = commit / name
+        if source.exists():
+            place = target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, place)
+    for name in (older | _rivals(target, manifest)) - set(manifest.files):
+        (target / name).unlink(missing_ok=True)
+    for folder in {(target / name).parent for name in manifest.files} | {target}:
+        _sync(folder)
+    os.replace(commit / MANIFEST, target / MANIFEST)
+    _sync(target)
+    shutil.rmtree(commit, ignore_errors=True)
+
+
+def _rivals(target: Path, manifest: Manifest) -> set[str]:
+    out: set[str] = set()
+    for stem, names in _RIVALS.items():
+        mine = [name for name in manifest.files if name.startswith(stem) and name.endswith(".safetensors")]
+        if mine:
+            out.update(name for name in names if (target / name).exists())
+            out.update(
+                path.name
+                for path in target.iterdir()
+                if _SHARD.fullmatch(path.name) and path.name.startswith((stem, "pytorch_" + stem))
+            )
+    return out
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def sync_tree(folder: Path) -> None:
+    """Every file and folder below, and `folder` itself, is on disk afterwards."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
