@@ -3,7 +3,22 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .pieces_old import load_optimizer, save_optimizer
+from . import integrations  # noqa: F401  (registers what knows transformers, and imports none of it yet)
+from .access import (
+    GatheredParameters,
+    full_gradient,
+    full_optimizer_state,
+    full_parameter,
+    local_gradient,
+    local_optimizer_state,
+    local_parameter,
+    set_full_gradient,
+    set_full_optimizer_state,
+    set_full_parameter,
+    set_local_gradient,
+    set_local_optimizer_state,
+    set_local_parameter,
+)
 from .config import ZeroConfig
 from .engine import Engine, engine_of, shard
 from .errors import (
@@ -15,6 +30,9 @@ from .errors import (
     UnsupportedOptimizerError,
     ZeroError,
 )
+from .export import card_for, export
+from .init import Init
+from .manifest import verify
 from .report import Report
 from .version import __version__
 
@@ -36,6 +54,8 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Engine",
+    "GatheredParameters",
+    "Init",
     "LayoutError",
     "RankMismatchError",
     "Report",
@@ -49,10 +69,23 @@ __all__ = [
     "ZeroTrainer",
     "ZeroTrainingArguments",
     "__version__",
+    "card_for",
     "engine_of",
-    "load_optimizer",
-    "save_optimizer",
+    "export",
+    "full_gradient",
+    "full_optimizer_state",
+    "full_parameter",
+    "local_gradient",
+    "local_optimizer_state",
+    "local_parameter",
+    "set_full_gradient",
+    "set_full_optimizer_state",
+    "set_full_parameter",
+    "set_local_gradient",
+    "set_local_optimizer_state",
+    "set_local_parameter",
     "shard",
+    "verify",
     "zero_trainer_cls",
 ]
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .birth import birth_of
 from .comm import SoloWire
 from .config import ZeroConfig
 from .errors import CheckpointError, RankMismatchError, ZeroError
@@ -113,8 +114,11 @@ def same_values(wire: SoloWire, names: dict[nn.Parameter, list[str]]) -> None:
     """Make every parameter equal to rank 0's; warns with the first that was not."""
     if wire.size == 1:
         return
-    params = list(names)
-    prints = torch.stack([_fingerprint(param.detach()) for param in params]).cpu()
+    values = {param: value for param in names if (value := _local_value(param)) is not None}
+    params = list(values)
+    if not params:
+        return
+    prints = torch.stack([fingerprint(value) for value in values.values()]).cpu()
     everyone: list[Tensor] = wire.exchange(prints)
     differs = torch.zeros(len(params), dtype=torch.bool)
     for theirs in everyone[1:]:
@@ -128,13 +132,21 @@ def same_values(wire: SoloWire, names: dict[nn.Parameter, list[str]]) -> None:
         stacklevel=4,
     )
     for param in wrong:
-        value = param.detach().contiguous()
+        value = values[param].contiguous()
         wire.broadcast(value)
         with torch.no_grad():
-            param.copy_(value)
+            values[param].copy_(value)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def _local_value(param: nn.Parameter) -> Tensor | None:
+    """What of a parameter could differ from other ranks'; None for one that the ranks were given parts of at birth."""
+    birth = birth_of(param)
+    if birth is None:
+        return param.detach()
+    return birth.slice_of(param) if birth.wire.size == 1 else None
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
     """Two int64 sums over the bits, one of them weighted by place; equal values give equal sums."""
     bits = tensor.contiguous().view(-1).view(torch.uint8).view(_word(tensor))
     if bits.numel() == 0:

@@ -54,7 +54,7 @@ def save(
             saving.optimizer(engine.units, engine.optimizer, engine.group_options(), max_shard_size=max_shard_size)
         _put_objects(saving, engine.wire, objects or {})
         if async_save:
-            engine.pending_save = Behind(saving, engine.side_wire())
+            engine.pending_save = Behind(saving, engine)
         else:
             saving.commit()
 
@@ -89,7 +89,7 @@ def load(
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
     try:
-        loading.weights(engine.units, engine.model, format_of(engine.model), stem="model", strict=strict)
+        loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict)
         if wanted and engine.optimizer is not None:
             loading.optimizer(engine.units, engine.optimizer, engine.group_options())
     finally:
@@ -154,8 +154,8 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
 class Behind:
     """A frozen save that is being written by a thread. At most one at a time per engine."""
 
-    def __init__(self, saving: Saving, side: SoloWire) -> None:
-        saving.freeze(side)
+    def __init__(self, saving: Saving, engine: Engine) -> None:
+        engine.save_slab = saving.freeze(engine.side_wire(), engine.save_slab)
         self.target = saving.target
         self._saving = saving
         self._failure: BaseException | None = None

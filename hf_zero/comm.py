@@ -109,8 +109,8 @@ class SoloWire:
         """Maximum of a 0-dim tensor over the ranks."""
         return value
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values everywhere. Synchronous."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Rank `source`'s values everywhere. Synchronous."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Small Python values of all ranks, in rank order."""
@@ -144,9 +144,9 @@ class _GroupWire(SoloWire):
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.traffic["other"].add(tensor.numel() * tensor.element_size())
-        dist.broadcast(tensor, 0)
+        dist.broadcast(tensor, source)
 
     def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
         if source == 0 or self.rank not in (0, source):

@@ -53,10 +53,14 @@ class ZeroConfig:
     """0 plain data parallel (for comparison), 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     reduce_dtype: str | None = None
     """Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."""
+    async_save: bool = False
+    """Checkpoints of the Trainer and of `save_state` are copied to host memory and written while training goes on."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             raise ConfigError(f"stage must be 0, 1, 2 or 3 (an integer), found {self.stage!r}")
+        if not isinstance(self.async_save, bool):
+            raise ConfigError(f"async_save must be True or False, found {self.async_save!r}")
         if self.reduce_dtype is not None:
             name = _DTYPES.get(str(self.reduce_dtype).lower())
             if name is None:

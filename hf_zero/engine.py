@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from . import agree
+from .birth import birth_of, hand_over
 from .checkpoint import Behind, load, save
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError
+from .guard import unguard
 from .layout import ParamSpec
 from .objects import Stateful
-from .optim import Binding, check_supported, numbered_groups, originals_of, state_tensors, take_state, total_norm
+from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
 from .plan import Drafter
 from .precision import Precision, all_finite, computes_in_float16
 from .report import Report, data_parallel, predict, unit_rows
@@ -27,6 +30,7 @@ from .schedule import Schedule
 from .statedict import FullState
 from .unit import Flat, State, Unit
 
+_RESIZE = "resize_token_embeddings"
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
 
@@ -58,7 +62,10 @@ class Engine:
         self._side: SoloWire | None = None
         self.pending_save: Behind | None = None
         """The save that is being written behind training."""
+        self.save_slab: Tensor | None = None
+        """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
+        self._places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self._float16 = self.precision.autocast_dtype == torch.float16 or any(
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
         )
@@ -69,9 +76,13 @@ class Engine:
             if optimizer is not None and self._shards > 1:
                 check_supported(optimizer)
             specs = self._specs(originals)
+            _check_births(self._drafter.names, self._wire)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, self._drafter.names)
         agree.same_values(self._wire, self._drafter.names)
-        self._units = self._build(specs)
+        self.layout = self._drafter.layout(specs, self._shards)
+        for number in range(len(specs)):
+            self._units.append(self._build(number, specs[number]))
+        unguard(model)
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._autocasts: list[Any] = []
             self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
@@ -119,15 +130,11 @@ class Engine:
             if self._shards > 1:
                 check_supported(optimizer)
             originals = originals_of(optimizer, self._first_names(), previous)
-        saved: dict[str, Any] | None = None
-        if previous is not None:
-            # Spans are cut by group: the state changes hands as whole parameters.
-            self._schedule.quiesce()
-            if previous.optimizer is optimizer:
-                saved = previous.state_dict(everywhere=True)
-                saved["param_groups"] = numbered_groups(optimizer, originals)
+        self._schedule.quiesce()
+        if previous is not None and previous.optimizer is not optimizer:
             for flat in previous.flats:
                 previous.optimizer.state.pop(flat.master, None)
+            previous = None
         specs = self._specs(originals)
         if [[spec.key for spec in unit] for unit in specs] != [
             [spec.key for spec in unit] for unit in self._current_specs()
@@ -137,13 +144,10 @@ class Engine:
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
             self._schedule.detach()
             self._full_state.detach()
-            self._restore()
-            self._units = self._build(specs)
+            self._recut(specs, previous)
             self._schedule = self._new_schedule()
             self._full_state = FullState(self.model, self._units, self._wire)
         self._bind(optimizer, originals)
-        if saved is not None and self._binding is not None:
-            self._binding.load_state_dict(saved)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -264,9 +268,9 @@ class Engine:
         Args:
             max_shard_size: of one weight file, as in `save_pretrained`.
             objects: name -> scheduler, loss scaler, data loader, …: whatever has `state_dict()`; of rank 0, as JSON.
-            async_save: return when everything is copied to host memory (the bytes that this rank writes, until they are
-                written) and write behind. At most one at a time: the next `save` or `load`, `wait_for_save` or the exit of
-                the process waits, and raises there on every rank if it failed on any.
+            async_save: return when everything is copied to host memory (the bytes that this rank writes; the memory stays
+                for the next such save) and write behind. At most one at a time: the next `save` or `load`, `wait_for_save`
+                or the exit of the process waits, and raises there on every rank if it failed on any.
 
         Raises:
             CheckpointError: on every rank, naming the rank, the file and the reason; `folder` is then as it was.
@@ -333,9 +337,21 @@ class Engine:
         """Small Python values of all ranks, in rank order; a collective."""
         return self._wire.exchange(value)
 
+    def quiesce(self) -> None:
+        """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
+        self._schedule.quiesce()
+
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
         self._full_state.settle()
+
+    def place_of(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
+        """Where a parameter of this model is: its unit, its span, and which of the span's it is."""
+        return self._places[param]
+
+    def flush(self) -> None:
+        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any."""
+        self._schedule.flush()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -344,13 +360,18 @@ class Engine:
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
         self._schedule.quiesce()
-        self._restore()
+        for unit in self._units:
+            self._restore(unit)
+        for param in self._drafter.names:
+            hand_over(param, None)
         self._schedule.detach()
         self._full_state.detach()
         for handle in self._handles:
             handle.remove()
         for name in ("zero_grad", "_apply", _ENGINE):
             self.model.__dict__.pop(name, None)
+        for module in self.model.modules():
+            module.__dict__.pop(_RESIZE, None)
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -374,34 +395,47 @@ class Engine:
             out.append([place[param] for param in group.params])
         return out
 
-    def _build(self, specs: list[list[ParamSpec]]) -> list[Unit]:
-        self.layout = self._drafter.layout(specs, self._shards)
-        units: list[Unit] = []
-        for group, unit_specs, unit_layout in zip(self._drafter.groups, specs, self.layout.units):
-            param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
-            flats = []
-            for span in unit_layout.spans:
-                params = [param_of[slot.spec.name] for slot in span.slots]
-                for param in params:
-                    param.grad = None
-                flats.append(Flat(span, params, self._wire, self.config.policy, self.precision))
-            unit = Unit(unit_layout, flats, self._wire, self.config.policy)
-            unit.release()
-            units.append(unit)
-        return units
+    def _build(self, number: int, specs: list[ParamSpec]) -> Unit:
+        """One unit of `self.layout`, from its parameters' values, whole or born; these are the engine's from here on."""
+        param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
+        layout, flats = self.layout.units[number], []
+        for span in layout.spans:
+            params = [param_of[slot.spec.name] for slot in span.slots]
+            for param in params:
+                param.grad = None
+            flats.append(Flat(span, params, self._wire, self.config.policy, self.precision))
+        unit = Unit(layout, flats, self._wire, self.config.policy)
+        unit.release()
+        for flat in flats:
+            for index, param in enumerate(flat.params):
+                self._places[param] = unit, flat, index
+                hand_over(param, weakref.ref(self))
+        return unit
 
-    def _restore(self) -> None:
-        """Every parameter whole and plain again, in its own type; collective."""
-        for unit in self._units:
-            for flat in unit.flats:
-                whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
-                if flat.span.shards > 1:
-                    self._wire.gather(whole, flat.master.detach(), flat.span.index).close()
-                else:
-                    whole.copy_(flat.master.detach())
-                for slot, param in zip(flat.span.slots, flat.params):
-                    value = whole[slot.offset : slot.stop].view(slot.spec.shape)
-                    param.data = value.to(getattr(torch, slot.spec.dtype), copy=True)
+    def _recut(self, specs: list[list[ParamSpec]], binding: Binding | None) -> None:
+        """Other spans for the same parameters, and their optimizer state; one unit after another. A collective."""
+        self.layout = self._drafter.layout(specs, self._shards)
+        for number in range(len(specs)):
+            old = self._units[number]
+            state = binding.take(old.flats) if binding is not None else {}
+            self._restore(old, in_own_type=False)
+            for flat in old.flats:
+                flat.drop()
+            self._units[number] = unit = self._build(number, specs[number])
+            if binding is not None:
+                binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
+
+    def _restore(self, unit: Unit, in_own_type: bool = True) -> None:
+        """The unit's parameters whole and plain again, in their own types or the masters'; a collective."""
+        for flat in unit.flats:
+            whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
+            if flat.span.shards > 1:
+                self._wire.gather(whole, flat.master.detach(), flat.span.index).close()
+            else:
+                whole.copy_(flat.master.detach())
+            for slot, param in zip(flat.span.slots, flat.params):
+                value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                param.data = value.to(getattr(torch, slot.spec.dtype), copy=True) if in_own_type else value
 
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer
@@ -421,6 +455,9 @@ class Engine:
         _override(self.model, "zero_grad", self.zero_grad)
         _override(self.model, "_apply", partial(self._guarded_apply, self.model._apply))
         self.model.__dict__[_ENGINE] = self
+        for module in self.model.modules():
+            if hasattr(type(module), _RESIZE):
+                _override(module, _RESIZE, _refuse_resize)
 
     def _new_schedule(self) -> Schedule:
         schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._drafter.groups)])
@@ -602,6 +639,23 @@ def _count(storages: dict[int, int], tensor: Tensor) -> None:
 def _override(target: object, name: str, method: Callable[..., Any]) -> None:
     """Replace a method on this one instance; the class and other instances stay as they are."""
     target.__dict__[name] = method
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    raise ConfigError(
+        f"{_RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
+        "sharded (inside `with zero.Init():` if it was born there), or call engine.detach() first"
+    )
+
+
+def _check_births(params: Iterable[nn.Parameter], wire: SoloWire) -> None:
+    for param in params:
+        birth = birth_of(param)
+        if birth is not None and birth.wire.size not in (1, wire.size):
+            raise ConfigError(
+                f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "
+                "build it in the process group that trains it"
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -31,6 +31,7 @@ from .manifest import (
     check_segment,
     check_segments,
     check_size,
+    read_bounded,
     share,
 )
 from .precision import dtype_of
@@ -41,6 +42,8 @@ from .unit import Flat, Unit
 from .weights import Located, Piece, Stored, WeightFormat, persistent_buffers
 
 _MAX_JSON_BYTES = 256 << 20
+_AHEAD_BYTES = 48 << 20
+_LARGE_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
@@ -54,6 +57,11 @@ class Wanted:
     @property
     def offset(self) -> int:
         return self.stored.start + self.key_start * dtype_of(self.stored.dtype).itemsize
+
+    @property
+    def length(self) -> int:
+        """Bytes in the file."""
+        return self.place.numel() * dtype_of(self.stored.dtype).itemsize
 
 
 class Loading:
@@ -82,6 +90,12 @@ class Loading:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder: expected a checkpoint")
         if not (self.folder / MANIFEST).exists():
+            ours = (f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}", "zero_state.json")
+            if any((self.folder / name).exists() for name in ours):
+                raise CheckpointError(
+                    f"{self.folder / MANIFEST} is missing, but there is optimizer state or the like: this is a checkpoint "
+                    "that is not whole. Take another one, or move the weights to a folder of their own"
+                )
             return None
         manifest = Manifest.read(self.folder)
         for name, file in manifest.files.items():
@@ -98,11 +112,21 @@ class Loading:
 
     # Weights --------------------------------------------------------------------------------------------------------
 
-    def weights(self, units: list[Unit], model: nn.Module, form: WeightFormat, *, stem: str, strict: bool) -> Located:
-        """Parameters into the masters, buffers into the model. The caller refreshes what is made of the masters."""
+    def weights(
+        self, units: list[Unit], model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
+    ) -> Located:
+        """Parameters into the masters, buffers into the model. The caller refreshes what is made of the masters.
+
+        Args:
+            folder: inside the checkpoint, of a further model.
+        """
 
         def plan() -> tuple[dict[str, Stored], Located]:
-            stored = find_weights(self.folder, stem, self.manifest)
+            stored = {
+                prefix + key: place
+                for stem, prefix in form.stems.items()
+                for key, place in find_weights(self.folder, f"{folder}/{stem}" if folder else stem, self.manifest).items()
+            }
             located = form.locate(stored)
             if strict:
                 _refuse_gaps(self.folder, model, located)
@@ -170,7 +194,8 @@ class Loading:
             wanted: list[Wanted] = []
             for unit in units:
                 for flat in unit.trained:
-                    entries, more = _state_of(flat, index["parameters"], states, path)
+                    kept = {str(key): value for key, value in optimizer.state.get(flat.master, {}).items()}
+                    entries, more = _state_of(flat, index["parameters"], states, path, kept)
                     fresh.append((flat, entries))
                     wanted += more
             self._reader.read(wanted)
@@ -179,9 +204,7 @@ class Loading:
         with torch.no_grad():
             index = together(self._wire, self._what, read, answer=False)[0]
             for flat, entries in fresh:
-                master = entries.pop(MASTER, None)
-                if master is not None:
-                    flat.master.detach().copy_(master)
+                entries.pop(MASTER, None)
                 if entries:
                     optimizer.state[flat.master] = entries
                 else:
@@ -212,10 +235,24 @@ class Reader:
         self.bytes_read = 0
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """Fill every place, in file order."""
+        """Fill every place, in file order; the disk is kept busy with what comes next while this rank checks and copies."""
+        items = sorted(wanted, key=lambda item: (item.stored.file, item.offset))
+        ahead = 0  # items that the kernel was told to fetch, and their bytes beyond the one at hand
+        waiting_bytes = 0
         try:
-            for item in sorted(wanted, key=lambda item: (item.stored.file, item.offset)):
+            for index, item in enumerate(items):
+                while ahead < len(items) and (waiting_bytes < _AHEAD_BYTES or ahead <= index):
+                    waiting_bytes += items[ahead].length
+                    if items[ahead].length >= _LARGE_BYTES:
+                        os.posix_fadvise(
+                            self._fd(items[ahead].stored.file),
+                            items[ahead].offset,
+                            items[ahead].length,
+                            os.POSIX_FADV_WILLNEED,
+                        )
+                    ahead += 1
                 self._fill_elements(item)
+                waiting_bytes -= item.length
         finally:
             self.close()
 
@@ -276,13 +313,16 @@ class Reader:
         return data
 
     def _pread(self, path: Path, offset: int, out: memoryview) -> None:
+        read_fully(self._fd(path), out, offset, path)
+        self.bytes_read += len(out)
+
+    def _fd(self, path: Path) -> int:
         if path not in self._fds:
             try:
                 self._fds[path] = os.open(path, os.O_RDONLY)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
-        read_fully(self._fds[path], out, offset, path)
-        self.bytes_read += len(out)
+        return self._fds[path]
 
     def _digest_of(self, path: Path) -> FileDigest:
         name = path.relative_to(self._folder).as_posix()
@@ -295,21 +335,23 @@ class Reader:
 def find_weights(folder: Path, stem: str, manifest: Manifest | None) -> dict[str, Stored]:
     """Key -> its bytes, for `stem.safetensors` or the files that `stem.safetensors.index.json` names.
 
+    Args:
+        stem: may begin with a folder inside `folder`.
+
     Raises:
         CheckpointError: none there; a file that the index names is missing or lacks a tensor that it should have.
     """
-    index = folder / f"{stem}.safetensors.index.json"
-    single = folder / f"{stem}.safetensors"
+    index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
     listed = manifest.files if manifest is not None else None
-    if index.exists() and (listed is None or index.name in listed) and (listed is None or single.name not in listed):
-        return _indexed(folder, index)
-    if single.exists():
-        return _stored(single)
-    raise CheckpointError(f"{folder} holds no weights: expected {single.name} or {index.name}")
+    if (folder / index).exists() and (listed is None or (index in listed and single not in listed)):
+        return _indexed(folder / index)
+    if (folder / single).exists():
+        return _stored(folder / single)
+    raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
-    table = read_json(index)
+def _indexed(index: Path) -> dict[str, Stored]:
+    folder, table = index.parent, read_json(index)
     where = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{index}: expected an object 'weight_map' of file names")
@@ -334,11 +376,7 @@ def read_json(path: Path) -> Any:
         CheckpointError: missing, too large, or no JSON.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_JSON_BYTES + 1)
-        if len(text) > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES} bytes")
-        return json.loads(text)
+        return json.loads(read_bounded(path, _MAX_JSON_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -388,9 +426,13 @@ def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
 
 
 def _state_of(
-    flat: Flat, saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Stored]], path: Path
+    flat: Flat,
+    saved: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Stored]],
+    path: Path,
+    kept: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[Wanted]]:
-    """One span's optimizer state with room for its tensors, and what is to be read into them."""
+    """One span's optimizer state with room for its tensors (those of `kept` where they fit), and what to read into them."""
     out: dict[str, Any] = {}
     wanted: list[Wanted] = []
     spec = flat.span.spec
@@ -414,12 +456,22 @@ def _state_of(
                     f"{None if source is None else source.shape}"
                 )
             if state not in out:
-                out[state] = torch.zeros(flat.master.numel(), dtype=dtype_of(source.dtype), device=flat.master.device)
+                covered = all(state in saved.get(s.spec.name, {}).get("states", ()) for s in flat.span.slots)
+                if state == MASTER:  # in place; what is not saved stays as it came with the weights
+                    out[state] = flat.master.detach()
+                else:
+                    out[state] = _room(flat, dtype_of(source.dtype), kept.get(state) if covered else None)
             for part in flat.span.overlaps(flat.rank):
                 if part.slot is slot:
                     place = out[state][part.slice_start : part.slice_start + part.numel]
                     wanted.append(Wanted(source, part.param_start, place))
     return out, wanted
+
+
+def _room(flat: Flat, dtype: torch.dtype, kept: Any) -> Tensor:
+    if isinstance(kept, Tensor) and kept.shape == (flat.master.numel(),) and kept.dtype == dtype:
+        return kept.zero_() if flat.span.numel != flat.span.used_numel else kept
+    return torch.zeros(flat.master.numel(), dtype=dtype, device=flat.master.device)
 
 
 def _merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:

@@ -82,8 +82,8 @@ class Manifest:
             "version": _VERSION,
             "files": {n: {"size": f.size, "segments": [list(s) for s in f.segments]} for n, f in self.files.items()},
         }
-        body["digest"] = _self_digest(body)
-        return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        body["digest"] = digest_of(_canonical(body))
+        return _canonical(body)
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> Manifest:
@@ -94,34 +94,46 @@ class Manifest:
         """
         path = Path(folder) / MANIFEST
         try:
-            with open(path, "rb") as file:
-                text = file.read(MAX_MANIFEST_BYTES + 1)
+            text = read_bounded(path, MAX_MANIFEST_BYTES)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing: {folder} is no complete checkpoint (a save that did not finish leaves none)"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest of hf_zero")
         try:
             body = json.loads(text)
+            # Not a byte may differ from what was written, be it one that means nothing (a space, the case of an escape).
+            altered = _canonical(body) != text
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is not valid JSON ({error})") from None
-        return _parse(path, body)
+        return _parse(path, body, altered)
 
 
-def _self_digest(body: dict[str, Any]) -> str:
-    return digest_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """A whole small file.
+
+    Raises:
+        CheckpointError: it has more than `limit_bytes`.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {limit_bytes} that such a file may have")
+        return file.read(size)
 
 
-def _parse(path: Path, body: Any) -> Manifest:
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is no manifest of hf_zero")
     if body.get("version") != _VERSION:
         raise CheckpointError(f"{path}: expected version {_VERSION}, found {body.get('version')!r}: update hf_zero")
     digest = body.pop("digest", None)
-    if digest != _self_digest(body):
+    if altered or digest != digest_of(_canonical(body)):
         raise CheckpointError(f"{path} is damaged: its digest does not match its content")
     files = body.pop("files", None)
     if not isinstance(files, dict):
@@ -130,8 +142,8 @@ def _parse(path: Path, body: Any) -> Manifest:
     for name, entry in files.items():
         check_name(path, name)
         try:
-            segments = [(int(a), int(b), str(c)) for a, b, c in entry["segments"]]
-            out[name] = FileDigest.of(int(entry["size"]), segments, f"{path}: {name}")
+            segments = [(_natural(a), _natural(b), str(c)) for a, b, c in entry["segments"]]
+            out[name] = FileDigest.of(_natural(entry["size"]), segments, f"{path}: {name}")
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: its entry {name!r} is malformed ({error})") from None
         if any(length > SEGMENT_BYTES for _, length, _ in segments):
@@ -139,14 +151,21 @@ def _parse(path: Path, body: Any) -> Manifest:
     return Manifest(out, {k: v for k, v in body.items() if k not in ("format", "version")})
 
 
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
 def check_name(path: Path, name: str) -> None:
-    """Refuse a file name that leads out of the folder.
+    """Refuse a file name that leads out of the folder, or that no file can have.
 
     Raises:
         CheckpointError: naming the list that holds it, and the name.
     """
     pure = PurePosixPath(name)
-    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name:
+    odd = "\\" in name or "\0" in name or any("\ud800" <= char <= "\udfff" for char in name)
+    if pure.is_absolute() or ".." in pure.parts or odd or str(pure) != name or name == ".":
         raise CheckpointError(f"{path}: the file name {name!r} leads out of the folder or is malformed")
 
 

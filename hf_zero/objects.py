@@ -38,6 +38,8 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, Tensor):
+        while where in tensors:  # names with dots can lead to one place in two ways
+            where += "'"
         tensors[where] = value.detach().cpu().contiguous().clone()
         return {_TENSOR: where}
     if isinstance(value, tuple):

@@ -198,26 +198,46 @@ class Binding:
 
     # Full state -----------------------------------------------------------------------------------------------------
 
-    def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """A collective. The state as the plain optimizer over whole parameters would give it, on CPU.
 
-        Rank 0 (every rank with `everywhere`) has the values, other ranks meta tensors of the same shapes.
+        Rank 0 has the values, other ranks meta tensors of the same shapes.
         """
         index = {param: i for i, param in enumerate(p for params in self.originals for p in params)}
-        state: dict[int, dict[str, Any]] = {}
-        for flat in self.flats:
-            entries = self.optimizer.state.get(flat.master, {})
-            for key in sorted(entries, key=str):
-                value = entries[key]
-                whole = self._whole(flat, value, everywhere) if self._is_sliced(flat, key, value) else None
-                for slot, param in zip(flat.span.slots, flat.params):
-                    if whole is None:
-                        piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                    else:
-                        piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
-                    state.setdefault(index[param], {})[key] = piece
+        state = {
+            index[param]: entries for flat in self.flats for param, entries in self._whole_state(flat, False).items()
+        }
         order = {i: state[i] for i in sorted(state)}
         return {"state": order, "param_groups": numbered_groups(self.optimizer, self.originals)}
+
+    def take(self, flats: Iterable[Flat]) -> dict[nn.Parameter, dict[str, Any]]:
+        """A collective. The state of these spans' parameters, whole, on every rank; the optimizer forgets it."""
+        mine = [flat for flat in flats if flat in self.flats]
+        state = {param: entries for flat in mine for param, entries in self._whole_state(flat, True).items()}
+        for flat in mine:
+            self.optimizer.state.pop(flat.master, None)
+        return state
+
+    def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """This rank's slices of what `take` gave, for spans that were cut anew."""
+        for flat in flats:
+            entries = self._slice_state(flat, dict(state))
+            if entries:
+                self.optimizer.state[flat.master] = entries
+
+    def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
+        entries = self.optimizer.state.get(flat.master, {})
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for key in sorted(entries, key=str):
+            value = entries[key]
+            whole = self._whole(flat, value, everywhere) if self._is_sliced(flat, key, value) else None
+            for slot, param in zip(flat.span.slots, flat.params):
+                if whole is None:
+                    piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                else:
+                    piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
+                state.setdefault(param, {})[key] = piece
+        return state
 
     def _whole(self, flat: Flat, value: Tensor, everywhere: bool) -> Tensor:
         if flat.span.shards == 1:

@@ -6,6 +6,7 @@ Format: https://github.com/huggingface/safetensors#format. A little-endian u64 h
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import struct
@@ -126,7 +127,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 def _parse(path: Path, text: bytes, file_bytes: int) -> Header:
     try:
-        table = json.loads(text, object_pairs_hook=_no_duplicates)
+        table = json.loads(text.decode(), object_pairs_hook=_no_duplicates)  # of bytes it would take UTF-16 too
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is not valid JSON ({error})") from None
     if not isinstance(table, dict):
@@ -166,7 +167,7 @@ def _range(path: Path, key: str, entry: Any, base: int, file_bytes: int) -> Tens
         )
     begin, end = offsets
     name, size = known
-    numel = 1
+    numel = 0 if 0 in shape else 1
     for extent in shape:
         numel *= extent
         if numel > file_bytes:  # also ends a product of many large extents
@@ -225,6 +226,17 @@ def read_fully(fd: int, out: memoryview, offset: int, path: Path) -> None:
         if count == 0:
             raise CheckpointError(f"{path} is cut short: {len(out)} bytes expected at {offset}, {done} are there")
         done += count
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def start_writeback(fd: int, offset: int, length: int) -> None:
+    """Let the disk begin on bytes that were written, so that an fsync later finds little to do; where Linux has it."""
+    call = getattr(_LIBC, "sync_file_range", None)
+    if call is not None:
+        call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 def write_fully(fd: int, data: memoryview, offset: int, path: Path) -> None:

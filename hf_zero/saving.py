@@ -31,7 +31,7 @@ from .held import Held, held_parameters, held_states, is_sliced, places, states_
 from .layout import ParamSpec
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
 from .precision import dtype_of
-from .safetensors_io import Header, build_header, itemsize, write_fully
+from .safetensors_io import Header, build_header, itemsize, start_writeback, write_fully
 from .staging import Staging
 from .unit import Unit
 from .version import __version__
@@ -90,10 +90,15 @@ class Saving:
             return str(self._staging.path), str(self._staging.root / nonce)
 
         self.target = self._staging.target
-        folder, token = together(wire, f"saving to {self.target}", begin)[0]
+        try:
+            folder, token = together(wire, f"saving to {self.target}", begin)[0]
+            sees = wire.exchange(os.path.exists(token))
+        except BaseException:
+            self._staging.discard()
+            raise
         self.folder = Path(folder)
         """Where to write: files that other code puts here before `commit` become part of the checkpoint."""
-        self._blind = [rank for rank, sees in enumerate(wire.exchange(os.path.exists(token))) if not sees]
+        self._blind = [rank for rank, seen in enumerate(sees) if not seen]
         """Ranks on nodes that do not see rank 0's folder: they send it their bytes."""
 
     def __enter__(self) -> Saving:
@@ -191,10 +196,17 @@ class Saving:
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def freeze(self, side: SoloWire) -> None:
+    def freeze(self, side: SoloWire, slab: Tensor | None = None) -> Tensor:
         """Copy everything to host memory now; `commit` then talks over `side` and may run in another thread.
 
-        Costs the bytes this rank writes, until they are written (on rank 0 also all converted tensors).
+        Costs the bytes this rank writes (on rank 0 also all converted tensors, until they are written).
+
+        Args:
+            slab: what an earlier call returned, used again where it is large enough: most of the time of a copy into new
+                memory is the page faults.
+
+        Returns:
+            The memory that holds the copies.
         """
         if self._blind:
             self.discard()
@@ -202,23 +214,30 @@ class Saving:
                 f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}: use a shared "
                 "file system, or save synchronously"
             )
-        slab = torch.empty(sum(_padded(job.length) for job in self._jobs), dtype=torch.uint8)
-        at = 0
-        for job in self._jobs:
-            place = slab[at : at + job.length].view(job.dtype)
-            place.copy_(job.values.detach())
-            job.values, at = place, at + _padded(job.length)
+
+        def copy() -> Tensor:
+            total = sum(_padded(job.length) for job in self._jobs)
+            memory = slab if slab is not None and slab.numel() >= total else torch.empty(total, dtype=torch.uint8)
+            at = 0
+            for job in self._jobs:
+                place = memory[at : at + job.length].view(job.dtype)
+                place.copy_(job.values.detach())
+                job.values, at = place, at + _padded(job.length)
+            return memory
+
+        held = together(self._wire, f"copying what is to be saved to {self.target}", copy, answer=False)[0]
         for conversion in self._conversions:
             self._jobs += self._convert(conversion)
         self._conversions.clear()
         self._wire = side
+        return held
 
     def commit(self) -> None:
         """Write all bytes, make them durable, and let the checkpoint appear."""
         what = f"saving to {self.target}"
         writer = Writer(self.folder)
         try:
-            together(self._wire, what, lambda: writer.write(self._jobs) if not self._is_blind else None)
+            together(self._wire, what, lambda: writer.write(self._jobs) if not self.is_blind else None)
             for conversion in self._conversions:
                 jobs = self._convert(conversion)
                 together(self._wire, what, lambda jobs=jobs: writer.write(jobs))  # type: ignore[misc]
@@ -231,7 +250,8 @@ class Saving:
             self.discard()
 
     @property
-    def _is_blind(self) -> bool:
+    def is_blind(self) -> bool:
+        """Whether this rank does not see `folder`: what it wrote there is on a disk of its own."""
         return self._wire.rank in self._blind
 
     def _seal(self, written: Sequence[dict[str, list[Segment]]]) -> None:
@@ -281,7 +301,16 @@ class Saving:
         return jobs[0]
 
     def _receive(self, rank: int, writer: Writer) -> None:
-        """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces."""
+        """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces.
+
+        Where it cannot, it takes in the rest all the same, for which `rank` would wait.
+        """
+        failure: CheckpointError | None = None
+
+        def report() -> None:
+            if failure is not None:
+                raise failure
+
         mine = self._wire.rank == rank
         plan = [(job.file, job.offset, job.length) for job in self._jobs] if mine else None
         plans: list[tuple[str, int, int]] = self._wire.exchange(plan)[rank]
@@ -296,7 +325,12 @@ class Saving:
                 elif self._wire.rank == 0:
                     landing = torch.empty(count, dtype=torch.uint8)
                     self._wire.carry(None, landing, rank)
-                    writer.write([Job(file, offset + start, landing, torch.uint8)])
+                    try:
+                        if failure is None:
+                            writer.write([Job(file, offset + start, landing, torch.uint8)])
+                    except CheckpointError as error:
+                        failure = error
+        together(self._wire, f"writing what rank {rank} sent to {self.target}", report)
 
 
 @dataclass(slots=True)
@@ -406,6 +440,7 @@ class Writer:
         data = bytes_of(values.contiguous())
         digest = digest_of(data)
         write_fully(self._files[file], data, offset, path)
+        start_writeback(self._files[file], offset, len(data))
         self._segments.setdefault(file, []).append((offset, len(data), digest))
 
 

@@ -10,11 +10,13 @@ recognised and removed. All of this is done by one process, rank 0's.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 from .errors import CheckpointError
 from .manifest import MANIFEST, Manifest
@@ -33,15 +35,16 @@ class Staging:
     """One save of `target`."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = Path(os.path.abspath(target))
-        inside = self.target.is_dir() and not self.target.is_symlink() and any(self.target.iterdir())
         # A link to a folder: the folder itself is what is replaced.
-        self.target = self.target.resolve() if self.target.is_symlink() else self.target
-        inside = inside or (self.target.is_dir() and any(self.target.iterdir()))
-        self.root = self.target / SUFFIX if inside else self.target.parent / f".{self.target.name}{SUFFIX}"
-        self.path = self.root / self.target.name
-        """Where to write."""
+        self.target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
+        self._beside = self.target.parent / f".{self.target.name}{SUFFIX}"
+        self.root = self._beside
         self._lock = -1
+
+    @property
+    def path(self) -> Path:
+        """Where to write, once open."""
+        return self.root / self.target.name
 
     def open(self) -> None:
         """Make the folder and lock it; finish or remove what a killed job left.
@@ -52,22 +55,41 @@ class Staging:
         if self.target.exists() and not self.target.is_dir():
             raise CheckpointError(f"{self.target} is a file, expected a folder to save into")
         try:
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            self.root.mkdir(exist_ok=True)
-            self._lock = _lock(self.root)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._enter()
             if self.target.is_dir():
                 recover(self.target, locked=True)
+            if self.root != self._beside:
+                _remove_dead(self._beside)
             _empty(self.root)
             self.path.mkdir()
         except OSError as error:
             self.discard()
             raise CheckpointError(f"{self.target} cannot be written: {error}") from error
+        except CheckpointError:
+            self.discard()
+            raise
+
+    def _enter(self) -> None:
+        """Take the lock of the place that fits the target as it is then: another job may have made it meanwhile."""
+        while True:
+            self.root = self._place()
+            self.root.mkdir(exist_ok=True)
+            self._lock = _lock(self.root)
+            if self._place() == self.root:
+                return
+            self.discard()
+
+    def _place(self) -> Path:
+        inside = self.target.is_dir() and any(self.target.iterdir())
+        return self.target / SUFFIX if inside else self._beside
 
     def publish(self, manifest: Manifest) -> None:
         """The staged files become the target, all or none. They and the manifest are on disk before.
 
         Raises:
-            CheckpointError: a write or rename failed; the target is as it was.
+            CheckpointError: a write or rename failed; the target is as it was, or, from the commit point on, as it will be
+                once it is loaded from or saved to again.
         """
         try:
             with open(self.path / MANIFEST, "wb") as file:
@@ -76,17 +98,23 @@ class Staging:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.rename(self.path, self.target)
-                _sync(self.target.parent)
             except OSError:
                 if not self.target.is_dir():
                     raise
                 os.rename(self.path, self.target / _COMMIT)
                 _sync(self.target)
                 _roll_forward(self.target)
+            else:
+                _sync(self.target.parent)
         except OSError as error:
-            raise CheckpointError(f"{self.target} could not be put in place: {error}") from error
+            rest = "; its new files are complete, the next load or save moves them" if self._is_committed else ""
+            raise CheckpointError(f"{self.target} could not be put in place: {error}{rest}") from error
         finally:
             self.discard()
+
+    @property
+    def _is_committed(self) -> bool:
+        return (self.target / _COMMIT).is_dir()
 
     def discard(self) -> None:
         """Remove what is staged and let go of the lock. Safe to call again, and after `publish`."""
@@ -130,17 +158,22 @@ def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
 def remove_left_overs(folder: str | os.PathLike[str]) -> None:
     """Staging folders directly inside `folder` whose job is dead."""
     for root in Path(folder).glob(f".*{SUFFIX}"):
-        try:
-            held = _lock(root)
-        except (CheckpointError, OSError):
-            continue
-        shutil.rmtree(root, ignore_errors=True)
-        os.close(held)
+        _remove_dead(root)
+
+
+def _remove_dead(root: Path) -> None:
+    try:
+        held = _lock(root)
+    except (CheckpointError, OSError):
+        return
+    shutil.rmtree(root, ignore_errors=True)
+    os.close(held)
 
 
 def _lock(root: Path) -> int:
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    fd = -1
     try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         same = os.stat(root).st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
@@ -148,10 +181,13 @@ def _lock(root: Path) -> int:
     except BlockingIOError:
         same = False
     except OSError:
+        if fd < 0:
+            raise
         return fd  # a file system without locks: better unguarded than not at all
     if same:
         return fd
-    os.close(fd)
+    if fd >= 0:
+        os.close(fd)
     raise CheckpointError(
         f"another job is saving to {root.parent if root.name == SUFFIX else root.parent / root.name[1 : -len(SUFFIX)]} right "
         "now: give each job an output folder of its own"
@@ -161,6 +197,9 @@ def _lock(root: Path) -> int:
 def _roll_forward(target: Path) -> None:
     """Move the committed files into place. May be repeated from any point."""
     commit = target / _COMMIT
+    if not (commit / MANIFEST).exists():  # it is the last to be moved: only the empty shell is left
+        shutil.rmtree(commit, ignore_errors=True)
+        return
     manifest = Manifest.read(commit)
     try:
         older = set(Manifest.read(target).files)
@@ -172,13 +211,23 @@ def _roll_forward(target: Path) -> None:
             place = target / name
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(source, place)
-    for name in (older | _rivals(target, manifest)) - set(manifest.files):
+    stale = (older | _rivals(target, manifest)) - set(manifest.files)
+    for name in stale:
         (target / name).unlink(missing_ok=True)
-    for folder in {(target / name).parent for name in manifest.files} | {target}:
+    for folder in _folders(target, stale):
+        with contextlib.suppress(OSError):  # others have files there
+            folder.rmdir()
+    for folder in [*_folders(target, manifest.files), target]:
         _sync(folder)
     os.replace(commit / MANIFEST, target / MANIFEST)
     _sync(target)
     shutil.rmtree(commit, ignore_errors=True)
+
+
+def _folders(target: Path, names: Iterable[str]) -> list[Path]:
+    """The folders below `target` that hold these files, the deepest first."""
+    found = {target / parent for name in names for parent in PurePosixPath(name).parents if parent.name}
+    return sorted(found, key=lambda folder: -len(folder.parts))
 
 
 def _rivals(target: Path, manifest: Manifest) -> set[str]:

@@ -26,6 +26,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from .birth import birth_of, hand_over
 from .comm import SoloWire
 from .config import StagePolicy
 from .errors import StateError
@@ -54,13 +55,21 @@ class Flat:
         self.span = span
         self.params = list(params)
         self.rank = wire.rank if span.shards > 1 else 0
+        self.pinned: set[int] = set()
+        """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         device = params[0].device
         spec = span.spec
         compute, master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
         with torch.no_grad():
             whole = torch.zeros(span.numel, dtype=master_dtype, device=device)
             for slot, param in zip(span.slots, params):
-                whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+                birth = birth_of(param)
+                if birth is None:
+                    whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+                else:
+                    birth.pour(param, whole[slot.offset :], slot.spec.name)
+                    hand_over(param, None)
+            whole[span.used_numel :].zero_()
             begin = self.rank * span.slice_numel
             self.full = whole if compute == master_dtype else whole.to(compute)
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
@@ -94,7 +103,10 @@ class Flat:
     # Parameters -----------------------------------------------------------------------------------------------------
 
     def point(self, targets: Sequence[Tensor]) -> None:
-        for param, target in zip(self.params, targets):
+        pairs = list(zip(self.params, targets))
+        if self.pinned:
+            pairs = [pair for index, pair in enumerate(pairs) if index not in self.pinned]
+        for param, target in pairs:
             param.data = target
 
     def open(self) -> None:
@@ -105,6 +117,11 @@ class Flat:
     def close(self) -> None:
         if not self.resident:
             self.full.untyped_storage().resize_(0)
+
+    def drop(self) -> None:
+        """Give all memory back, whoever still refers to it: other flats hold the values."""
+        for tensor in (self.full, self.own, self.master):
+            tensor.untyped_storage().resize_(0)
 
     def refresh(self) -> None:
         """Carry the master's values into `own`, after a step or a load."""
@@ -207,6 +224,13 @@ class Flat:
             self.master.grad = mean
         else:
             self.master.grad.add_(mean)
+
+    def some_grad(self, wire: SoloWire) -> Tensor:
+        """The master's gradient; zeros, from now on, where it had none."""
+        if self.master.grad is None:
+            grad = self.bucket()[0] if wire.size == 1 else torch.empty_like(self.master)
+            self.master.grad = grad.detach().zero_()
+        return self.master.grad
 
     def drop_master_grad(self) -> None:
         self.master.grad = None

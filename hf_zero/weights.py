@@ -110,6 +110,11 @@ class Located:
 class WeightFormat(Protocol):
     """What one model's weights are called at rest."""
 
+    @property
+    def stems(self) -> Mapping[str, str]:
+        """Where a load looks: the stems of the files -> by what a load prefixes the keys found there, to tell them apart."""
+        ...
+
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
         """On rank 0 alone, without communication: what to write. May write small files (config, index) into `folder`.
 
@@ -142,6 +147,7 @@ class StateDictFormat:
 
     def __init__(self, model: nn.Module, stem: str = "model") -> None:
         self._stem = stem
+        self.stems = {stem: ""}
         self._names = names_of(model)
         self._shapes = {key: tuple(param.shape) for key, param in model.named_parameters(remove_duplicate=False)}
         self._buffers = {key: tuple(buffer.shape) for key, buffer in persistent_buffers(model).items()}

@@ -13,30 +13,25 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import safetensors.torch
-import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..pieces_old import load_optimizer, save_optimizer
+from ..birth import birth_of
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of, shard
-from ..errors import CheckpointError, ConfigError, UnsupportedOptimizerError
-
-OPTIMIZER_FOLDER = "zero_optimizer"
-"""Where the ranks' optimizer pieces lie inside a checkpoint folder; a second optimizer's in `zero_optimizer_1`, …"""
+from ..errors import ConfigError, UnsupportedOptimizerError
+from .accelerate_state import ZeroStateMixin
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -58,6 +53,7 @@ class ZeroPlugin(ParallelismConfig):
 
     stage: int = ZeroConfig().stage
     reduce_dtype: str | None = None
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):
@@ -170,11 +166,10 @@ else:
     _AcceleratorBase = object
 
 
-class ZeroAcceleratorMixin(_AcceleratorBase):
+class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
     """What differs from the stock Accelerator. Everything else (data, metrics, schedulers, tracking) is inherited."""
 
     zero_plugin: ZeroPlugin
-    _optimizers: list[Any]
 
     # -- prepare --
 
@@ -237,7 +232,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         optimizer = mine[0] if mine else None
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
-            if config.policy.keep_full and not trains:
+            born = any(birth_of(param) is not None for param in model.parameters())  # has no whole values to run with
+            if config.policy.keep_full and not trains and not born:
                 return None
             self._zero_check_model(model)
             _adopt_trainer()  # one that was given an Accelerator from elsewhere
@@ -335,93 +331,6 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             )
         yield
 
-    # -- files --
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """On every rank; the main process writes."""
-        if engine_of(model) is None:
-            return super().save_model(model, save_directory, max_shard_size, safe_serialization)
-        self._zero_refuse_each_node()
-        state = model.state_dict()
-        parent: Any = super()
-
-        def write() -> None:
-            if self.is_main_process:
-                with serving_state_dict(model, state):
-                    parent.save_model(model, save_directory, max_shard_size, safe_serialization)
-
-        return on_every_rank(write, f"writing the model to {save_directory}")
-
-    def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> Any:
-        """accelerate's folder; every rank writes its optimizer state to `zero_optimizer/`, for any later world size."""
-        if not any(True for _ in _engines()):
-            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
-        self._zero_refuse_each_node()
-        states = [(model, model.state_dict()) for model in self._models if engine_of(model) is not None]
-        optimizers, self._optimizers = self._optimizers, []
-        handle = self.register_save_state_pre_hook(_drop_weights_off_main)
-        parent: Any = super()
-        written: list[Any] = []
-
-        def write() -> None:
-            with ExitStack() as serving:
-                for model, state in states:
-                    serving.enter_context(serving_state_dict(model, state))
-                written.append(parent.save_state(output_dir, safe_serialization, **save_model_func_kwargs))
-            if self.is_main_process:
-                for index in range(len(optimizers)):
-                    _optimizer_file(written[0], index).unlink(missing_ok=True)  # of plain data parallel, before
-
-        try:
-            on_every_rank(write, f"writing the state to {output_dir or self.project_dir}")
-        finally:
-            handle.remove()
-            self._optimizers = optimizers
-        for index, optimizer in enumerate(optimizers):
-            save_optimizer(self._zero_bound_engine(optimizer), _optimizer_folder(written[0], index))
-        self.wait_for_everyone()
-        return written[0]
-
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """A folder of `save_state`, at any stage and world size, or one that plain data parallel wrote."""
-        if not any(True for _ in _engines()):
-            return super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-        found: list[Path] = []
-
-        def load_models(models: list[nn.Module], folder: str) -> None:
-            found.append(Path(folder))
-            for index, model in enumerate(models):
-                _load_model(model, Path(folder), index, load_model_func_kwargs.get("strict", True))
-            models.clear()
-
-        optimizers, self._optimizers = self._optimizers, []
-        handle = self.register_load_state_pre_hook(load_models)
-        try:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-        finally:
-            handle.remove()
-            self._optimizers = optimizers
-        for index, optimizer in enumerate(optimizers):
-            folder = _optimizer_folder(found[0], index)
-            single = _optimizer_file(found[0], index)
-            if single.is_file():  # save_state above leaves none: whoever wrote it did so later
-                optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
-            elif folder.is_dir():
-                load_optimizer(self._zero_bound_engine(optimizer), folder)
-            else:
-                raise CheckpointError(f"no optimizer state in {found[0]}: expected {folder.name}/ or {single.name}")
-        return None
-
     def _zero_bound_engine(self, optimizer: Optimizer) -> Engine:
         engine = _engine_of_optimizer(bare_optimizer(optimizer))
         if engine is None:
@@ -429,10 +338,6 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
                 f"{type(bare_optimizer(optimizer)).__name__} belongs to no sharded model of this Accelerator"
             )
         return engine
-
-    def _zero_refuse_each_node(self) -> None:
-        if self.project_configuration.save_on_each_node:
-            raise ConfigError("save_on_each_node=True: only rank 0 holds the gathered model; save to a shared folder")
 
 
 class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
@@ -536,92 +441,4 @@ def _owner_of(params: list[Any], caller: str) -> tuple[Engine, list[Any] | None]
     return None
 
 
-def on_every_rank(work: Callable[[], None], what: str) -> None:
-    """Do `work`, which must not communicate, and raise on every rank if it failed on any.
-
-    Raises:
-        CheckpointError: naming the first rank that failed, and how.
-    """
-    failure: Exception | None = None
-    try:
-        work()
-    except Exception as error:  # any failure must reach the other ranks, which would wait for this one
-        failure = error
-    rank = PartialState().process_index
-    report = None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
-    failed = [line for line in gather_object([report]) if line is not None]
-    if failed:
-        raise CheckpointError(f"{what} failed on {failed[0]}") from failure
-
-
-@contextmanager
-def serving_state_dict(model: nn.Module, state: dict[str, Any]) -> Iterator[None]:
-    """Inside, `state_dict()` of the model and of its parts answers from `state`, so that one rank alone may write.
-
-    Of a sharded model it is a collective, and library code between here and the file calls it on the writer only.
-    """
-    replaced: list[tuple[nn.Module, Any]] = []
-    try:
-        for name, module in model.named_modules():
-            replaced.append((module, module.__dict__.get("state_dict")))
-            module.__dict__["state_dict"] = _server(state, f"{name}." if name else "")
-        yield
-    finally:
-        for module, before in replaced:
-            if before is None:
-                del module.__dict__["state_dict"]
-            else:
-                module.__dict__["state_dict"] = before
-
-
-def _server(state: dict[str, Any], inside: str) -> Callable[..., dict[str, Any]]:
-    def state_dict(
-        *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        answer = type(state)() if destination is None else destination
-        answer.update({prefix + key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)})
-        return answer
-
-    return state_dict
-
-
-def _drop_weights_off_main(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-    """Off rank 0 the gathered tensors are `meta`: nothing to write, and accelerate would look for shared storage."""
-    if not PartialState().is_main_process:
-        weights.clear()
-
-
-def _optimizer_folder(folder: str | os.PathLike[str], index: int) -> Path:
-    return Path(folder) / (f"{OPTIMIZER_FOLDER}_{index}" if index else OPTIMIZER_FOLDER)
-
-
-def _optimizer_file(folder: str | os.PathLike[str], index: int) -> Path:
-    """accelerate's own name for a whole optimizer state."""
-    return Path(folder) / (f"optimizer_{index}.bin" if index else "optimizer.bin")
-
-
-def _load_model(model: nn.Module, folder: Path, index: int, strict: bool) -> None:
-    """accelerate's file names. Its own loader compares storages of `state_dict()`, which only rank 0 has."""
-    suffix = f"_{index}" if index else ""
-    safe, pickled = folder / f"model{suffix}.safetensors", folder / f"pytorch_model{suffix}.bin"
-    if safe.is_file():
-        state = safetensors.torch.load_file(safe)
-    elif pickled.is_file():
-        state = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-    else:
-        raise CheckpointError(f"no weights for model {index} in {folder}: expected {safe.name} or {pickled.name}")
-    if all(name.startswith("module.") for name in state):  # plain data parallel keeps its wrapper's prefix
-        state = {name.removeprefix("module."): value for name, value in state.items()}
-    result = model.load_state_dict(state, strict=False)
-    if strict:
-        names = dict(model.named_parameters(remove_duplicate=False))
-        present = {id(param) for name, param in names.items() if name in state}
-        missing = [key for key in result.missing_keys if id(names.get(key)) not in present]
-        if missing or result.unexpected_keys:
-            raise CheckpointError(
-                f"{safe if safe.is_file() else pickled} does not fit {type(model).__name__}: missing {missing[:5]}, "
-                f"unexpected {result.unexpected_keys[:5]}"
-            )
-
-
-__all__ = ["OPTIMIZER_FOLDER", "ZeroAccelerator", "ZeroAcceleratorMixin", "ZeroPlugin", "zero_accelerator_cls"]
+__all__ = ["ZeroAccelerator", "ZeroAcceleratorMixin", "ZeroPlugin", "zero_accelerator_cls"]

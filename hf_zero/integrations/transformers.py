@@ -4,50 +4,30 @@ A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing m
 plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
 itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. Nothing of transformers is patched.
 
-What differs is files, all of them written where the stock Trainer writes them:
-
-* the model: gathered by all ranks, then the stock code on the rank that writes;
-* the optimizer: with `ZeroCallback` (or an explicit `ZeroTrainer`) every rank writes its own pieces to
-  `zero_optimizer/` and `optimizer.pt` only says so; without, `optimizer.pt` is the very file of plain data parallel.
-  Both load, at any stage and world size, in every Trainer that has the plugin; plain data parallel loads the latter.
+What such a Trainer does differently is in `trainer`: files. A checkpoint is a `from_pretrained` folder with the optimizer's
+state beside it, readable at any stage and number of ranks by every Trainer that has the plugin, as are those of plain data
+parallel. The other way only the weights go: plain data parallel stops at the `optimizer.pt` that it does not find.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from types import FrameType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..pieces_old import load_optimizer, save_optimizer
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of
-from ..errors import CheckpointError, ConfigError
-from .accelerate import (
-    OPTIMIZER_FOLDER,
-    ZeroAcceleratorMixin,
-    ZeroPlugin,
-    bare_optimizer,
-    on_every_rank,
-    put_in_front,
-    serving_state_dict,
-)
-
-_PLACEHOLDER = "hf_zero: the optimizer state is in this folder"
-"""The key of the small `optimizer.pt` that stands for `zero_optimizer/`."""
-
+from ..errors import ConfigError
+from .accelerate import ZeroPlugin, put_in_front
+from .trainer import ZeroTrainerMixin, check_arguments
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
@@ -71,6 +51,13 @@ class ZeroTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."},
     )
+    zero_async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Copy a checkpoint to host memory (what this rank writes of it), go on training, and write behind. The "
+            "next save and the end of training wait for it; callbacks' on_save runs before the folder is there."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in ("deepspeed", "fsdp"):
@@ -89,96 +76,6 @@ class ZeroTrainingArguments(TrainingArguments):
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object
-
-
-class ZeroTrainerMixin(_TrainerBase):
-    """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`."""
-
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    _zero_explicit = True
-    """False in the class that `adopt_trainer` makes: its user asked for no more than the plugin."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if not isinstance(self.accelerator, ZeroAcceleratorMixin):
-            raise ConfigError(
-                f"{type(self).__name__} needs a ZeroPlugin: use ZeroTrainingArguments, or "
-                "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "
-                "between the arguments and the Trainer, and accelerate keeps its settings: build it later or drop it"
-            )
-        check_arguments(self.args)
-
-    def _zero_engine(self) -> Engine | None:
-        return engine_of(self.model)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """All ranks gather, one writes. An error of the writer ends every rank, not only its own."""
-        if self._zero_engine() is None:
-            return super()._save(output_dir, state_dict)
-        state = self.model.state_dict() if state_dict is None else state_dict
-        parent: Any = super()
-
-        def write() -> None:
-            if self.args.should_save:
-                with serving_state_dict(self.model, state):
-                    parent._save(output_dir, state_dict)
-
-        return on_every_rank(write, f"writing the model to {output_dir or self.args.output_dir}")
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = self._zero_engine()
-        if engine is None or engine.optimizer is not bare_optimizer(self.optimizer):
-            return super()._save_optimizer_and_scheduler(output_dir)
-        if self._zero_explicit or any(isinstance(item, ZeroCallback) for item in self.callback_handler.callbacks):
-            save_optimizer(engine, Path(output_dir) / OPTIMIZER_FOLDER)
-            state = {_PLACEHOLDER: OPTIMIZER_FOLDER, "state": {}, "param_groups": []}
-        else:
-            state = self.optimizer.state_dict()
-        parent: Any = super()
-
-        def write() -> None:
-            with _answering(self.optimizer, "state_dict", state):
-                parent._save_optimizer_and_scheduler(output_dir)
-
-        return on_every_rank(write, f"writing the optimizer to {output_dir}")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        engine = self._zero_engine()
-        if checkpoint is None or engine is None or engine.optimizer is not bare_optimizer(self.optimizer):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        folder, single, scheduler = (
-            Path(checkpoint) / name for name in (OPTIMIZER_FOLDER, OPTIMIZER_NAME, SCHEDULER_NAME)
-        )
-        if single.is_file():
-            # The file decides: the folder may be left from a run before. Into host memory, file-backed; the stock Trainer
-            # would put the whole state on every device.
-            state = torch.load(single, map_location="cpu", weights_only=True, mmap=True)
-            if _PLACEHOLDER not in state:
-                self.optimizer.load_state_dict(state)
-            elif folder.is_dir():
-                load_optimizer(engine, folder)
-            else:
-                raise CheckpointError(
-                    f"{single} says that the optimizer state is in {folder}, which is not there: copy the whole "
-                    "checkpoint folder, or delete optimizer.pt to go on with a fresh optimizer"
-                )
-        else:
-            warnings.warn(
-                f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
-                "optimizer and schedule",
-                stacklevel=2,
-            )
-            return None
-        if scheduler.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        return None
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
@@ -204,35 +101,7 @@ def adopt_trainer() -> None:
     if isinstance(owner, Trainer):
         check_arguments(owner.args)
         if not isinstance(owner, ZeroTrainerMixin):
-            owner.__class__ = put_in_front(ZeroTrainerMixin, type(owner), _zero_explicit=False)
-
-
-def check_arguments(args: TrainingArguments) -> None:
-    """Arguments of the Trainer that a sharded model cannot honour.
-
-    Raises:
-        ConfigError: naming the argument and what to use instead.
-    """
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"{name} casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
-            )
-    if args.save_on_each_node:
-        raise ConfigError("save_on_each_node: only rank 0 holds the gathered model; save to a shared folder")
-    if str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"):
-        raise ConfigError(
-            f"optim={args.optim} updates parameters inside backward, before gradients are averaged over the ranks; use "
-            "an element-wise optimizer such as adamw_torch"
-        )
-    if args.n_gpu > 1:
-        # One process that sees several GPUs: the Trainer would wrap the model in nn.DataParallel.
-        warnings.warn(
-            f"one process sees {args.n_gpu} GPUs and will use the first; start one process per GPU with "
-            "`accelerate launch` or `torchrun` to use them all",
-            stacklevel=2,
-        )
-        args._n_gpu = 1
+            owner.__class__ = zero_trainer_cls(type(owner))
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:
@@ -267,11 +136,13 @@ def _generate_together(root: weakref.ref[nn.Module], self: Any, *args: Any, **kw
 def _save_in_own_types(types: list[torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """config.json's `dtype` is the first parameter's, which may be bfloat16 just now; the file holds its own type."""
     typed = [torch.empty(param.shape, dtype=dtype, device="meta") for param, dtype in zip(self.parameters(), types)]
+    before = {name: value for name, value in self.__dict__.items() if name == "parameters"}
     self.__dict__["parameters"] = lambda recurse=True: iter(typed)
     try:
         return type(self).save_pretrained(self, *args, **kwargs)
     finally:
         del self.__dict__["parameters"]
+        self.__dict__.update(before)
 
 
 def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,24 +157,11 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*call.args, **call.kwargs)
 
 
-@contextmanager
-def _answering(owner: object, method: str, answer: Any) -> Iterator[None]:
-    """Inside, `owner.method()` returns `answer`: for code that asks on one rank what all ranks had to work out."""
-    before = owner.__dict__.get(method)
-    owner.__dict__[method] = lambda: answer
-    try:
-        yield
-    finally:
-        del owner.__dict__[method]
-        if before is not None:
-            owner.__dict__[method] = before
-
-
 # ---- the callback ----------------------------------------------------------------------------------------------------
 
 
 class ZeroCallback(TrainerCallback):
-    """Every rank saves its own optimizer state (see the module's text); the engine's report before and after training.
+    """Prints the engine's report before and after training. Needed for nothing else.
 
     Raises:
         ConfigError: at the start of training, when the model turns out not to be sharded.

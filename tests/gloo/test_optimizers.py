@@ -278,7 +278,7 @@ def write_state(rank: int, world: int, folder: str, stage: int) -> dict:
         token_loss(model, rank % 2, step).backward()
         opt.step()
         opt.zero_grad()
-    zero.save_optimizer(engine, folder)
+    engine.save(folder)
     return opt.state_dict()
 
 
@@ -291,7 +291,7 @@ def read_state(rank: int, world: int, folder: str, stage: int) -> dict:
     ]
     opt = torch.optim.AdamW(groups, lr=1e-3)
     engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage))
-    zero.load_optimizer(engine, folder)
+    engine.load(folder)
     return opt.state_dict()
 
 
@@ -317,11 +317,11 @@ def lose(rank: int, world: int, folder: str) -> str:
 
 def test_missing_or_short_files_are_named_on_every_rank(pools, tmp_path):
     pools[3].run(write_state, str(tmp_path), 2)
-    victim = tmp_path / "rank-00001-of-00003.safetensors"
+    victim = tmp_path / "optimizer" / "exp_avg.safetensors"
     data = victim.read_bytes()
     for damage in (lambda: victim.unlink(), lambda: victim.write_bytes(data[: len(data) // 2])):
         damage()
         assert all(victim.name in answer for answer in pools[2].run(lose, str(tmp_path)))
     victim.write_bytes(data)
-    (tmp_path / "optimizer.json").unlink()
+    (tmp_path / "optimizer" / "optimizer.json").unlink()
     assert all("optimizer.json" in answer for answer in pools[2].run(lose, str(tmp_path)))

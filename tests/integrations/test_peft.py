@@ -31,22 +31,24 @@ def assert_run(mine: dict[str, Any], reference: dict[str, Any], rel: float) -> N
 def test_the_adapter_equals_data_parallel(found: Results, stage: int) -> None:
     mine, reference = found(f"stage {stage}"), found("ddp")
     assert_run(mine, reference, 1e-6)
-    assert mine["files"] == reference["files"]
+    ours = {"zero_manifest.json", "zero_run.json"}
+    stock = [name for name in mine["files"] if "optimizer" not in name and name not in ours]
+    assert stock == [name for name in reference["files"] if "optimizer" not in name]
     assert "model.safetensors" not in mine["files"], "the adapter only"
+    assert mine["as stock"], "byte for byte what PEFT writes of the same adapter"
+    assert mine["adapter_config"] == reference["adapter_config"]
     assert max(found(f"stage {stage} saved").values()) < 1e-6
 
 
 @pytest.mark.gloo
-def test_callback_saves_pieces(found: Results) -> None:
-    mine = found("callback")
-    assert_run(mine, found("ddp"), 1e-6)
-    assert [name for name in mine["files"] if name.startswith("zero_optimizer/")]
+@pytest.mark.parametrize("check", ["resume", "bf16 resume"])
+def test_resume_equals_uninterrupted(found: Results, check: str) -> None:
+    assert found(check) == 0.0
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("check", ["resume", "resume callback", "bf16 resume"])
-def test_resume_equals_uninterrupted(found: Results, check: str) -> None:
-    assert found(check) == 0.0
+def test_resume_at_another_stage_from_the_newest_complete_one(found: Results) -> None:
+    assert found("resume newest") < 1e-6
 
 
 @pytest.mark.gloo

@@ -254,6 +254,13 @@ def save_model_files() -> dict[str, Any]:
         name: files_under(OUT / name) for name in ("one_file", "many_files", "pickled", "pretrained")
     }
     if RANK == 0:
+        twin = gpt2()
+        twin.load_state_dict(dict(state))
+        fresh()
+        Accelerator(cpu=True).save_model(twin, str(OUT / "stock"), max_shard_size="20KB")
+        out["as stock"] = all(
+            path.read_bytes() == (OUT / "many_files" / path.name).read_bytes() for path in (OUT / "stock").iterdir()
+        )
         for name in ("one_file", "many_files"):
             loaded: dict[str, Tensor] = {}
             for path in sorted((OUT / name).glob("*.safetensors")):
@@ -377,7 +384,7 @@ def own_subclass() -> dict[str, Any]:
 
 def two_models() -> dict[str, Any]:
     """Two models, two optimizers, one accelerator."""
-    out = {}
+    out: dict[str, Any] = {}
     for name, stage in (("ddp", None), ("zero", 3)):
         fresh()
         extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
@@ -393,7 +400,53 @@ def two_models() -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
         out[name] = norms
+    accelerator.save_state(str(OUT / "two"))
+    out["files"] = files_under(OUT / "two")
+    pair: list[tuple[Any, Any]] = [(a, x), (b, y)]
+    before = [({k: v.clone() for k, v in m.state_dict().items()}, o.state_dict()) for m, o in pair]
+    accelerator.backward(a(**batch).loss + b(**batch).loss)
+    for optimizer in (x, y):
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.load_state(str(OUT / "two"))
+    after = [(dict(m.state_dict()), o.state_dict()) for m, o in pair]
+    out["restored"] = 0.0
+    if RANK == 0:
+        out["restored"] = max(
+            max(distance(now[0], then[0]), optimizer_distance(now[1], then[1])) for now, then in zip(after, before)
+        )
     return out
+
+
+def adapters() -> dict[str, Any]:
+    """Two adapters on one base model: only they are saved, and both come back."""
+    from peft import LoraConfig, get_peft_model
+
+    fresh()
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model: Any = get_peft_model(gpt2(), config)
+    model.add_adapter("other", config)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.normal_()
+    params = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(params, lr=1e-2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator.save_state(str(OUT / "adapters"))
+    batch = {k: v[None] for k, v in Tokens()[RANK].items()}
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    accelerator.load_state(str(OUT / "adapters"))
+    after = dict(model.state_dict())
+    return {
+        "files": files_under(OUT / "adapters"),
+        "restored": distance(after, before) if RANK == 0 else 0.0,
+    }
 
 
 def main() -> None:
@@ -423,6 +476,7 @@ def main() -> None:
         check(f"overflow {stage}", lambda: overflow(stage))  # noqa: B023
     check("subclass", own_subclass)
     check("two models", two_models)
+    check("adapters", adapters)
 
 
 _kept: dict[str, dict[str, Any]] = {}

@@ -72,11 +72,13 @@ import hf_zero as zero  # noqa: E402
 def push() -> dict[str, Any]:
     args = TrainingArguments(
         output_dir=str(OUT / "run"),
-        parallelism_config=zero.ZeroPlugin(stage=3),
+        parallelism_config=zero.ZeroPlugin(stage=3, async_save=True),
         max_steps=4,
         save_steps=2,
         per_device_train_batch_size=2,
         push_to_hub=True,
+        hub_strategy="checkpoint",
+        hub_always_push=True,
         hub_model_id="user/tiny",
         hub_token="x",
         report_to=[],
@@ -92,7 +94,8 @@ def push() -> dict[str, Any]:
         return {}
     pushed = load(_received["model.safetensors"])
     final = {name: tensor for name, tensor in state.items() if name in pushed}
-    return {"files": sorted(_received), "commits": _commits, "weights": distance(pushed, final)}
+    card = _received["README.md"].decode()
+    return {"files": sorted(_received), "commits": _commits, "weights": distance(pushed, final), "card": card}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from harness import (
     files_under,
     fresh,
     gpt2,
-    optimizer_distance,
     raised,
     watch,
 )
@@ -70,7 +70,8 @@ def trainer(
     fresh()
     callbacks = changes.pop("callbacks", None)
     if stage is not None:
-        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage)
+        async_save = changes.pop("async_save", False)
+        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage, async_save=async_save)
     args = arguments(folder, **changes)
     return kind(
         model=gpt2(seed) if model is None else model,
@@ -119,16 +120,31 @@ def whole_run(name: str, stage: int | None, **changes: Any) -> dict[str, Any]:
     }
 
 
+def optimizer_at(folder: Path, names: list[str]) -> dict[str, Tensor]:
+    """`optimizer/` of ours, or `optimizer.pt` of plain data parallel, whose numbers count `names`."""
+    if (folder / "optimizer").is_dir():
+        files = sorted((folder / "optimizer").glob("*.safetensors"))
+        return {f"{file.stem} {key}": value for file in files for key, value in load_file(file).items()}
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    return {
+        f"{key} {names[number]}": value
+        for number, entries in state.items()
+        for key, value in entries.items()
+        if key != "step"
+    }
+
+
 def compare_saved(name: str, reference: str) -> dict[str, float]:
     out = {}
     for step in (4, 8):
         one, two = OUT / name / f"checkpoint-{step}", OUT / reference / f"checkpoint-{step}"
         out[f"weights {step}"] = distance(saved(one), saved(two))
-        if (one / "zero_optimizer").is_dir():
-            continue
-        states = [torch.load(side / "optimizer.pt", weights_only=True) for side in (one, two)]
-        out[f"optimizer {step}"] = optimizer_distance(*states)
+        groups = json.loads((one / "optimizer" / "optimizer.json").read_text())["groups"]
+        names = [param for group in groups for param in group["params"]]
+        out[f"optimizer {step}"] = distance(optimizer_at(one, names), optimizer_at(two, names))
+        zero.verify(one)
     out["final"] = distance(saved(OUT / name), saved(OUT / reference))
+    zero.verify(OUT / name)
     model = AutoModelForCausalLM.from_pretrained(OUT / name)
     out["reloaded"] = max(
         float((tensor - model.state_dict()[key]).abs().max()) for key, tensor in saved(OUT / name).items()
@@ -159,13 +175,118 @@ def resume_into_a_sharded_model() -> float:
 
 
 def rotation() -> list[str]:
-    """`save_total_limit`: the best and the last stay."""
+    """`save_total_limit`: the best and the last stay, what is not complete goes first."""
+    folder = OUT / "rotation"
+    if RANK == 0:
+        (folder / "checkpoint-99").mkdir(parents=True)
+        (folder / "checkpoint-99" / "config.json").write_text("{}")
+        (folder / ".checkpoint-98.zero_saving").mkdir()  # of a job that was killed
+    barrier()
     run = trainer("rotation", 3, save_steps=2, eval_steps=2, save_total_limit=2, load_best_model_at_end=True)
     run.train()
     barrier()
     best = Path(run.state.best_model_checkpoint or "").name
-    names = sorted(path.name for path in (OUT / "rotation").iterdir() if path.name.startswith("checkpoint"))
-    return [str(best in names), str("checkpoint-8" in names), str(len(names))]
+    names = sorted(path.name for path in folder.iterdir())
+    return [str(best in names), *names]
+
+
+class Broken(Trainer):
+    """Its rank 1 cannot write, from the second checkpoint on."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if RANK == 1 and self.state.global_step > 4:
+            raise OSError("no space left")
+        super()._save_rng_state(output_dir)
+
+
+def crash(async_save: bool) -> dict[str, Any]:
+    name = f"crash{int(async_save)}"
+    run = trainer(name, 2, kind=Broken, async_save=async_save)
+    said = raised(run.train)
+    barrier()
+    fine = zero.verify(OUT / name / "checkpoint-4").facts["world_size"]
+    return {"said": said, "left": sorted(path.name for path in (OUT / name).iterdir()), "fine": fine}
+
+
+def damage(name: str, source: str) -> list[str]:
+    """A copy of a run whose newest checkpoint has one bit flipped; the best one is in it too."""
+    if RANK == 0:
+        shutil.copytree(OUT / source, OUT / name)
+        victim = OUT / name / "checkpoint-8" / "optimizer" / "exp_avg.safetensors"
+        data = bytearray(victim.read_bytes())
+        data[-5] ^= 4
+        victim.write_bytes(data)
+    barrier()
+    run = trainer(name, 3, seed=99)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(resume_from_checkpoint=True)
+    barrier()
+    zero.verify(OUT / name / "checkpoint-8")
+    same = distance(saved(OUT / name / "checkpoint-8"), saved(OUT / source / "checkpoint-8"))
+    warned = [str(item.message) for item in caught if "Passed over" in str(item.message)]
+    return [str(same), *warned]
+
+
+def nothing_left(source: str) -> str:
+    """Every checkpoint is damaged: no fresh start behind the user's back."""
+    folder = OUT / "nothing_left"
+    if RANK == 0:
+        shutil.copytree(OUT / source, folder)
+        for path in folder.glob("checkpoint-*/zero_manifest.json"):
+            path.unlink()
+    barrier()
+    run = trainer("nothing_left", 3)
+    return raised(lambda: run.train(resume_from_checkpoint=True))
+
+
+def behind() -> dict[str, Any]:
+    """Written behind training: the same files as when training waits."""
+    settings: dict[str, Any] = {"save_steps": 2, "save_total_limit": 3, "load_best_model_at_end": True, "eval_steps": 2}
+    runs = {}
+    for name, async_save in (("waits", False), ("behind", True)):
+        run = trainer(name, 3, async_save=async_save, **settings)
+        run.train()
+        barrier()
+        runs[name] = curve(run)
+    differ = {"training_args.bin", "trainer_state.json", "zero_manifest.json"}  # paths, seconds, digests of these
+    names = [files_under(OUT / name) for name in ("waits", "behind")]
+    unequal = [
+        name
+        for name in names[0]
+        if Path(name).name not in differ and (OUT / "waits" / name).read_bytes() != (OUT / "behind" / name).read_bytes()
+    ]
+    states = [json.loads((OUT / "behind" / n).read_text()) for n in names[1] if n.endswith("trainer_state.json")]
+    return {
+        "names": names[0] == names[1],
+        "unequal": unequal,
+        "count": len(states),
+        "curves": runs["waits"] == runs["behind"],
+        "best": all(str(OUT / "behind" / "checkpoint-") in (state["best_model_checkpoint"] or "") for state in states),
+    }
+
+
+def born(source: str) -> dict[str, Any]:
+    """A model that never was whole on a rank: trained, saved, and resumed into another such model."""
+    with zero.Init():
+        model = gpt2()
+    run = trainer("born", 3, model=model, load_best_model_at_end=True)
+    run.train()
+    barrier()
+    out: dict[str, Any] = {
+        "weights": distance(saved(OUT / "born" / "checkpoint-8"), saved(OUT / source / "checkpoint-8"))
+    }
+    with zero.Init():
+        model = gpt2(seed=99)
+    again = trainer("born_again", 3, model=model)
+    again.train(resume_from_checkpoint=str(OUT / "born" / "checkpoint-4"))
+    out["resumed"] = distance(saved(OUT / "born_again" / "checkpoint-8"), saved(OUT / source / "checkpoint-8"))
+    with zero.Init():
+        model = gpt2(seed=98)
+    again = trainer("born_from_ddp", 3, model=model)
+    again.train(resume_from_checkpoint=str(OUT / "ddp" / "checkpoint-4"))
+    out["from ddp"] = distance(saved(OUT / "born_from_ddp" / "checkpoint-8"), saved(OUT / "ddp" / "checkpoint-8"))
+    return out
 
 
 def generating_evaluation() -> dict[str, Any]:
@@ -187,30 +308,24 @@ def generating_evaluation() -> dict[str, Any]:
     return {"equal": out["seq2seq"] == out["seq2seq_ddp"], "rows": len(out["seq2seq"])}
 
 
-def placeholder_says_so() -> dict[str, str]:
-    """A checkpoint of ZeroCallback without its folder, and one that plain data parallel is asked to resume."""
-    source, broken = OUT / "callback" / "checkpoint-4", OUT / "broken" / "checkpoint-4"
-    if RANK == 0:
-        shutil.copytree(source, broken)
-        shutil.rmtree(broken / "zero_optimizer")
+def plain_from_ours() -> str:
+    """Plain data parallel is told that there is no state that it could read."""
+    return raised(lambda: trainer("plain_resumes", None).train(str(OUT / "stage3" / "checkpoint-4")))
+
+
+def save_only_model() -> list[str]:
+    trainer("only_model", 3, save_only_model=True).train()
     barrier()
-    run = trainer("broken", 3)
-    plain = trainer("broken", None)
-    return {
-        "zero": raised(lambda: run.train(resume_from_checkpoint=str(broken))),
-        "size": str((source / "optimizer.pt").stat().st_size < 4096),
-        "plain": raised(lambda: plain.train(resume_from_checkpoint=str(source))),
-    }
+    return files_under(OUT / "only_model" / "checkpoint-8")
 
 
-def save_only_model() -> dict[str, Any]:
-    out = {}
-    for name, callbacks in (("only_model", None), ("only_model_callback", [zero.ZeroCallback(report=False)])):
-        run = trainer(name, 3, save_only_model=True, callbacks=callbacks)
-        run.train()
-        barrier()
-        out[name] = files_under(OUT / name / "checkpoint-8")
-    return out
+def evaluates_a_checkpoint() -> list[float]:
+    """Weights of a checkpoint without training: into a model that is sharded for it, and into one that was before."""
+    folder = str(OUT / "stage3" / "checkpoint-8")
+    expected = trainer("eval_8", None, model=gpt2().from_pretrained(folder)).evaluate()["eval_loss"]
+    run = trainer("eval_8", 3, seed=99)
+    run._load_from_checkpoint(folder)
+    return [expected, run.evaluate()["eval_loss"]]
 
 
 def trains_twice() -> dict[str, Any]:
@@ -314,12 +429,15 @@ def evaluates_only(stage: int) -> dict[str, Any]:
     plain = trainer("eval_ddp", None).evaluate()["eval_loss"]
     run = trainer(f"eval{stage}", stage)
     loss = run.evaluate()["eval_loss"]
+    engine = zero.engine_of(run.model)
+    sent = {} if engine is None else {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
     run.save_model()
+    quiet = engine is None or sent == {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
     barrier()
     same = distance(
         saved(OUT / f"eval{stage}"), {k: v for k, v in gpt2().state_dict().items() if k != "lm_head.weight"}
     )
-    return {"loss": loss, "plain": plain, "weights": same, "engine": zero.engine_of(run.model) is not None}
+    return {"loss": loss, "plain": plain, "weights": same, "engine": engine is not None, "quiet": quiet}
 
 
 def save_fails() -> str:
@@ -353,17 +471,18 @@ def main() -> None:
     check("resume 3", lambda: resume("resume3", "stage3", 3))
     check("resume 1 from 3", lambda: resume("resume13", "stage3", 1))
     check("zero from ddp", lambda: resume("zero_from_ddp", "ddp", 3))
-    check("ddp from zero", lambda: resume("ddp_from_zero", "stage3", None))
-    callbacks = [zero.ZeroCallback(report=False)]
-    check("callback", lambda: whole_run("callback", 3, callbacks=callbacks))
-    check("callback saved", lambda: compare_saved("callback", "stage3"))
-    check("resume callback", lambda: resume("resume_callback", "callback", 3, callbacks=callbacks))
-    check("resume without callback", lambda: resume("resume_bare", "callback", 2))
+    check("plain from ours", plain_from_ours)
     check("trainer class", lambda: whole_run("subclass", 2, kind=zero.ZeroTrainer))
     check("resume into a sharded model", resume_into_a_sharded_model)
     check("rotation", rotation)
+    check("born", lambda: born("stage3"))
     check("generating evaluation", generating_evaluation)
-    check("placeholder", placeholder_says_so)
+    check("damaged", lambda: damage("damaged", "stage3"))
+    check("nothing left", lambda: nothing_left("stage3"))
+    for async_save in (False, True):
+        check(f"crash {async_save}", lambda: crash(async_save))  # noqa: B023
+    check("behind", behind)
+    check("evaluate a checkpoint", evaluates_a_checkpoint)
     check("save_only_model", save_only_model)
     check("ddp bf16", lambda: whole_run("ddp_bf16", None, bf16=True))
     check("bf16", lambda: whole_run("bf16", 3, bf16=True))

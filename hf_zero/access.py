@@ -1,0 +1,468 @@
+"""Whole values of sharded parameters for a while (`GatheredParameters`), and one by one (`full_*`, `local_*`).
+
+They work alike for parameters of an engine, at every stage and precision, and for those born under `zero.Init` that no
+engine has yet (which have no gradient and no optimizer state).
+
+`full_*` are collectives: every rank calls them with the same parameters in the same order. `local_*` do not communicate:
+they see this rank's own elements of the parameter, row-major, 1-D, often none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .agree import fingerprint
+from .birth import HOLDERS, Birth
+from .comm import SoloWire
+from .engine import Engine
+from .errors import ConfigError, RankMismatchError, StateError
+from .held import is_sliced
+from .layout import Overlap, Slot
+from .precision import dtype_of
+from .unit import Flat, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an engine has one parameter."""
+
+    engine: Engine
+    unit: Unit
+    flat: Flat
+    index: int
+
+    @property
+    def slot(self) -> Slot:
+        return self.flat.span.slots[self.index]
+
+    @property
+    def wire(self) -> SoloWire:
+        return self.engine.wire
+
+    def parts(self) -> Iterator[tuple[int, Overlap]]:
+        """Which rank owns which elements, in order."""
+        span, slot = self.flat.span, self.slot
+        for rank in range(slot.offset // span.slice_numel, -(-slot.stop // span.slice_numel)):
+            low = rank * span.slice_numel
+            start, stop = max(low, slot.offset), min(low + span.slice_numel, slot.stop)
+            if start < stop:
+                yield rank, Overlap(slot, start - slot.offset, start - low, stop - start)
+
+    def whole(self, source: Tensor) -> Tensor:
+        """One parameter's part of the ranks' slices `source`, as a new tensor of its shape; a collective."""
+        source = source.detach()
+        whole = torch.empty(self.slot.spec.numel, dtype=source.dtype, device=source.device)
+        for rank, part in self.parts():
+            piece = whole[part.param_start : part.param_start + part.numel]
+            if rank == self.flat.rank:
+                piece.copy_(source[part.slice_start : part.slice_start + part.numel])
+            if self.flat.span.shards > 1:
+                self.wire.broadcast(piece.view(torch.uint8), rank)
+        return whole.view(self.slot.spec.shape)
+
+    def local(self, source: Tensor) -> Tensor:
+        """This rank's elements of the parameter: a view of `source`."""
+        for rank, part in self.parts():
+            if rank == self.flat.rank:
+                return source.detach()[part.slice_start : part.slice_start + part.numel]
+        return source.detach()[:0]
+
+    def own_part(self, value: Tensor) -> Tensor:
+        """Of a whole value, what this rank owns."""
+        for rank, part in self.parts():
+            if rank == self.flat.rank:
+                return value.detach().reshape(-1)[part.param_start : part.param_start + part.numel]
+        return value.detach().reshape(-1)[:0]
+
+    def written(self) -> None:
+        """The master is new: whole parameters follow, where the stage keeps them. A collective there."""
+        self.unit.release()
+        self.unit.updated()
+        if self.unit.policy.keep_full:
+            self.unit.gather()
+            self.unit.wait()
+
+    def state(self, name: str) -> Any:
+        optimizer = self.engine.optimizer
+        return None if optimizer is None else optimizer.state.get(self.flat.master, {}).get(name)
+
+
+def _holder_of(param: nn.Parameter) -> _Place | Birth | None:
+    holder = HOLDERS.get(param)
+    if holder is None or isinstance(holder, Birth):
+        return holder
+    engine = holder()
+    if not isinstance(engine, Engine):
+        return None
+    return _Place(engine, *engine.place_of(param))
+
+
+def _held(param: nn.Parameter, what: str) -> _Place | Birth:
+    holder = _holder_of(param)
+    if holder is None:
+        raise StateError(
+            f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
+            "accelerator.prepare) and was not born under zero.Init(); use it directly"
+        )
+    return holder
+
+
+def _place_of(param: nn.Parameter, what: str) -> _Place:
+    holder = _held(param, what)
+    if isinstance(holder, Birth):
+        raise StateError(
+            f"{what}: this parameter of shape {tuple(param.shape)} was born under zero.Init() and has neither gradient nor "
+            "optimizer state before its model is sharded"
+        )
+    if not holder.flat.span.trainable:
+        raise StateError(f"{what}: {holder.slot.spec.name!r} is frozen: it has neither gradient nor optimizer state")
+    return holder
+
+
+# One value at a time ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def full_parameter(param: nn.Parameter) -> Tensor:
+    """A parameter's whole value on every rank, a new tensor; of an engine, the master's (float32). A collective."""
+    holder = _held(param, "full_parameter")
+    if isinstance(holder, Birth):
+        return holder.whole(param)
+    return holder.whole(holder.flat.master)
+
+
+@torch.no_grad()
+def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a new value, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape.
+        RankMismatchError: ranks that pass different values.
+    """
+    holder = _held(param, "set_full_parameter")
+    _same_everywhere(param, value, holder.wire, "set_full_parameter")
+    if isinstance(holder, Birth):
+        holder.put(param, value)
+        return
+    holder.unit.close()
+    holder.local(holder.flat.master).copy_(holder.own_part(value))
+    holder.written()
+
+
+@torch.no_grad()
+def full_gradient(param: nn.Parameter) -> Tensor | None:
+    """The averaged gradient, whole, on every rank, in the master's type; None where there is none. A collective.
+
+    Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is the scaled one until `unscale_`.
+    """
+    place = _place_of(param, "full_gradient")
+    place.engine.flush()
+    grad = place.flat.master.grad
+    return None if grad is None else place.whole(grad)
+
+
+@torch.no_grad()
+def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter another averaged gradient, the same on every rank. A collective.
+
+    Parameters of the same span that had none get zeros.
+
+    Raises:
+        StateError: another shape; a frozen parameter.
+        RankMismatchError: ranks that pass different values.
+    """
+    place = _place_of(param, "set_full_gradient")
+    _same_everywhere(param, value, place.wire, "set_full_gradient")
+    place.engine.flush()
+    place.local(place.flat.some_grad(place.wire)).copy_(place.own_part(value))
+
+
+@torch.no_grad()
+def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """One state (`exp_avg`, `momentum_buffer`, …), whole, on every rank; None where there is none. A collective.
+
+    States that are one number (`step`) come as a 0-dim tensor.
+    """
+    place = _place_of(param, "full_optimizer_state")
+    value = place.state(name)
+    if value is None:
+        return None
+    return place.whole(value) if is_sliced(place.flat, name, value) else torch.as_tensor(value).detach().clone()
+
+
+@torch.no_grad()
+def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Give a parameter another optimizer state, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape; the optimizer has no such state yet, or has it as one number for several parameters.
+        RankMismatchError: ranks that pass different values.
+    """
+    place = _place_of(param, "set_full_optimizer_state")
+    _same_everywhere(param, value, place.wire, "set_full_optimizer_state")
+    place.local(_sliced_state(place, name)).copy_(place.own_part(value))
+
+
+@torch.no_grad()
+def local_parameter(param: nn.Parameter) -> Tensor:
+    """This rank's elements of a parameter, a copy; of an engine, the master's (float32)."""
+    holder = _held(param, "local_parameter")
+    return (holder.slice_of(param) if isinstance(holder, Birth) else holder.local(holder.flat.master)).clone()
+
+
+@torch.no_grad()
+def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of a parameter.
+
+    Where the stage keeps whole parameters (0 to 2) they follow with `engine.refresh()`, a collective.
+    """
+    holder = _held(param, "set_local_parameter")
+    if isinstance(holder, Birth):
+        _fit(holder.slice_of(param), value, "set_local_parameter").copy_(value.detach())
+        return
+    own = _fit(holder.local(holder.flat.master), value, "set_local_parameter")
+    if not holder.unit.policy.keep_full:
+        holder.unit.release()
+    holder.unit.close()
+    own.copy_(value.detach())
+    holder.flat.refresh()
+
+
+@torch.no_grad()
+def local_gradient(param: nn.Parameter) -> Tensor | None:
+    """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
+    place = _place_of(param, "local_gradient")
+    grad = place.flat.master.grad
+    return None if grad is None else place.local(grad).clone()
+
+
+@torch.no_grad()
+def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of the averaged gradient.
+
+    Every rank must do so in the same step where there is no gradient yet.
+    """
+    place = _place_of(param, "set_local_gradient")
+    grad = place.local(place.flat.some_grad(place.wire))
+    _fit(grad, value, "set_local_gradient").copy_(value.detach())
+
+
+@torch.no_grad()
+def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """This rank's elements of one optimizer state, a copy; None where there is none."""
+    place = _place_of(param, "local_optimizer_state")
+    value = place.state(name)
+    if value is None:
+        return None
+    return place.local(value).clone() if is_sliced(place.flat, name, value) else torch.as_tensor(value).detach().clone()
+
+
+@torch.no_grad()
+def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Write this rank's elements of one optimizer state."""
+    place = _place_of(param, "set_local_optimizer_state")
+    state = place.local(_sliced_state(place, name))
+    _fit(state, value, "set_local_optimizer_state").copy_(value.detach())
+
+
+def _sliced_state(place: _Place, name: str) -> Tensor:
+    value = place.state(name)
+    if value is None:
+        raise StateError(
+            f"the optimizer has no state {name!r} of {place.slot.spec.name!r}: run a step first, or load one with "
+            "load_state_dict"
+        )
+    if not is_sliced(place.flat, name, value):
+        raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
+    state: Tensor = value
+    return state
+
+
+def _fit(own: Tensor, value: Tensor, what: str) -> Tensor:
+    if tuple(value.shape) != tuple(own.shape):
+        raise StateError(f"{what}: this rank owns {own.numel()} elements, found a value of shape {tuple(value.shape)}")
+    return own
+
+
+def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: str) -> None:
+    answers = wire.exchange((tuple(value.shape), fingerprint(value.detach()).tolist()))
+    if any(shape != tuple(param.shape) for shape, _ in answers):
+        raise StateError(f"{what}: expected shape {tuple(param.shape)} on every rank, found {[s for s, _ in answers]}")
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise RankMismatchError(
+                f"{what}: rank {rank} passes another value than rank 0; pass the same one everywhere"
+            )
+
+
+# For a while --------------------------------------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """`with zero.GatheredParameters(params, modifier_rank=0):` whole values in `param.data` inside, on every rank.
+
+    In the parameters' own types, from the masters. A collective at entry and exit. Contexts inside one another are fine: the
+    outer one decides for the parameters that it has. Plain parameters are left alone.
+
+    Args:
+        params: a parameter, several, or a module for all of its own.
+        modifier_rank: whose edits are kept, on every rank. None: nobody may edit.
+        enabled: False to do nothing.
+
+    Raises:
+        StateError: at exit, on every rank: a parameter was edited without `modifier_rank`, or has another shape or type. All
+            values are then as they were, as after any exception inside.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        found: Iterable[nn.Parameter]
+        match params:
+            case nn.Module():
+                found = params.parameters()
+            case nn.Parameter():
+                found = [params]
+            case _:
+                found = params
+        self._params = list({id(param): param for param in found}.values()) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._gathered: list[_Gathered] = []
+
+    def __enter__(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                for param in self._params:
+                    holder = _holder_of(param)
+                    if holder is not None and not _is_gathered(holder):
+                        self._check_rank(holder.wire)
+                        self._gathered.append(_Gathered(param, holder))
+            except BaseException:
+                self._discard()
+                raise
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if kind is not None or not self._gathered:
+                self._discard()
+                return
+            try:
+                self._keep_edits()
+            finally:
+                self._discard()
+
+    def _check_rank(self, wire: SoloWire) -> None:
+        rank = self._modifier_rank
+        if rank is not None and not 0 <= rank < wire.size:
+            raise ConfigError(f"modifier_rank must be None or one of 0 to {wire.size - 1}, found {rank}")
+
+    def _discard(self) -> None:
+        for gathered in self._gathered:
+            gathered.discard()
+        self._gathered.clear()
+
+    def _keep_edits(self) -> None:
+        wire = max((gathered.holder.wire for gathered in self._gathered), key=lambda w: w.size)
+        everyone: list[list[str]] = wire.exchange([gathered.edit() for gathered in self._gathered])
+        allowed = self._modifier_rank
+        for rank, edits in enumerate(everyone):
+            for gathered, edit in zip(self._gathered, edits):
+                if edit and (allowed is None or (rank == allowed and edit != _VALUES)):
+                    advice = (
+                        "pass modifier_rank to keep one rank's edits"
+                        if allowed is None
+                        else "edit values in place only"
+                    )
+                    raise StateError(
+                        f"{gathered.name} was edited inside GatheredParameters on rank {rank} ({edit}); the edit is "
+                        f"discarded: {advice}"
+                    )
+        if allowed is None:
+            return
+        written: dict[int, _Place] = {}
+        for gathered, edit in zip(self._gathered, everyone[allowed]):
+            if edit:
+                gathered.keep(allowed)
+                if isinstance(gathered.holder, _Place):
+                    written[id(gathered.holder.unit)] = gathered.holder
+        for place in written.values():
+            place.written()
+
+
+_VALUES = "other values"
+
+
+class _Gathered:
+    """One parameter that a `GatheredParameters` has made whole."""
+
+    def __init__(self, param: nn.Parameter, holder: _Place | Birth) -> None:
+        self.param = param
+        self.holder = holder
+        self.done = False
+        if isinstance(holder, Birth):
+            self.name = f"a parameter of shape {tuple(param.shape)}"
+            holder.close(param)  # the values to come back to, if it is open just now
+            whole = holder.whole(param)
+            holder.open(param, whole=whole)
+            holder.pins += 1
+        else:
+            self.name = f"parameter {holder.slot.spec.name!r}"
+            whole = holder.whole(holder.flat.master).to(dtype_of(holder.slot.spec.dtype))
+            holder.flat.pinned.add(holder.index)
+            param.data = whole
+        self._shape, self._dtype = whole.shape, whole.dtype
+        self._print = fingerprint(whole)
+
+    def edit(self) -> str:
+        """How this rank's value differs from what was gathered; empty if it does not."""
+        value = self.param.data
+        if value.shape != self._shape or value.dtype != self._dtype:
+            return f"{value.dtype} {tuple(value.shape)} instead of {self._dtype} {tuple(self._shape)}"
+        return "" if torch.equal(fingerprint(value), self._print) else _VALUES
+
+    def keep(self, rank: int) -> None:
+        """Rank `rank`'s value, on every rank; a collective."""
+        holder = self.holder
+        if self.param.data.shape == self._shape and self.param.data.dtype == self._dtype:
+            value = self.param.data.contiguous()
+        else:
+            value = torch.empty(self._shape, dtype=self._dtype, device=self.param.device)
+        if holder.wire.size > 1:
+            holder.wire.broadcast(value.view(-1).view(torch.uint8), rank)
+        if isinstance(holder, Birth):
+            self.param.data = value
+            holder.pins -= 1
+            holder.close(self.param)
+            self.done = True
+            return
+        holder.unit.close()
+        master, new = holder.local(holder.flat.master), holder.own_part(value)
+        # An element that was left alone keeps what its own type cannot show.
+        master.copy_(torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
+
+    def discard(self) -> None:
+        """Back to what the parameter was, with what has been kept."""
+        if self.done:
+            return
+        self.done = True
+        holder = self.holder
+        if isinstance(holder, Birth):
+            holder.pins -= 1
+            holder.close(self.param, keep=False)
+            return
+        flat, unit = holder.flat, holder.unit
+        flat.pinned.discard(holder.index)
+        whole = unit.policy.keep_full or unit.state.name == "GATHERED"
+        self.param.data = (flat.views if whole else flat.sentinels)[holder.index]
+
+
+def _is_gathered(holder: _Place | Birth) -> bool:
+    return holder.pins > 0 if isinstance(holder, Birth) else holder.index in holder.flat.pinned

@@ -1,0 +1,528 @@
+"""A checkpoint written at any number of ranks and stage is the same at any other, to the bit, and an ordinary model folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hf_zero as zero
+from hf_zero.held import Held, held_parameters, held_states
+from hf_zero.layout import Layout, ParamSpec
+from hf_zero.manifest import FileDigest, verify
+from hf_zero.safetensors_io import build_header
+from hf_zero.saving import _Placed
+from hf_zero.weights import Entry, Run, WeightFile, parse_bytes, split_files
+
+pytestmark = pytest.mark.gloo
+
+
+class Zoo(nn.Module):
+    """Tied, frozen, 0-dim, empty and smaller than the world; batch statistics; an odd width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 9)
+        self.body = nn.ModuleList([nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)) for _ in range(2)])
+        self.statistics = nn.BatchNorm1d(9)
+        self.frozen = nn.Linear(9, 9).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.pair = nn.Parameter(torch.ones(2))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.head = nn.Linear(9, 23, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.body:
+            x = x + block(x)
+        x = self.statistics(self.frozen(x).flatten(0, 1)) * self.scale + self.pair.sum() + self.empty.sum()
+        return self.head(x)
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() > 1]},
+        {"params": [p for p in params if p.dim() < 2], "lr": 3e-3},
+    ]
+    if kind == "amsgrad":
+        return torch.optim.Adam(params, lr=1e-2, amsgrad=True)
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=1e-1)
+    if kind == "momentum":
+        return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+
+
+# name -> (optimizer, stage that saves, stage that loads, parameters' type, mixed precision)
+CASES: dict[str, tuple[str, int, int, torch.dtype, str]] = {
+    "adamw 3-2": ("adamw", 3, 2, torch.float32, "no"),
+    "adamw 2-3": ("adamw", 2, 3, torch.float32, "no"),
+    "adamw 3-3": ("adamw", 3, 3, torch.float32, "bf16"),
+    "amsgrad 0-3": ("amsgrad", 0, 3, torch.float32, "no"),
+    "momentum 3-0": ("momentum", 3, 0, torch.float32, "no"),
+    "sgd 1-2": ("sgd", 1, 2, torch.float32, "no"),
+    "bf16 masters": ("adamw", 3, 2, torch.bfloat16, "no"),
+    "fp16 masters": ("adamw", 2, 3, torch.float16, "no"),
+    "double": ("adamw", 3, 1, torch.float64, "no"),
+}
+
+
+def build(case: str, loading: bool, seed: int = 0) -> tuple[Any, ...]:
+    kind, first, second, dtype, mixed = CASES[case]
+    torch.manual_seed(seed)
+    model = Zoo().to(dtype)
+    optimizer = optimizer_of(kind, model)
+    config = zero.ZeroConfig(stage=second if loading else first)
+    engine = zero.shard(model, optimizer, config, mixed_precision=mixed)
+    return model, optimizer, engine, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        ids = torch.randint(0, 23, (3, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = F.cross_entropy(model(ids).float(), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, engine: zero.Engine, scheduler: Any) -> dict[str, Any]:
+    """What training goes on from: whole values on rank 0, this rank's pieces of masters and states on every rank."""
+    masters = held_parameters(engine.units, engine.rank, engine.wire.size)
+    states, _ = held_states(engine.units, optimizer, engine.rank, engine.wire.size)
+    pieces = {
+        (state, name): [(piece.param_start, piece.values.clone()) for piece in held]
+        for state, by_name in {"value": masters, **states}.items()
+        for name, held in by_name.items()
+    }
+    whole = {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
+    return {"pieces": pieces, "whole": whole if engine.rank == 0 else None}
+
+
+def save_all(rank: int, world: int, folder: Path) -> bytes:
+    out = {}
+    for index, case in enumerate(CASES):
+        model, optimizer, engine, scheduler = build(case, loading=False)
+        train(model, optimizer, rank, range(2))
+        scheduler.step()
+        limit = ("50GB", "1KB")[index % 2]
+        target = folder / f"{case}-{world}"
+        engine.save(target, objects={"scheduler": scheduler}, max_shard_size=limit, async_save=index % 3 == 2)
+        random = torch.rand(1).item()
+        before = snapshot(model, optimizer, engine, scheduler)
+        out[case] = {**before, "losses": train(model, optimizer, rank, range(2, 4)), "random": random}
+        engine.wait_for_save()
+    return pickle.dumps(out)  # a pipe would pass every tensor as a file of its own
+
+
+def load_all(rank: int, world: int, folder: Path, worlds: list[int]) -> bytes:
+    out = {}
+    for writer, case in itertools.product(worlds, CASES):
+        model, optimizer, engine, scheduler = build(case, loading=True, seed=1)
+        train(model, optimizer, rank, range(7, 8))
+        engine.load(folder / f"{case}-{writer}", objects={"scheduler": scheduler})
+        random = torch.rand(1).item()
+        before = snapshot(model, optimizer, engine, scheduler)
+        out[writer, case] = {**before, "losses": train(model, optimizer, rank, range(2, 4)), "random": random}
+    return pickle.dumps(out)
+
+
+def assembled(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
+    """Whole masters and states of what the ranks hold, each element once."""
+    parts: dict[Any, list[tuple[int, Tensor]]] = {}
+    for found in ranks:
+        for key, pieces in found["pieces"].items():
+            parts.setdefault(key, []).extend(pieces)
+    out = {}
+    for key, pieces in parts.items():
+        pieces.sort(key=lambda piece: piece[0])
+        ends = [start + values.numel() for start, values in pieces]
+        assert [start for start, _ in pieces] == [0, *ends[:-1]], key
+        out[key] = torch.cat([values for _, values in pieces])
+    return out
+
+
+def same(ours: Any, theirs: Any, where: str) -> None:
+    """Equal to the bit, types and nesting too."""
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs), where
+        for key in ours:
+            same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for index, pair in enumerate(zip(ours, theirs)):
+            same(*pair, f"{where}.{index}")
+    elif isinstance(ours, Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert torch.equal(ours, theirs), where
+    else:
+        assert ours == theirs, where
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """Every case, written by 1 to 4 ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, {world: [pickle.loads(r) for r in pools[world].run(save_all, folder)] for world in pools}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_is_loaded_is_what_was_saved(world, pools, saved):
+    folder, writers = saved
+    loaded = [pickle.loads(rank) for rank in pools[world].run(load_all, folder, list(writers))]
+    for (writer, case), found in loaded[0].items():
+        where = f"{case}: {writer} -> {world} ranks"
+        theirs = [ranks[case] for ranks in writers[writer]]
+        ours = [ranks[writer, case] for ranks in loaded]
+        same(found["whole"], theirs[0]["whole"], where)
+        same(dict(sorted(assembled(ours).items())), dict(sorted(assembled(theirs).items())), where)
+        if writer == world:
+            assert [rank["random"] for rank in ours] == [rank["random"] for rank in theirs], where
+            stages = CASES[case][1:3]
+            if world == 1 or 0 not in stages:  # plain data parallel sums in another order
+                assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in theirs], where
+
+
+def test_files_are_those_of_the_reference_writer(saved, tmp_path):
+    """One file: its bytes; several: the index, the limit and the values."""
+    folder, writers = saved
+    for (world, ranks), case in itertools.product(writers.items(), CASES):
+        target = folder / f"{case}-{world}"
+        manifest = verify(target)
+        state = {name: value for name, value in ranks[0][case]["whole"]["model"].items() if name != "head.weight"}
+        assert {"statistics.running_mean", "statistics.num_batches_tracked", "scale", "empty"} <= set(state)
+        assert "passing" not in state
+        if (target / "model.safetensors").exists():
+            save_file(state, tmp_path / "reference", {"format": "pt"})
+            assert (target / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes(), target
+        else:
+            index = json.loads((target / "model.safetensors.index.json").read_text())
+            files = {name: load_file(target / name) for name in sorted(set(index["weight_map"].values()))}
+            found = {key: files[name][key] for key, name in index["weight_map"].items()}
+            assert sum(len(tensors) for tensors in files.values()) == len(found)
+            same(dict(sorted(found.items())), dict(sorted(state.items())), str(target))
+            assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+            sizes = [sum(value.nbytes for value in tensors.values()) for tensors in files.values()]
+            assert len(sizes) > 2
+            assert all(size <= 1000 or len(tensors) == 1 for size, tensors in zip(sizes, files.values()))
+        assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == {
+            *manifest.files, "zero_manifest.json"
+        }  # fmt: skip
+        assert (manifest.facts["world_size"], manifest.facts["stage"]) == (world, CASES[case][1])
+
+
+def test_optimizer_states_are_files_of_whole_tensors(saved):
+    folder, writers = saved
+    case = "amsgrad 0-3"
+    for world, ranks in writers.items():
+        whole = ranks[0][case]["whole"]["optimizer"]["state"]
+        trained = [name for name, p in Zoo().named_parameters() if p.requires_grad]
+        for state in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            found: dict[str, Tensor] = {}
+            for path in (folder / f"{case}-{world}" / "optimizer").glob(f"{state}[.-]*safetensors"):
+                found.update(load_file(path))
+            assert set(found) == set(trained)
+            for index, name in enumerate(trained):
+                assert torch.equal(found[name], whole[index][state])
+
+
+def test_bytes_do_not_depend_on_who_wrote_them(pools, tmp_path):
+    for world in pools:
+        pools[world].run(save_untrained, tmp_path / str(world))
+    contents = [
+        {path.relative_to(tmp_path / str(world)).as_posix(): path.read_bytes() for path in (tmp_path / str(world)).rglob("*.*")
+         if path.is_file() and not path.name.startswith("zero_")}
+        for world in pools
+    ]  # fmt: skip
+    assert len(contents[0]) == 4
+    assert all(content == contents[0] for content in contents)
+
+
+def save_untrained(rank: int, world: int, target: Path) -> None:
+    model, optimizer, engine, _ = build("adamw 3-2", loading=False)
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().mul(0.0).backward()
+    optimizer.step()
+    engine.save(target)
+
+
+# Plain folders, errors ------------------------------------------------------------------------------------------------
+
+
+def plain(rank: int, world: int, folder: Path) -> None:
+    torch.manual_seed(5)
+    other = {name: value.clone() for name, value in Zoo().state_dict().items() if name != "head.weight"}
+    for name, target in (("one", folder / "one"), ("many", folder / "many")):
+        model, optimizer, engine, _ = build("adamw 3-2", loading=name == "one")
+        train(model, optimizer, rank, range(1))
+        before = optimizer.state_dict()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.load(target)
+        assert [str(w.message) for w in caught if "plain model folder" in str(w.message)] or rank != 0
+        found, after = model.state_dict(), optimizer.state_dict()
+        if rank == 0:
+            same({k: v for k, v in found.items() if k != "head.weight"}, other, name)
+            assert found["head.weight"] is found["embed.weight"]
+            same(after, before, name)
+        for options in ({"load_optimizer": True}, {"objects": {"x": None}}):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with pytest.raises(zero.CheckpointError, match="holds no"):
+                    engine.load(target, **options)
+        train(model, optimizer, rank, range(1))
+
+
+def test_plain_model_folders_are_loaded_with_a_warning(two, tmp_path):
+    torch.manual_seed(5)
+    state = {name: value.clone() for name, value in Zoo().state_dict().items() if name != "head.weight"}
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    save_file(state, tmp_path / "one" / "model.safetensors", {"format": "pt"})
+    names = {key: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, key in enumerate(state)}
+    for file in set(names.values()):
+        save_file({key: state[key] for key in state if names[key] == file}, tmp_path / "many" / file)
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    two.run(plain, tmp_path)
+
+
+def misfits(rank: int, world: int, folder: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.Linear(5, 7)})
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
+    for name, match in (
+        ("missing", r"1 missing \['b.weight'\], 0 unexpected"),
+        ("unexpected", r"0 missing \[\], 1 unexpected \['c'\]"),
+        ("shape", r"1 of another shape \[\"'b.bias' is \(8,\), expected \(7,\)\"\]"),
+    ):
+        with pytest.raises(zero.CheckpointError, match=match):
+            engine.load(folder / name)
+        before = model.state_dict()
+        engine.load(folder / name, strict=False)
+        after = model.state_dict()
+        if rank == 0:
+            wrong = {"missing": "b.weight", "shape": "b.bias"}.get(name)
+            for key, value in load_file(folder / name / "model.safetensors").items():
+                if key in after and key != wrong:
+                    assert torch.equal(after[key], value), (name, key)
+            if wrong is not None:
+                assert torch.equal(after[wrong], before[wrong])
+    with pytest.raises(zero.CheckpointError, match="nowhere is no folder"):
+        engine.load(folder / "nowhere")
+    with pytest.raises(zero.CheckpointError, match="no weights"):
+        engine.load(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*plain model folder")
+def test_what_does_not_fit_the_model_is_named(two, tmp_path):
+    state = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.Linear(5, 7)}).state_dict()
+    for name, changed in (
+        ("missing", {k: v for k, v in state.items() if k != "b.weight"}),
+        ("unexpected", {**state, "c": torch.zeros(2)}),
+        ("shape", {**state, "b.bias": torch.zeros(8)}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(changed, tmp_path / name / "model.safetensors")
+    two.run(misfits, tmp_path)
+
+
+class Odd:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def objects(rank: int, world: int, folder: Path) -> None:
+    model, optimizer, engine, scheduler = build("adamw 3-2", loading=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    nested = {
+        "a.b": torch.ones(2), "a": {"b": torch.zeros(3, dtype=torch.bfloat16)}, 3: (1, [2.5, float("inf")], None),
+        "empty": torch.zeros(0, 2), "scalar": torch.tensor(7), "text": "ü\n", "big": 2**80, "none": {},
+    }  # fmt: skip
+    everything = {"scheduler": scheduler, "scaler": scaler, "odd": Odd(nested), "random.0": Odd({"x": torch.ones(1)})}
+    for _ in range(3):
+        scheduler.step()
+    engine.save(folder, objects=everything)
+    fresh = torch.optim.lr_scheduler.StepLR(optimizer_of("adamw", Zoo()), 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    found, other = Odd(None), Odd(None)
+    engine.load(folder, objects={"scheduler": fresh, "scaler": scaler, "odd": found, "random.0": other})
+    same(fresh.state_dict(), scheduler.state_dict(), "scheduler")
+    assert scaler.get_scale() == 64.0
+    same(found.state, nested, "odd")
+    same(other.state, {"x": torch.ones(1)}, "random.0")
+    with pytest.raises(zero.CheckpointError, match="no state of 'other', only of"):
+        engine.load(folder, objects={"other": Odd(None)})
+    for state in ({"x": object()}, {"y": [{"z": open}]}):
+        with pytest.raises(zero.CheckpointError, match=r"bad\.[xy]"):
+            engine.save(folder, objects={"bad": Odd(state)})
+    engine.load(folder, objects={"odd": found})
+    assert not [*folder.parent.glob(".*"), *folder.glob(".*")]
+
+
+def test_states_of_other_objects(two, tmp_path):
+    two.run(objects, tmp_path / "out")
+
+
+def without(rank: int, world: int, folder: Path) -> None:
+    model, optimizer, engine, scheduler = build("adamw 3-2", loading=False)
+    train(model, optimizer, rank, range(1))
+    engine.save(folder / "weights", save_optimizer=False)
+    engine.save(folder / "all")
+    with pytest.raises(zero.CheckpointError, match="weights holds no optimizer state"):
+        engine.load(folder / "weights", load_optimizer=True)
+    engine.load(folder / "weights")
+    torch.manual_seed(9)
+    model = Zoo()
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=2))
+    engine.load(folder / "all")
+    with pytest.raises(zero.StateError, match="no optimizer"):
+        engine.load(folder / "all", load_optimizer=True)
+    state = model.state_dict()
+    if rank == 0:
+        same(load_file(folder / "all" / "model.safetensors")["scale"], state["scale"], "scale")
+    torch.manual_seed(9)
+    other = Zoo()
+    other.body.requires_grad_(False)
+    optimizer = optimizer_of("adamw", other)
+    engine = zero.shard(other, optimizer, zero.ZeroConfig(stage=2))
+    with pytest.raises(zero.CheckpointError, match="hold other parameters"):
+        engine.load(folder / "all")
+    engine.load(folder / "all", load_optimizer=False)
+
+
+def test_with_and_without_an_optimizer(two, tmp_path):
+    two.run(without, tmp_path)
+
+
+def unverified(rank: int, world: int, folder: Path) -> None:
+    model, _, engine, _ = build("adamw 3-2", loading=False)
+    with pytest.raises(zero.CheckpointError, match=r"model\.safetensors is damaged"):
+        engine.load(folder)
+    engine.load(folder, verify=False)
+    state = model.state_dict()
+    if rank == 0:
+        for name, value in load_file(folder / "model.safetensors").items():
+            assert torch.equal(state[name], value), name
+
+
+def test_without_verifying_bytes_are_taken_as_they_are(two, saved, tmp_path):
+    two.run(save_untrained, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-40] ^= 1
+    path.write_bytes(raw)
+    two.run(unverified, tmp_path / "out")
+
+
+def test_sizes_are_read_as_people_write_them():
+    for text, size in (
+        (7, 7),
+        ("50GB", 50 * 10**9),
+        ("5 GiB", 5 << 30),
+        ("1.5kb", 1500),
+        ("12", 12),
+        ("3MB", 3 * 10**6),
+    ):
+        assert parse_bytes(text) == size
+    for wrong in ("", "GB", "-5MB", "5XB", 0, -1, "1e9", None, True):
+        with pytest.raises(zero.ConfigError):
+            parse_bytes(wrong)
+
+
+# 1,024 ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 7, 1024])
+def test_the_ranges_of_all_ranks_are_every_file_exactly(world):
+    """Integers only: what each of 1,024 ranks would write, without a process group or a byte of memory."""
+    shapes = [(1000, 77), (77,), (), (0, 3), (3, 5, 7), (1,), (4096, 31), (129,)]
+    kinds = [("float32", True), ("bfloat16", True), ("float32", False)]
+    specs = [
+        ParamSpec((f"p{i}.{j}",), shape, dtype, dtype, "float32", trainable=trainable)
+        for i, shape in enumerate(shapes)
+        for j, (dtype, trainable) in enumerate(kinds)
+    ]
+    layout = Layout.build([("a", specs[:9]), ("b", specs[9:])], world)
+    entries = [Entry(s.name, s.dtype, s.shape, (Run(s.name, 0, s.numel),)) for s in specs]
+    halves = Entry("joined", "float32", (155,), (Run("p1.0", 3, 74), Run("p1.2", 0, 77), Run("p4.0", 1, 4)))
+    files = [*split_files("model", entries, "100KB"), WeightFile("other.safetensors", (halves,))]
+    headers = {f.name: build_header([(e.key, e.dtype, e.shape) for e in f.entries]) for f in files}
+    segments: dict[str, list[Any]] = {name: [(0, len(head), "")] for name, (head, _) in headers.items()}
+    for rank in range(world):
+        held: dict[str, list[Held]] = {}
+        for span in layout.spans:
+            for part in span.overlaps(rank):
+                values = torch.empty(part.numel, dtype=getattr(torch, part.slot.spec.dtype), device="meta")
+                held.setdefault(part.slot.spec.name, []).append(Held(part.param_start, values))
+        for file in files:
+            for job in _Placed(file, headers[file.name][1]).jobs(held):
+                segments[job.file].append((job.offset, job.length, ""))
+    for name, (_, header) in headers.items():
+        found = [segment for segment in segments[name] if segment[1]]
+        assert FileDigest.of(header.file_bytes, found, name).size == header.file_bytes
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def peak_growth_bytes(work) -> int:
+    """By how much resident memory rises above where it was."""
+
+    def status(field: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split(f"{field}:")[1].split()[0]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def large(rank: int, world: int, folder: Path) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16) for _ in range(12)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    for unit in engine.units:
+        for flat in unit.trained:
+            optimizer.state[flat.master]["momentum_buffer"] = torch.ones_like(flat.master)
+    engine.save(folder / "small", save_optimizer=False)  # what the first use of anything costs
+    return peak_growth_bytes(lambda: engine.save(folder / "big")), peak_growth_bytes(
+        lambda: engine.load(folder / "big")
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux' /proc")
+def test_saving_and_loading_need_no_more_than_a_few_buffers(two, tmp_path):
+    """100 MB of weights, 200 MB each of masters and momentum."""
+    grown = two.run(large, tmp_path)
+    assert sum(f.size for f in verify(tmp_path / "big").files.values()) > 450 << 20
+    for saving, loading in grown:
+        assert saving < 48 << 20
+        assert loading < 64 << 20

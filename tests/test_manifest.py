@@ -1,0 +1,242 @@
+"""The manifest: every damage to any file of a checkpoint, the manifest itself included, is an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_zero import manifest as module
+from hf_zero.errors import CheckpointError
+from hf_zero.manifest import (
+    MANIFEST,
+    SEGMENT_BYTES,
+    FileDigest,
+    Manifest,
+    digest_file,
+    digest_of,
+    share,
+    verify,
+)
+
+FILES = {
+    "model.safetensors": 3000,
+    "optimizer/exp_avg.safetensors": 1000,
+    "optimizer/optimizer.json": 17,
+    "empty": 0,
+    "nämen.txt": 1,
+}
+
+
+def make(folder: Path, files: dict[str, int] = FILES) -> Manifest:
+    found = {}
+    for name, size in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(random.Random(name).randbytes(size))
+        parts = [(start, min(700, size - start)) for start in range(0, size, 700)]
+        data = path.read_bytes()
+        segments = [(start, length, digest_of(data[start : start + length])) for start, length in reversed(parts)]
+        found[name] = FileDigest.of(size, segments, name)
+    manifest = Manifest(found, {"world_size": 2, "stage": 3})
+    (folder / MANIFEST).write_bytes(manifest.to_bytes())
+    return manifest
+
+
+def test_a_whole_folder_passes_and_says_how_much_was_checked(tmp_path):
+    manifest = make(tmp_path)
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def progress(count: int) -> None:
+        with lock:
+            seen.append(count)
+
+    assert verify(tmp_path, threads=3, progress=progress) == manifest == Manifest.read(tmp_path)
+    assert sum(seen) == manifest.total_bytes == sum(FILES.values())
+    assert manifest.facts == {"world_size": 2, "stage": 3}
+    (tmp_path / "other").write_text("files that the manifest does not list are not its business")
+    verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["deleted", "cut", "longer", "a bit", "a folder"])
+def test_damage_to_any_file_is_named(name, damage, tmp_path):
+    make(tmp_path)
+    path, raw = tmp_path / name, (tmp_path / name).read_bytes()
+    if not raw and damage in ("cut", "a bit"):
+        return
+    for at in random.Random(0).sample(range(8 * len(raw)), min(8, 8 * len(raw))) if damage == "a bit" else [0]:
+        path.unlink()
+        if damage == "a bit":
+            path.write_bytes(raw[: at // 8] + bytes([raw[at // 8] ^ 1 << at % 8]) + raw[at // 8 + 1 :])
+        elif damage == "a folder":
+            path.mkdir()
+        elif damage != "deleted":
+            path.write_bytes(raw[:-1] if damage == "cut" else raw + b"\0")
+        with pytest.raises(CheckpointError, match=path.name):
+            verify(tmp_path)
+
+
+def test_files_that_changed_places_are_noticed(tmp_path):
+    make(tmp_path, {"model-00001-of-00002.safetensors": 500, "model-00002-of-00002.safetensors": 500})
+    one, two = sorted(tmp_path.glob("model-*"))
+    one.rename(tmp_path / "x")
+    two.rename(one)
+    (tmp_path / "x").rename(two)
+    with pytest.raises(CheckpointError, match=r"model-0000\d-of-00002\.safetensors is damaged"):
+        verify(tmp_path)
+
+
+def test_every_byte_of_the_manifest_counts(tmp_path):
+    make(tmp_path)
+    path = tmp_path / MANIFEST
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
+        with pytest.raises(CheckpointError, match=MANIFEST):
+            Manifest.read(tmp_path)
+    for other in (raw + b" ", b" " + raw, raw[:-1], raw.replace(b",", b", ", 1), raw + raw, b""):
+        path.write_bytes(other)
+        with pytest.raises(CheckpointError, match=MANIFEST):
+            Manifest.read(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} is missing"):
+        verify(tmp_path)
+
+
+def sign(body: dict[str, Any]) -> bytes:
+    """A manifest whose own digest is right, whatever it says."""
+    body = {"format": "hf_zero", "version": 1, **body}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({**body, "digest": digest_of(text)}, sort_keys=True, separators=(",", ":")).encode()
+
+
+def entry(size: Any, *segments: Any) -> dict[str, Any]:
+    return {"files": {"a": {"size": size, "segments": list(segments)}}}
+
+
+HOSTILE: dict[str, bytes] = {
+    **{
+        f"the name {name!r}": sign({"files": {name: {"size": 0, "segments": []}}})
+        for name in (
+            "", ".", "..", "../a", "a/../../b", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "a\0b", "\ud800", "a/./b",
+            "~\udcff",
+        )
+    },
+    "a gap": sign(entry(10, [0, 4, ""], [5, 5, ""])),
+    "an overlap": sign(entry(10, [0, 6, ""], [5, 5, ""])),
+    "too little": sign(entry(10, [0, 9, ""])),
+    "too much": sign(entry(10, [0, 11, ""])),
+    "nothing covered": sign(entry(10)),
+    "an empty segment": sign(entry(4, [0, 0, ""], [0, 4, ""])),
+    "negative": sign(entry(0, [0, -4, ""], [-4, 4, ""])),
+    "negative size": sign(entry(-1)),
+    "huge": sign(entry(1 << 200, [0, 1 << 200, ""])),
+    "a segment that no buffer holds": sign(entry(1 << 40, [0, 1 << 40, ""])),
+    "infinite": sign(entry(float("inf"))),
+    "not a number": sign(entry(float("nan"))),
+    "text for a size": sign(entry("0")),
+    "a fraction for a size": sign(entry(0.5)),
+    "a truth for a size": sign(entry(True, [0, 1, ""])),
+    "segments of two": sign(entry(1, [0, 1])),
+    "segments of nothing": sign(entry(1, None)),
+    "segments that are no list": sign({"files": {"a": {"size": 1, "segments": 3}}}),
+    "no segments": sign({"files": {"a": {"size": 1}}}),
+    "an entry that is a list": sign({"files": {"a": [1]}}),
+    "files that are a list": sign({"files": ["a"]}),
+    "no files": sign({}),
+    "another version": sign({"version": 2, "files": {}}),
+    "another format": sign({"format": "other", "files": {}}),
+    "a list": b"[]",
+    "no JSON": b"zero",
+    "not UTF-8": b'{"format":"\xff"}',
+    "nested deeply": b"[" * 400_000 + b"]" * 400_000,
+    "nested not quite so deeply": b'{"digest":"","files":' + b'{"a":' * 900 + b"1" + b"}" * 901,
+    "an integer of a million digits": b'{"version":' + b"9" * 1_000_000 + b"}",
+    "a key twice": sign({"files": {}}).replace(b'"version":1', b'"version":1,"version":1'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_manifests_end_in_an_error_that_names_the_file(case, tmp_path):
+    (tmp_path / MANIFEST).write_bytes(HOSTILE[case])
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        Manifest.read(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60 * len(HOSTILE[case]) + (1 << 20)
+
+
+def test_a_manifest_too_large_is_not_read(tmp_path, monkeypatch):
+    make(tmp_path)
+    monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match="more than the 100"):
+        Manifest.read(tmp_path)
+
+
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
+    make(tmp_path)
+    reads = os.preadv
+
+    def fail(fd: int, views: Any, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("exp_avg.safetensors") and at:
+            raise OSError(5, "Input/output error")
+        return reads(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"exp_avg\.safetensors: reading .* failed"):
+        verify(tmp_path)
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        with pytest.raises(CheckpointError, match=name):
+            verify(tmp_path / name)
+
+
+@pytest.mark.parametrize("size", [0, 1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 2 * SEGMENT_BYTES])
+def test_files_are_digested_in_segments_that_cover_them(size, tmp_path):
+    data = os.urandom(size)
+    (tmp_path / "f").write_bytes(data)
+    found = digest_file(tmp_path / "f")
+    assert FileDigest.of(size, found.segments, "f") == found
+    assert all(digest_of(data[a : a + n]) == digest for a, n, digest in found.segments)
+    assert max((n for _, n, _ in found.segments), default=0) <= SEGMENT_BYTES
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 40), max_size=6), parts=st.integers(1, 9))
+def test_shares_of_the_checking_make_the_whole(counts, parts):
+    files = {
+        f"f{i}": FileDigest(count, tuple((at, 1, f"{at:x}") for at in range(count))) for i, count in enumerate(counts)
+    }
+    manifest = Manifest(files)
+    seen = sorted(
+        (name, segment)
+        for part in range(parts)
+        for name, segments in share(manifest, part, parts).items()
+        for segment in segments
+    )
+    assert seen == sorted((name, segment) for name, file in files.items() for segment in file.segments)
+
+
+def test_one_folder_for_another_is_no_disguise(tmp_path):
+    """A file from another checkpoint of the same shapes passes no check but its own folder's."""
+    make(tmp_path / "a")
+    make(tmp_path / "b")
+    (tmp_path / "b" / "model.safetensors").write_bytes(os.urandom(FILES["model.safetensors"]))
+    shutil.copy(tmp_path / "b" / "model.safetensors", tmp_path / "a" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        verify(tmp_path / "a")
