@@ -294,7 +294,7 @@ class Birth:
             low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
             self.own.copy_(value.detach().reshape(-1)[low:high])
 
-    def pour(self, param: nn.Parameter, room: Tensor, name: str) -> None:
+    def pour(self, param: nn.Parameter, room: Tensor) -> None:
         """The whole values into the first elements of `room`, a 1-D buffer of any type; what follows may be overwritten.
 
         A collective, unless open.
@@ -303,7 +303,6 @@ class Birth:
         if self.is_open:
             room[:numel].copy_(param.detach().reshape(-1))
             return
-        self.check_guard(f"parameter {name!r}")
         if room.dtype == self.own.dtype and room.numel() >= self.room_numel(numel):
             self.read_into(room, numel)
         else:

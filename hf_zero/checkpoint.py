@@ -24,7 +24,7 @@ from torch import Tensor
 from .agree import together
 from .comm import SoloWire
 from .errors import CheckpointError, StateError, ZeroError
-from .loading import Loading, find_weights, read_json
+from .loading import Loading, read_json
 from .objects import Stateful, pack, random_states, set_random_states, unpack
 from .safetensors_io import build_header
 from .saving import Saving, bytes_of
@@ -136,8 +136,7 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
                 raise CheckpointError(f"{loading.folder} holds no states of {sorted(objects)}: it has no {path.name}")
             return
         body = read_json(path)
-        stored = find_weights(loading.folder, _STATE, loading.manifest)
-        tensors = loading.read_whole(stored)
+        tensors = loading.read_whole(loading.find(_STATE))
         for name, item in objects.items():
             if name not in body["objects"]:
                 raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(body['objects'])}")

@@ -648,10 +648,13 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _check_births(params: Iterable[nn.Parameter], wire: SoloWire) -> None:
-    for param in params:
+def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:
+    for param, (name, *_) in names.items():
         birth = birth_of(param)
-        if birth is not None and birth.wire.size not in (1, wire.size):
+        if birth is None:
+            continue
+        birth.check_guard(f"parameter {name!r}")
+        if birth.wire.size not in (1, wire.size):
             raise ConfigError(
                 f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "
                 "build it in the process group that trains it"

@@ -44,7 +44,7 @@ def guard(module: nn.Module, inside: Callable[[], Any]) -> None:
             module.register_load_state_dict_post_hook(_after_load),
         ]
         module.__dict__["_apply"] = partial(_apply, module)
-    if hasattr(module, _RESIZE):
+    if hasattr(type(module), _RESIZE) and any(birth_of(param) is not None for param in module.parameters()):
         _GUARDS.setdefault(module, [])
         module.__dict__[_RESIZE] = partial(_run_inside, module, inside, _RESIZE)
 

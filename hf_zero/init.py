@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .birth import INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds, wire_device
+from .birth import HOLDERS, INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds, wire_device
 from .comm import SoloWire, home_device, open_wire
 from .errors import ConfigError
 from .guard import guard
@@ -77,7 +77,7 @@ class Init:
     Args:
         init: `exact`: values and random state afterwards are bit for bit those of the plain constructor, every rank drawing
             every number. `fast`: what initialises element by element is drawn by each rank for its own slice alone, and
-            depends on the number of ranks.
+            depends on the number of ranks; what does not (`orthogonal_`, `trunc_normal_`) is done as in `exact`.
         enabled: False to do nothing.
 
     Attributes:
@@ -161,7 +161,7 @@ class Init:
             return
         with torch._C.DisableTorchFunction():
             self._seen[module] = True
-            if param is None or not _can_be_born(param) or birth_of(param) is not None:
+            if param is None or not _can_be_born(param):
                 return
             if module is not self._current:
                 self._close_all()
@@ -190,7 +190,7 @@ class Init:
 
     def _sweep(self, module: nn.Module) -> None:
         for param in module._parameters.values():
-            if param is not None and _can_be_born(param) and birth_of(param) is None:
+            if param is not None and _can_be_born(param):
                 self._begin(param)
                 self._close_all()
 
@@ -220,7 +220,7 @@ class Init:
             if not more():
                 return
             param, birth = self._open.pop(key)
-            if not birth.pins:  # else whoever pins it closes it
+            if not birth.pins and birth_of(param) is birth:  # else whoever has it closes it
                 birth.close(param)
                 if birth.has_alias:
                     self._aliased.append(birth)
@@ -291,6 +291,8 @@ class Init:
             with script:
                 func(script.target, *rest, **options)
         except _NotElementwiseError:
+            return False
+        if not script.steps:  # some leave meta tensors alone
             return False
         own = birth.own
         for operation, arguments, named in script.steps:
@@ -367,10 +369,10 @@ def _find_born(value: Any, found: dict[int, tuple[nn.Parameter, Birth]]) -> int:
 
 
 def _can_be_born(param: nn.Parameter) -> bool:
-    """Plain dense parameters with values. Others (quantised, distributed, not yet shaped) stay as they are."""
-    return (
-        type(param) is nn.Parameter and not param.is_meta and param.layout is torch.strided and not param.is_quantized
-    )
+    """Plain dense parameters with values, that no one holds yet. Others (quantised, not yet shaped) stay as they are."""
+    if type(param) is not nn.Parameter or param.is_meta or param.layout is not torch.strided or param.is_quantized:
+        return False
+    return HOLDERS.get(param) is None
 
 
 def _numel(params: Iterable[Tensor]) -> int:

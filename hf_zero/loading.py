@@ -9,7 +9,7 @@ import json
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class Loading:
         self._what = f"loading {self.folder}"
         together(wire, self._what, lambda: recover(self.folder) if wire.rank == 0 else None)
         self.manifest: Manifest | None = together(wire, self._what, self._open, answer=False)[0]
+        self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
             together(wire, self._what, self._check_small)
@@ -110,6 +111,10 @@ class Loading:
         for name, segments in share(Manifest(rest), self._wire.rank, self._wire.size).items():
             check_segments(self.folder / name, segments)
 
+    def find(self, stem: str) -> dict[str, Stored]:
+        """`find_weights` in this folder. Without communication."""
+        return find_weights(self.folder, stem, self.manifest, verify=self.verifies)
+
     # Weights --------------------------------------------------------------------------------------------------------
 
     def weights(
@@ -125,7 +130,7 @@ class Loading:
             stored = {
                 prefix + key: place
                 for stem, prefix in form.stems.items()
-                for key, place in find_weights(self.folder, f"{folder}/{stem}" if folder else stem, self.manifest).items()
+                for key, place in self.find(f"{folder}/{stem}" if folder else stem).items()
             }
             located = form.locate(stored)
             if strict:
@@ -190,7 +195,8 @@ class Loading:
             for name in self.manifest.files:
                 if name.startswith(prefix) and name.endswith(".safetensors"):
                     state = name.removeprefix(prefix).removesuffix(".safetensors").partition("-0")[0]
-                    states.setdefault(state, {}).update(_stored(self.folder / name))
+                    file = self.manifest.files[name] if self.verifies else None
+                    states.setdefault(state, {}).update(_stored(self.folder / name, file))
             wanted: list[Wanted] = []
             for unit in units:
                 for flat in unit.trained:
@@ -332,25 +338,36 @@ class Reader:
         return file
 
 
-def find_weights(folder: Path, stem: str, manifest: Manifest | None) -> dict[str, Stored]:
+def find_weights(folder: Path, stem: str, manifest: Manifest | None, *, verify: bool = True) -> dict[str, Stored]:
     """Key -> its bytes, for `stem.safetensors` or the files that `stem.safetensors.index.json` names.
 
     Args:
         stem: may begin with a folder inside `folder`.
+        verify: compare the headers with their digests, where there is a manifest.
 
     Raises:
-        CheckpointError: none there; a file that the index names is missing or lacks a tensor that it should have.
+        CheckpointError: none there; a file that the index names is missing or lacks a tensor that it should have; a header
+            is damaged.
     """
     index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
     listed = manifest.files if manifest is not None else None
+
+    def stored(path: Path) -> dict[str, Stored]:
+        name = path.relative_to(folder).as_posix()
+        if listed is None or not verify:
+            return _stored(path, None)
+        if name not in listed:
+            raise CheckpointError(f"{path} is not in the manifest: it is of another save")
+        return _stored(path, listed[name])
+
     if (folder / index).exists() and (listed is None or (index in listed and single not in listed)):
-        return _indexed(folder / index)
+        return _indexed(folder / index, stored)
     if (folder / single).exists():
-        return _stored(folder / single)
+        return stored(folder / single)
     raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
 
 
-def _indexed(index: Path) -> dict[str, Stored]:
+def _indexed(index: Path, stored: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
     folder, table = index.parent, read_json(index)
     where = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
@@ -358,15 +375,19 @@ def _indexed(index: Path) -> dict[str, Stored]:
     out: dict[str, Stored] = {}
     for name in dict.fromkeys(where.values()):
         check_name(index, name)
-        out.update(_stored(folder / name))
+        out.update(stored(folder / name))
     for key, name in where.items():
         if key not in out or out[key].file.name != name:
             raise CheckpointError(f"{folder / name} lacks the tensor {key!r}, which {index.name} says it has")
     return {key: out[key] for key in where}
 
 
-def _stored(path: Path) -> dict[str, Stored]:
-    return {key: Stored(path, t.dtype, t.shape, t.start, t.stop) for key, t in read_header(path).tensors.items()}
+def _stored(path: Path, file: FileDigest | None) -> dict[str, Stored]:
+    """What a file holds. A damaged header may name other tensors: it is checked before it is believed."""
+    header = read_header(path)
+    if file is not None:
+        check_segments(path, [segment for segment in file.segments if segment[0] < header.header_bytes])
+    return {key: Stored(path, t.dtype, t.shape, t.start, t.stop) for key, t in header.tensors.items()}
 
 
 def read_json(path: Path) -> Any:

@@ -67,7 +67,7 @@ class Flat:
                 if birth is None:
                     whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
                 else:
-                    birth.pour(param, whole[slot.offset :], slot.spec.name)
+                    birth.pour(param, whole[slot.offset :])
                     hand_over(param, None)
             whole[span.used_numel :].zero_()
             begin = self.rank * span.slice_numel

@@ -1,4 +1,4 @@
-"""Measure the birth of a model under `zero.Init`: memory and time, against the stock loader and the raw disk.
+"""Measure the birth of a model under `zero.Init`: memory and time, against the plain constructor and the raw disk.
 
     python scripts/benchmark_init.py --folder /data/scratch                # a 1.3 GB Llama-class model, 2 ranks
     python scripts/benchmark_init.py --folder /data/scratch --layers 32 --output runs/init.json
@@ -26,7 +26,6 @@ from typing import Any
 KINDS = (
     "raw",
     "zero from_pretrained",
-    "stock from_pretrained",
     "zero from_config",
     "zero from_config fast",
     "stock from_config",
@@ -136,7 +135,6 @@ def run_rank(options: argparse.Namespace, kind: str) -> dict[str, float]:
     work = {
         "raw": raw,
         "zero from_pretrained": born(load),
-        "stock from_pretrained": load,
         "zero from_config": born(make),
         "zero from_config fast": born(make, init="fast"),
         "stock from_config": make,
@@ -179,7 +177,9 @@ def main() -> int:
     for _ in range(options.rounds):
         for kind in KINDS:
             found[kind].append(launch(options, kind))
-    table = Table(title=f"{payload / 1e6:.0f} MB of weights on {options.ranks} ranks (the rank with most)")
+    table = Table(
+        title=f"{payload / 1e6:.0f} MB of weights on {options.ranks} ranks (the rank with most)", min_width=100
+    )
     for heading in ("what", "seconds", "of raw speed", "peak MB", "÷ shard", "afterwards MB"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     raw = [max(rank["seconds"] for rank in ranks) for ranks in found["raw"]]

@@ -173,6 +173,26 @@ def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(start, code, fas
     assert before in seen
 
 
+@pytest.mark.parametrize("start", ["nothing", "old"])
+def test_everything_is_on_disk_before_the_commit_point_and_the_commit_point_too(start, tmp_path):
+    target, _ = prepare(tmp_path / "out", start)
+    with calls() as log:
+        save(target, NEW, "new")
+    staged = (target / ".zero_saving" if start == "old" else target.parent / ".checkpoint.zero_saving") / "checkpoint"
+    renames = [index for index, (kind, _) in enumerate(log) if kind == "rename"]
+    commit = renames[-1]
+    before = {path for kind, path in log[:commit] if kind == "fsync"}
+    assert before >= {str(staged / name) for name in [*NEW, MANIFEST, "", "optimizer", "new/er/still", "new/er", "new"]}
+    after = [path for kind, path in log[commit:] if kind == "fsync"]
+    assert after[0] == str(target if start == "old" else target.parent)
+    if start == "old":
+        moved = [index for index, (kind, path) in enumerate(log) if kind == "replace"]
+        assert log[moved[-1]][1] == str(target / MANIFEST)  # last, after all that it speaks of
+        between = {path for kind, path in log[moved[-2] : moved[-1]] if kind == "fsync"}
+        assert between >= {str(target / name) for name in ["", "optimizer", "new/er/still", "new/er", "new"]}
+        assert str(target) in {path for kind, path in log[moved[-1] :] if kind == "fsync"}
+
+
 def test_stale_files_of_an_older_kind_of_save_are_gone(tmp_path):
     target = tmp_path / "out"
     stale = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "model-00009-of-00009.safetensors"]

@@ -38,6 +38,7 @@ from .checkpoints import (
     Desk,
     hand_in,
     is_ours,
+    is_ours_everywhere,
     load_optimizer,
     load_weights,
     newest_whole,
@@ -70,8 +71,9 @@ class ZeroStateMixin(_AcceleratorBase):
             self._zero_made = Desk()
         return self._zero_made
 
-    def _zero_bound_engine(self, optimizer: Any) -> Engine:
-        raise ConfigError("ZeroAcceleratorMixin answers this")
+    if TYPE_CHECKING:
+
+        def _zero_bound_engine(self, optimizer: Any) -> Engine: ...
 
     def _zero_first_engine(self) -> Engine | None:
         return next((engine for model in self._models if (engine := engine_of(model)) is not None), None)
@@ -114,7 +116,8 @@ class ZeroStateMixin(_AcceleratorBase):
     ) -> Any:
         """accelerate's folder with weights and optimizer state from every rank; appears as a whole. Returns its path.
 
-        With `automatic_checkpoint_naming`, `total_limit` is kept *after* the save, and never costs the last complete folder.
+        With `ZeroPlugin(async_save=True)` it appears later, at the latest with the next save or load, or `end_training`.
+        With `automatic_checkpoint_naming`, `total_limit` is kept *after* the save, and never costs the last complete one.
 
         Raises:
             CheckpointError: on every rank; what was there before is still there.
@@ -260,7 +263,7 @@ class ZeroStateMixin(_AcceleratorBase):
             return super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         self._zero_desk.wait()
         folder = self._zero_choose(engine, input_dir)
-        loading = Loading(engine.wire, folder) if is_ours(folder) else None
+        loading = Loading(engine.wire, folder) if is_ours_everywhere(engine.wire, folder) else None
         strict = load_model_func_kwargs.get("strict", True)
         every = list(self._models)
 

@@ -196,6 +196,23 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
     return any((Path(folder) / name).exists() for name in (MANIFEST, f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}"))
 
 
+def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
+    """`is_ours`, after a look from every rank. A collective.
+
+    Raises:
+        CheckpointError: on every rank: only some of them see the folder.
+    """
+    what = f"looking at {folder}"
+    answers = together(wire, what, lambda: (Path(folder).is_dir(), is_ours(folder)))
+    if len(set(answers)) > 1:
+        blind = [rank for rank, answer in enumerate(answers) if answer != max(answers)]
+        raise CheckpointError(
+            f"{folder} is not there for ranks {blind}, as it is for others: to load from it they all need to see it; use a "
+            "shared file system, or copy it to every node"
+        )
+    return answers[0][1]
+
+
 def tidy(wire: SoloWire, folder: str | os.PathLike[str]) -> None:
     """Rank 0 removes what killed saves have left in `folder`. A collective."""
     together(wire, f"tidying {folder}", lambda: remove_left_overs(folder) if wire.rank == 0 else None)

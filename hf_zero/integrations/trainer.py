@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.utils.hub import hf_api
 
 from ..agree import together
 from ..cards import RunFacts
@@ -42,6 +43,7 @@ from .checkpoints import (
     check_quickly,
     hand_in,
     is_ours,
+    is_ours_everywhere,
     load_optimizer,
     load_weights,
     newest_whole,
@@ -55,6 +57,10 @@ if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
     _TrainerBase = object
+
+
+# Older releases of transformers (5.17 is one) do not let other ranks than the writing one into `_save`.
+_WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
 
 
 class ZeroTrainerMixin(_TrainerBase):
@@ -74,6 +80,8 @@ class ZeroTrainerMixin(_TrainerBase):
     """The stock code wants it pushed."""
     _zero_resuming = False
     """Inside `train(resume_from_checkpoint=...)`: weights come when there is an engine to take them."""
+    _zero_saved = False
+    """Where the stock `save_model` calls `_save` on the writing rank only: this rank has taken part."""
     _zero_facts: RunFacts | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -119,8 +127,9 @@ class ZeroTrainerMixin(_TrainerBase):
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
             together(wire, f"resuming from {folder}", lambda: recover(folder) if wire.rank == 0 else None)
-            together(wire, f"resuming from {folder}", lambda: check_quickly(folder, "") if is_ours(folder) else None)
-            if folder.is_dir() and not is_ours(folder) and wire.rank == 0:
+            ours = is_ours_everywhere(wire, folder)
+            together(wire, f"resuming from {folder}", lambda: check_quickly(folder, "") if ours else None)
+            if folder.is_dir() and not ours and wire.rank == 0:
                 warnings.warn(
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
                     stacklevel=2,
@@ -168,9 +177,8 @@ class ZeroTrainerMixin(_TrainerBase):
                     self._zero_saving = None
                 hand_in(saving, engine.wire)
                 together(engine.wire, f"saving to {target}", lambda: self._zero_name_best(saving, run_dir, target))
-                self._zero_desk.finish(
-                    saving, engine, partial(self._zero_after, engine, run_dir, target, self._zero_push)
-                )
+                then = copy.copy(self.state), self._zero_push
+                self._zero_desk.finish(saving, engine, partial(self._zero_after, engine, run_dir, target, *then))
         except BaseException:
             self.state.best_model_checkpoint = best
             raise
@@ -186,16 +194,14 @@ class ZeroTrainerMixin(_TrainerBase):
         if self.args.should_save and path.exists():
             self.state.save_to_json(str(path))
 
-    def _zero_after(self, engine: Engine, run_dir: str, target: str, push: bool) -> None:
-        """The checkpoint is there: push it, drop older ones."""
-        then = copy.copy(self.state)
-        then.global_step = int(target.rpartition("-")[2])
+    def _zero_after(self, engine: Engine, run_dir: str, target: str, then: TrainerState, push: bool) -> None:
+        """The checkpoint is there: push it, drop older ones. `then` is the state in it, for the push."""
 
         def work() -> None:
             if not self.args.should_save or not os.path.exists(os.path.join(target, MANIFEST)):
                 return
             if push:
-                now, self.state = self.state, then  # the commit message names the step
+                now, self.state = self.state, then
                 try:
                     self._push_from_checkpoint(target)
                 finally:
@@ -206,6 +212,18 @@ class ZeroTrainerMixin(_TrainerBase):
 
         together(engine.wire, f"after saving {target}", work)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the stock Trainer's, with the weights of all ranks. A collective: call it on every rank."""
+        if not _WRITER_ONLY or self.args.should_save or self._zero_engine() is None:
+            return super().save_model(output_dir, _internal_call)
+        self._zero_saved = False
+        self._save(output_dir)
+        self._zero_saved = True
+        try:
+            return super().save_model(output_dir, _internal_call)
+        finally:
+            self._zero_saved = False
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Weights from all ranks, the rest as the stock code on rank 0 writes it. A collective.
 
@@ -215,6 +233,9 @@ class ZeroTrainerMixin(_TrainerBase):
         engine = self._zero_engine()
         if engine is None:
             return super()._save(output_dir, state_dict)
+        if self._zero_saved:
+            self._zero_saved = False
+            return None
         folder = Path(output_dir) if output_dir is not None else self._zero_output
         parent: Any = super()
         if self._zero_saving is not None and folder == self._zero_saving.folder:
@@ -279,12 +300,13 @@ class ZeroTrainerMixin(_TrainerBase):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        engine, ours = self._zero_engine(), is_ours(checkpoint)
+        engine = self._zero_engine()
         if engine is None:
-            if ours:
+            if is_ours(checkpoint):
                 super()._load_from_checkpoint(checkpoint)
             return super()._load_optimizer_and_scheduler(checkpoint)
         self._zero_desk.wait()
+        ours = is_ours_everywhere(engine.wire, checkpoint)
         bound = engine.optimizer is bare_optimizer(self.optimizer)
         loaded = False
         if ours:
@@ -319,7 +341,7 @@ class ZeroTrainerMixin(_TrainerBase):
     def _load_best_model(self) -> None:
         self._zero_desk.wait()
         engine, best = self._zero_engine(), self.state.best_model_checkpoint
-        if engine is None or best is None or not is_ours(best):
+        if engine is None or best is None or not is_ours_everywhere(engine.wire, best):
             return super()._load_best_model()
         return load_weights(Loading(engine.wire, best), engine)
 
@@ -420,11 +442,7 @@ def _answering(owner: object, method: str, answer: Any) -> Iterator[None]:
 @contextmanager
 def _uploading_no_half_saves() -> Iterator[None]:
     """Uploads list the output folder in a thread of their own, while the next checkpoint may be staged in it."""
-    client: Any = getattr(transformers.trainer, "hf_api", None)
-    if client is None:  # an older transformers
-        yield
-        return
-    api = client()
+    api: Any = hf_api()
 
     def upload_folder(**kwargs: Any) -> Any:
         kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}/*", "*.zero_commit/*"]

@@ -136,7 +136,9 @@ def save_all(rank: int, world: int, folder: Path) -> bytes:
 
 def load_all(rank: int, world: int, folder: Path, worlds: list[int]) -> bytes:
     out = {}
-    for writer, case in itertools.product(worlds, CASES):
+    for writer, (index, case) in itertools.product(worlds, enumerate(CASES)):
+        if writer != world and (writer + world + index) % 2:  # half of the cases for every pair of worlds
+            continue
         model, optimizer, engine, scheduler = build(case, loading=True, seed=1)
         train(model, optimizer, rank, range(7, 8))
         engine.load(folder / f"{case}-{writer}", objects={"scheduler": scheduler})
@@ -223,7 +225,7 @@ def test_files_are_those_of_the_reference_writer(saved, tmp_path):
             same(dict(sorted(found.items())), dict(sorted(state.items())), str(target))
             assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
             sizes = [sum(value.nbytes for value in tensors.values()) for tensors in files.values()]
-            assert len(sizes) > 2
+            assert len(sizes) > 1
             assert all(size <= 1000 or len(tensors) == 1 for size, tensors in zip(sizes, files.values()))
         assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == {
             *manifest.files, "zero_manifest.json"

@@ -232,11 +232,24 @@ def guarded(rank: int, world: int) -> None:
     assert "transformer.ln_f.weight" in missing
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"lm_head.weight": torch.zeros(3, 3)}, strict=False)
-    # A write to a placeholder is found where the values are needed next.
-    with torch.no_grad():
-        model.transformer.ln_f.weight.zero_()
-    with pytest.raises(zero.StateError, match=r"ln_f\.weight.*written to while it was released"):
+    # A write to a placeholder is found before anything is built on it, on every rank.
+    if rank == 0:
+        with torch.no_grad():
+            model.transformer.ln_f.weight.zero_()
+    with pytest.raises(
+        (zero.StateError, zero.RankMismatchError), match=r"ln_f\.weight.*written to while it was released"
+    ):
         zero.shard(model)
+    assert birth_of(model.lm_head.weight) is not None
+    # Sharding inside is as sharding outside.
+    with zero.Init():
+        inside = gpt2().bfloat16()
+        zero.shard(inside, None, zero.ZeroConfig(stage=2))
+        loss = inside(input_ids=ids, labels=ids).loss
+    assert all(birth_of(p) is None for p in inside.parameters())
+    assert torch.equal(inside(input_ids=ids, labels=ids).loss, loss)
+    with pytest.raises(zero.ConfigError, match="resize before"):
+        inside.resize_token_embeddings(VOCAB)
 
 
 def test_until_it_is_sharded(two: RankPool) -> None:
@@ -248,7 +261,6 @@ def fast(rank: int, world: int) -> None:
     with zero.Init(init="fast") as init:
         model = llama(tie_word_embeddings=True)
         wide = nn.Linear(64, 64)
-        nn.init.trunc_normal_(wide.weight, std=0.5, a=-0.25, b=0.25)
         nn.init.uniform_(wide.bias, 2, 3)
     state = torch.get_rng_state()
     torch.manual_seed(7)
@@ -263,6 +275,8 @@ def fast(rank: int, world: int) -> None:
     assert abs(matrix.mean().item()) < 0.002
     halves = matrix.flatten().chunk(world)
     assert all(not torch.equal(halves[0], other) for other in halves[1:])  # no rank repeats another's numbers
+    with zero.Init(init="fast"):
+        nn.init.trunc_normal_(wide.weight, std=0.5, a=-0.25, b=0.25)
     trunc, bias = whole(wide.weight), whole(wide.bias)
     assert trunc.abs().max() <= 0.25
     assert 0.1 < trunc.std() < 0.2
