@@ -79,7 +79,7 @@ def fail_at(index: int, errno: int) -> Callable[[int, Call, Any], None]:
 
 
 class Forked:
-    """A function in a copy of this process. It must not have threads that hold locks."""
+    """A function in a copy of this process, for two minutes at most. The process must not have threads that hold locks."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._read, write = os.pipe()
@@ -89,6 +89,7 @@ class Forked:
         if self.pid == 0:
             code = 1
             try:
+                signal.alarm(120)
                 os.close(self._read)
                 answer = pickle.dumps(function(*args))
                 os.write(write, answer)

@@ -323,6 +323,7 @@ def test_load_state_names_what_does_not_fit(tmp_path: Path) -> None:
         other.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
 
 
+@pytest.mark.filterwarnings("ignore:.*of plain accelerate")
 def test_load_state_of_plain_accelerate_names_what_does_not_fit(tmp_path: Path) -> None:
     plain = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -357,6 +357,16 @@ def test_a_failed_checkpoint_leaves_the_one_before(found: Results, rank: int, as
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_behind_training_is_reported_at_its_end(found: Results, rank: int) -> None:
+    seen = found("fails behind", rank=rank)
+    assert seen["said"].startswith("CheckpointError: ")
+    assert "checkpoint-8" in seen["said"]
+    assert "File too large" in seen["said"]
+    assert seen["left"] == ["checkpoint-4"]
+
+
+@pytest.mark.gloo
 def test_written_behind_it_is_the_same(found: Results) -> None:
     seen = found("behind")
     assert seen["unequal"] == []
@@ -375,6 +385,21 @@ def test_evaluate_a_checkpoint(found: Results) -> None:
 @pytest.mark.gloo
 def test_resume_into_a_sharded_model(found: Results) -> None:
     assert found("resume into a sharded model") == 0.0
+
+
+@pytest.mark.gloo
+def test_nodes_without_a_shared_disk(found: Results) -> None:
+    """Rank 0's node has the whole checkpoint, the other has nothing; to resume, both need to see it."""
+    seen, other = found("two nodes"), found("two nodes", rank=1)
+    if not seen["apart"]:
+        pytest.skip("needs the right to mount a file system")
+    assert [name for name in seen["files"] if name.startswith("checkpoint-8/")] == [
+        f"checkpoint-8/{name}" for name in sorted([*FOLDER, "training_args.bin"])
+    ]
+    assert other["left"] == []
+    for rank in (seen, other):
+        assert rank["resume"].startswith("CheckpointError: ")
+        assert "is not there for ranks [1]" in rank["resume"]
 
 
 @pytest.mark.gloo

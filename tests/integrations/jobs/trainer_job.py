@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import resource
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,14 @@ from harness import (
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import EvalPrediction
 
 import hf_zero as zero
@@ -208,6 +218,26 @@ def crash(async_save: bool) -> dict[str, Any]:
     return {"said": said, "left": sorted(path.name for path in (OUT / name).iterdir()), "fine": fine}
 
 
+class SmallDisk(TrainerCallback):
+    """From the seventh step on the kernel lets no file of rank 1 grow beyond 20 KB: its weights do not fit."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if RANK == 1 and state.global_step == 7:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def fails_behind() -> dict[str, Any]:
+    """The failure happens in the writing thread, while training goes on; the end of training reports it."""
+    run = trainer("fails_behind", 3, async_save=True, callbacks=[SmallDisk()])
+    try:
+        said = raised(run.train)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    barrier()
+    return {"said": said, "left": sorted(path.name for path in (OUT / "fails_behind").iterdir())}
+
+
 def damage(name: str, source: str) -> list[str]:
     """A copy of a run whose newest checkpoint has one bit flipped; the best one is in it too."""
     if RANK == 0:
@@ -264,6 +294,43 @@ def behind() -> dict[str, Any]:
         "curves": runs["waits"] == runs["behind"],
         "best": all(str(OUT / "behind" / "checkpoint-") in (state["best_model_checkpoint"] or "") for state in states),
     }
+
+
+def two_nodes() -> dict[str, Any]:
+    """Rank 1 has a disk of its own where rank 0 saves: a file system mounted over the folder, for this thread alone."""
+    folder = OUT / "node"
+    if RANK == 0:
+        folder.mkdir()
+    barrier()
+    apart = True
+    if RANK == 1:
+        libc = ctypes.CDLL(None, use_errno=True)
+        new_mounts, private = 0x00020000, 0x4000 | 0x40000
+        apart = (
+            libc.unshare(new_mounts) == 0
+            and libc.mount(b"none", b"/", None, private, None) == 0
+            and libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=16m") == 0
+        )
+    if not agreed(apart):
+        return {"apart": False}
+    trainer("node", 3).train()
+    barrier()
+    out: dict[str, Any] = {
+        "apart": True,
+        "files": files_under(folder),
+        "left": [path.name for path in folder.iterdir()],
+    }
+    if RANK == 0:
+        zero.verify(folder / "checkpoint-8")
+    run = trainer("node", 3)
+    out["resume"] = raised(lambda: run.train(resume_from_checkpoint=str(folder / "checkpoint-4")))
+    return out
+
+
+def agreed(answer: bool) -> bool:
+    answers: list[Any] = [None, None]
+    torch.distributed.all_gather_object(answers, answer)
+    return all(answers)
 
 
 def born(source: str) -> dict[str, Any]:
@@ -475,6 +542,7 @@ def main() -> None:
     check("trainer class", lambda: whole_run("subclass", 2, kind=zero.ZeroTrainer))
     check("resume into a sharded model", resume_into_a_sharded_model)
     check("rotation", rotation)
+    check("two nodes", two_nodes)
     check("born", lambda: born("stage3"))
     check("generating evaluation", generating_evaluation)
     check("damaged", lambda: damage("damaged", "stage3"))
@@ -482,6 +550,7 @@ def main() -> None:
     for async_save in (False, True):
         check(f"crash {async_save}", lambda: crash(async_save))  # noqa: B023
     check("behind", behind)
+    check("fails behind", fails_behind)
     check("evaluate a checkpoint", evaluates_a_checkpoint)
     check("save_only_model", save_only_model)
     check("ddp bf16", lambda: whole_run("ddp_bf16", None, bf16=True))
