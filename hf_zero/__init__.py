@@ -32,8 +32,8 @@ from .errors import (
 )
 from .export import card_for, export
 from .init import Init
-from .manifest import verify
 from .report import Report
+from .staging import verify
 from .version import __version__
 
 if TYPE_CHECKING:

@@ -273,7 +273,8 @@ class Engine:
                 or the exit of the process waits, and raises there on every rank if it failed on any.
 
         Raises:
-            CheckpointError: on every rank, naming the rank, the file and the reason; `folder` is then as it was.
+            CheckpointError: on every rank, naming the rank, the file and the reason; `folder` is then as it was (or, where the
+                message says that the new files are complete, as it will be once it is loaded from).
         """
         self._schedule.quiesce()
         save(

@@ -28,9 +28,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from .cards import content, template
 from .errors import CheckpointError, ConfigError
-from .manifest import MANIFEST, Manifest, verify
+from .manifest import MANIFEST, Manifest
 from .recast import Output, WeightSet, find_weights, index_text, plan, read_json, write
-from .staging import recover, sync_tree
+from .staging import recover, sync_tree, verify
 from .version import __version__
 from .weights import parse_bytes
 
@@ -177,6 +177,7 @@ def _examine(folder: Path, dtype: str | None, limit: int, note: Progress) -> _Jo
 
 def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
     """`verify`, with its progress told as that of an export."""
+    recover(folder)
     total, done, lock = Manifest.read(folder).total_bytes, 0, threading.Lock()
 
     def checked(count: int) -> None:

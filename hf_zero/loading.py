@@ -141,10 +141,12 @@ class Loading:
 
         def read() -> None:
             self._reader.read(w for unit in units for flat in unit.flats for w in _wanted(flat, located, stored))
-            for conversion in located.conversions:
-                values = {key: self._reader.whole(stored[key]) for key in conversion.sources}
-                _spread(units, conversion.convert(values))
             buffers = persistent_buffers(model)
+            for conversion in located.conversions:
+                made = conversion.convert({key: self._reader.whole(stored[key]) for key in conversion.sources})
+                _spread(units, made)
+                for name in buffers.keys() & made.keys():
+                    buffers[name].copy_(made[name])
             for name, key in located.buffers.items():
                 buffers[name].copy_(self._reader.whole(stored[key]))
             self._reader.close()

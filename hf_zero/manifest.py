@@ -245,7 +245,7 @@ def share(manifest: Manifest, part: int, parts: int) -> dict[str, list[Segment]]
     return out
 
 
-def verify(
+def check_files(
     folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
 ) -> Manifest:
     """Check every byte of a checkpoint against its manifest.

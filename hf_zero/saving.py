@@ -40,6 +40,7 @@ from .weights import Drawing, Entry, Run, WeightFile, split_files
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
 _DIRECT_BYTES = 1 << 20  # from here on a piece is written from where it lies; smaller ones are put together first
+_UNWATCHED = {MANIFEST, "README.md"}  # a model card is for people to edit
 _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
@@ -80,6 +81,7 @@ class Saving:
         self._jobs: list[Job] = []
         self._conversions: list[_Conversion] = []
         self._segments: dict[str, list[Segment]] = {}
+        self._promised_bytes = 0
         self._staging = Staging(target)
         nonce = f".nonce-{secrets.token_hex(8)}"
 
@@ -172,11 +174,12 @@ class Saving:
         """Rank 0: the file with its header, at its final size."""
         head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata)
         path = self.folder / file.name
+        self._promised_bytes += header.file_bytes  # the files are sparse: what they will take is still counted as free
         stat = os.statvfs(self.folder)
-        if header.file_bytes > stat.f_bavail * stat.f_frsize:
+        if self._promised_bytes > stat.f_bavail * stat.f_frsize:
             raise CheckpointError(
-                f"{self.target}: {file.name} needs {header.file_bytes} bytes, the disk has {stat.f_bavail * stat.f_frsize} "
-                "left: free some, or save elsewhere"
+                f"{self.target}: the files up to {file.name} need {self._promised_bytes} bytes, the disk has "
+                f"{stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
             )
         with open(path, "wb") as out:
             out.write(head)
@@ -262,7 +265,7 @@ class Saving:
         files = {}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
-            if path.is_file() and name != MANIFEST:
+            if path.is_file() and name not in _UNWATCHED:
                 known = segments.get(name)
                 files[name] = (
                     digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))

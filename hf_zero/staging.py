@@ -15,14 +15,15 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
 from .errors import CheckpointError
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST, Manifest, check_files
 
 SUFFIX = ".zero_saving"
 _COMMIT = ".zero_commit"
+_GATES = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 # What a reader of the folder would take for weights or state of the save at hand, were it left from an older one.
 _RIVALS = {
@@ -155,6 +156,25 @@ def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
             os.close(held)
 
 
+def verify(
+    folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
+) -> Manifest:
+    """Check every byte of a checkpoint against its manifest; first finish a replacement that was interrupted.
+
+    Args:
+        threads: default: the processors this process may use, at most 8. One buffer of 8 MiB each.
+        progress: called with the bytes checked since the last call, from any thread.
+
+    Returns:
+        The manifest: `files` by name, `facts` (world size, stage, …), `total_bytes`.
+
+    Raises:
+        CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
+    """
+    recover(folder)
+    return check_files(folder, threads=threads, progress=progress)
+
+
 def remove_left_overs(folder: str | os.PathLike[str]) -> None:
     """Staging folders directly inside `folder` whose job is dead."""
     for root in Path(folder).glob(f".*{SUFFIX}"):
@@ -205,15 +225,20 @@ def _roll_forward(target: Path) -> None:
         older = set(Manifest.read(target).files)
     except CheckpointError:
         older = set()
-    for name in manifest.files:
-        source = commit / name
-        if source.exists():
-            place = target / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(source, place)
+    moved = [path.relative_to(commit).as_posix() for path in commit.rglob("*") if path.is_file()]
+    # Without its configuration nobody takes the folder for a model: a reader that comes between fails, and gets no mix.
+    gates = [name for name in _GATES if name in moved]
+    for name in gates:
+        (target / name).unlink(missing_ok=True)
+    for name in moved:
+        if name != MANIFEST and name not in gates:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(commit / name, target / name)
     stale = (older | _rivals(target, manifest)) - set(manifest.files)
     for name in stale:
         (target / name).unlink(missing_ok=True)
+    for name in gates:
+        os.replace(commit / name, target / name)
     for folder in _folders(target, stale):
         with contextlib.suppress(OSError):  # others have files there
             folder.rmdir()

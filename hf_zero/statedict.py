@@ -37,9 +37,7 @@ def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
 
 def outline_of(flat: Flat) -> list[Tensor]:
     """Meta tensors of the span's parameters, in their own types and shapes."""
-    return [
-        torch.empty(slot.spec.shape, dtype=dtype_of(slot.spec.dtype), device="meta") for slot in flat.span.slots
-    ]
+    return [torch.empty(slot.spec.shape, dtype=dtype_of(slot.spec.dtype), device="meta") for slot in flat.span.slots]
 
 
 class FullState:

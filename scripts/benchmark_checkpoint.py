@@ -239,7 +239,7 @@ class Rank:
         for _ in range(2):
             start = time.perf_counter()
             if self.rank == 0:
-                self.zero.manifest.verify(path, threads=1)
+                self.zero.verify(path, threads=1)
             seconds = time.perf_counter() - start
             self.dist.barrier()
         return self.slowest(seconds)

@@ -25,7 +25,9 @@ from hf_zero.manifest import (
     digest_file,
     digest_of,
     share,
-    verify,
+)
+from hf_zero.manifest import (
+    check_files as verify,
 )
 
 FILES = {

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import CheckpointError
-from hf_zero.manifest import MANIFEST, Manifest, digest_file, verify
-from hf_zero.staging import Staging, recover, remove_left_overs
+from hf_zero.manifest import MANIFEST, Manifest, digest_file
+from hf_zero.staging import Staging, recover, remove_left_overs, verify
 from tests.injection import Forked, calls, fail_at, kill_at
 
 OLD = [
@@ -320,3 +320,24 @@ def test_discarded_is_as_if_never_begun(tmp_path):
         staging.discard()
         assert (content(target) if target.exists() else None) == before
         assert left_overs(tmp_path / "out") == []
+
+
+def test_a_reader_in_between_finds_no_mix(fast):
+    """Whoever goes by config.json sees the old files, no model, or the new ones; never some of each."""
+    parent, k, seen = fast / "out", 0, set()
+    while True:
+        target, _ = prepare(parent, "old and files of others")
+        done = not killed(k, save, target, NEW, "new")
+        found = content(target)
+        if "config.json" in found:
+            version = found["config.json"].split()[0]
+            names = {"old": OLD, "new": NEW}[version]
+            assert {name: found.get(name) for name in names} == {name: f"{version} {name}" for name in names}
+            assert "model.safetensors" not in found or version == "new"
+            seen.add(version)
+        else:
+            seen.add("none")
+        if done:
+            break
+        k += 1
+    assert seen == {"old", "none", "new"}

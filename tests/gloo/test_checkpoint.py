@@ -18,9 +18,10 @@ from torch.nn import functional as F
 import hf_zero as zero
 from hf_zero.held import Held, held_parameters, held_states
 from hf_zero.layout import Layout, ParamSpec
-from hf_zero.manifest import FileDigest, verify
+from hf_zero.manifest import FileDigest
 from hf_zero.safetensors_io import build_header
 from hf_zero.saving import _Placed
+from hf_zero.staging import verify
 from hf_zero.weights import Entry, Run, WeightFile, parse_bytes, split_files
 
 pytestmark = pytest.mark.gloo

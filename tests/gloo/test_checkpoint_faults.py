@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.manifest import MANIFEST, verify
+from hf_zero.manifest import MANIFEST
+from hf_zero.staging import verify
 from tests.injection import Call, Forked, calls, fail_at, kill_at
 
 pytestmark = pytest.mark.gloo
