@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from . import agree
-from .birth import birth_of, hand_over
+from .assembly import Assembly
 from .checkpoint import Behind, load, save
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError
 from .guard import unguard
-from .layout import ParamSpec
+from .layout import Layout
 from .objects import Stateful
 from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
-from .plan import Drafter
 from .precision import Precision, all_finite, computes_in_float16
 from .report import Report, data_parallel, predict, unit_rows
 from .schedule import Schedule
@@ -56,39 +55,34 @@ class Engine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.precision = Precision.of(mixed_precision, config.reduce_dtype)
         self._wire: SoloWire = open_wire(next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._shards = self._wire.size if config.policy.shard else 1
         self._binding: Binding | None = None
-        self._units: list[Unit] = []
         self._side: SoloWire | None = None
         self.pending_save: Behind | None = None
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
-        self._places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self._float16 = self.precision.autocast_dtype == torch.float16 or any(
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
         )
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
-            self._drafter = Drafter(model, self.precision)
-            self.device = _device_of(model)
-            originals = originals_of(optimizer, self._first_names(), None) if optimizer is not None else []
-            if optimizer is not None and self._shards > 1:
+            self._assembly = Assembly(model, self._wire, config.policy, self.precision)
+            self.device = self._assembly.device
+            originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
+            if optimizer is not None and config.policy.shard and self.world_size > 1:
                 check_supported(optimizer)
-            specs = self._specs(originals)
-            _check_births(self._drafter.names, self._wire)
-        agree.same_structure(self._wire, config, mixed_precision, specs, originals, self._drafter.names)
-        agree.same_values(self._wire, self._drafter.names)
-        self.layout = self._drafter.layout(specs, self._shards)
-        for number in range(len(specs)):
-            self._units.append(self._build(number, specs[number]))
+            specs = self._assembly.specs(originals)
+        names = self._assembly.names
+        agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
+        agree.same_values(self._wire, names)
+        self._assembly.build(specs, weakref.ref(self))
         unguard(model)
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._autocasts: list[Any] = []
             self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
             self._handles.append(model.register_forward_hook(self._leave_autocast, always_call=True))
         self._schedule = self._new_schedule()
-        self._full_state = FullState(model, self._units, self._wire)
+        self._full_state = FullState(model, self.units, self._wire)
         if optimizer is not None:
             self._bind(optimizer, originals)
         self._install()
@@ -112,7 +106,11 @@ class Engine:
 
     @property
     def units(self) -> list[Unit]:
-        return self._units
+        return self._assembly.units
+
+    @property
+    def layout(self) -> Layout:
+        return self._assembly.layout
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach an optimizer built over `model.parameters()`, before or after sharding. A collective.
@@ -127,26 +125,24 @@ class Engine:
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         with agree.on_errors(self._wire, "Engine.bind"):
-            if self._shards > 1:
+            if self.layout.shards > 1:
                 check_supported(optimizer)
-            originals = originals_of(optimizer, self._first_names(), previous)
+            originals = originals_of(optimizer, self._assembly.first_names, previous)
         self._schedule.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             for flat in previous.flats:
                 previous.optimizer.state.pop(flat.master, None)
             previous = None
-        specs = self._specs(originals)
-        if [[spec.key for spec in unit] for unit in specs] != [
-            [spec.key for spec in unit] for unit in self._current_specs()
-        ]:
-            grads = any(flat.master.grad is not None for unit in self._units for flat in unit.trained)
+        specs = self._assembly.specs(originals)
+        if self._assembly.cuts_otherwise(specs):
+            grads = any(flat.master.grad is not None for unit in self.units for flat in unit.trained)
             if grads:
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
             self._schedule.detach()
             self._full_state.detach()
-            self._recut(specs, previous)
+            self._assembly.recut(specs, previous)
             self._schedule = self._new_schedule()
-            self._full_state = FullState(self.model, self._units, self._wire)
+            self._full_state = FullState(self.model, self.units, self._wire)
         self._bind(optimizer, originals)
 
     @contextmanager
@@ -171,7 +167,7 @@ class Engine:
             The norm before clipping, 0-dim float32, the same on every rank. `max_norm=inf` only measures.
         """
         self._schedule.flush()
-        flats = [flat for unit in self._units for flat in unit.trained]
+        flats = [flat for unit in self.units for flat in unit.trained]
         pieces = self._pieces(parameters, flats)
         norm = total_norm(flats, float(norm_type), self._wire, pieces)
         if max_norm == float("inf"):
@@ -188,7 +184,7 @@ class Engine:
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
         self._schedule.flush()
-        flats = [flat for unit in self._units for flat in unit.trained]
+        flats = [flat for unit in self.units for flat in unit.trained]
         pieces = self._pieces(parameters, flats)
         for flat in flats:
             if flat.master.grad is not None:
@@ -197,7 +193,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do."""
-        for unit in self._units:
+        for unit in self.units:
             unit.drop_grads(shards=True)
         self._schedule.unsynced = False
 
@@ -222,7 +218,7 @@ class Engine:
         parameters: dict[int, int] = {}
         gradients: dict[int, int] = {}
         optimizer: dict[int, int] = {}
-        for unit in self._units:
+        for unit in self.units:
             for flat in unit.flats:
                 for tensor in (flat.full, flat.own, flat.master):
                     _count(parameters, tensor)
@@ -243,7 +239,7 @@ class Engine:
         """The optimizer's groups: their options, and under `params` the parameters' names."""
         if self._binding is None:
             return []
-        names = self._first_names()
+        names = self._assembly.first_names
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
             for group, params in zip(self._binding.optimizer.param_groups, self._binding.originals)
@@ -348,7 +344,7 @@ class Engine:
 
     def place_of(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
         """Where a parameter of this model is: its unit, its span, and which of the span's it is."""
-        return self._places[param]
+        return self._assembly.places[param]
 
     def flush(self) -> None:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any."""
@@ -361,10 +357,7 @@ class Engine:
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
         self._schedule.quiesce()
-        for unit in self._units:
-            self._restore(unit)
-        for param in self._drafter.names:
-            hand_over(param, None)
+        self._assembly.dissolve()
         self._schedule.detach()
         self._full_state.detach()
         for handle in self._handles:
@@ -376,72 +369,10 @@ class Engine:
 
     # Building -------------------------------------------------------------------------------------------------------
 
-    def _first_names(self) -> dict[nn.Parameter, str]:
-        return {param: names[0] for param, names in self._drafter.names.items()}
-
-    def _specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
-        group_of: dict[nn.Parameter, int] = {p: g for g, params in enumerate(originals) for p in params}
-        old = {
-            param: slot.spec
-            for unit in self._units
-            for flat in unit.flats
-            for slot, param in zip(flat.span.slots, flat.params)
-        }
-        return self._drafter.specs(group_of, old)
-
-    def _current_specs(self) -> list[list[ParamSpec]]:
-        out = []
-        for group, unit in zip(self._drafter.groups, self._units):
-            place = {p: slot.spec for flat in unit.flats for p, slot in zip(flat.params, flat.span.slots)}
-            out.append([place[param] for param in group.params])
-        return out
-
-    def _build(self, number: int, specs: list[ParamSpec]) -> Unit:
-        """One unit of `self.layout`, from its parameters' values, whole or born; these are the engine's from here on."""
-        param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
-        layout, flats = self.layout.units[number], []
-        for span in layout.spans:
-            params = [param_of[slot.spec.name] for slot in span.slots]
-            for param in params:
-                param.grad = None
-            flats.append(Flat(span, params, self._wire, self.config.policy, self.precision))
-        unit = Unit(layout, flats, self._wire, self.config.policy)
-        unit.release()
-        for flat in flats:
-            for index, param in enumerate(flat.params):
-                self._places[param] = unit, flat, index
-                hand_over(param, weakref.ref(self))
-        return unit
-
-    def _recut(self, specs: list[list[ParamSpec]], binding: Binding | None) -> None:
-        """Other spans for the same parameters, and their optimizer state; one unit after another. A collective."""
-        self.layout = self._drafter.layout(specs, self._shards)
-        for number in range(len(specs)):
-            old = self._units[number]
-            state = binding.take(old.flats) if binding is not None else {}
-            self._restore(old, in_own_type=False)
-            for flat in old.flats:
-                flat.drop()
-            self._units[number] = unit = self._build(number, specs[number])
-            if binding is not None:
-                binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
-
-    def _restore(self, unit: Unit, in_own_type: bool = True) -> None:
-        """The unit's parameters whole and plain again, in their own types or the masters'; a collective."""
-        for flat in unit.flats:
-            whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
-            if flat.span.shards > 1:
-                self._wire.gather(whole, flat.master.detach(), flat.span.index).close()
-            else:
-                whole.copy_(flat.master.detach())
-            for slot, param in zip(flat.span.slots, flat.params):
-                value = whole[slot.offset : slot.stop].view(slot.spec.shape)
-                param.data = value.to(getattr(torch, slot.spec.dtype), copy=True) if in_own_type else value
-
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
-        self._binding = Binding(optimizer, self._units, self._wire, originals)
+        self._binding = Binding(optimizer, self.units, self._wire, originals)
         self.optimizer = optimizer
         if state is not None:
             self._binding.load_state_dict(state)
@@ -461,7 +392,7 @@ class Engine:
                 _override(module, _RESIZE, _refuse_resize)
 
     def _new_schedule(self) -> Schedule:
-        schedule = Schedule(self.model, [(unit, group.hosts) for unit, group in zip(self._units, self._drafter.groups)])
+        schedule = Schedule(self.model, self._assembly.hosts())
         schedule.before_forward = self._before_forward
         schedule.after_backward = self._after_backward
         return schedule
@@ -485,9 +416,9 @@ class Engine:
 
     def _after_backward(self) -> None:
         """A gradient that overflowed on one rank shows on every rank, so that loss scalers skip the step together."""
-        if not (self._float16 and self._schedule.sync and self._shards > 1):
+        if not (self._float16 and self._schedule.sync and self.layout.shards > 1):
             return
-        grads = [flat.master.grad for unit in self._units for flat in unit.trained if flat.master.grad is not None]
+        grads = [flat.master.grad for unit in self.units for flat in unit.trained if flat.master.grad is not None]
         if grads:
             found = self._wire.max_scalar(all_finite(iter(grads)))
             grads[0][:1].add_(torch.where(found > 0, float("inf"), 0.0).to(grads[0].dtype))
@@ -501,12 +432,12 @@ class Engine:
         self._schedule.flush()
         self._schedule.quiesce()
         if not self.config.policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
-            intact = torch.stack([flat.intact() for unit in self._units for flat in unit.flats])
+            intact = torch.stack([flat.intact() for unit in self.units for flat in unit.flats])
             if not bool(intact.all()):
-                for unit in self._units:
+                for unit in self.units:
                     for flat in unit.flats:
                         flat.check_guards(unit.name)
-        for unit in self._units:
+        for unit in self.units:
             for flat in unit.flats:
                 trainable = flat.span.trainable
                 changed = [i for i, param in enumerate(flat.params) if param.requires_grad is not trainable]
@@ -518,11 +449,11 @@ class Engine:
                     )
 
     def _after_step(self, *_: Any) -> None:
-        for unit in self._units:
+        for unit in self.units:
             unit.updated()
             if self.config.policy.keep_full:
                 unit.gather()
-        for unit in self._units:
+        for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.wait()
 
@@ -548,7 +479,7 @@ class Engine:
         masters: set[Tensor] = {flat.master for flat in flats}
         if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:
             return None
-        unknown = [p for p in wanted if p not in self._drafter.names and p not in masters]
+        unknown = [p for p in wanted if p not in self._assembly.names and p not in masters]
         if unknown:
             raise LayoutError(
                 f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
@@ -575,7 +506,7 @@ class Engine:
         self, plain: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> Any:
         """`.to()`, `.half()`, `.cpu()` and the like: only what leaves every parameter as it is."""
-        for unit in self._units:
+        for unit in self.units:
             for flat in unit.flats:
                 probe = torch.zeros((), dtype=flat.own.dtype, device=flat.own.device)
                 moved = fn(probe)
@@ -647,29 +578,3 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
         f"{_RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
         "sharded (inside `with zero.Init():` if it was born there), or call engine.detach() first"
     )
-
-
-def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:
-    for param, (name, *_) in names.items():
-        birth = birth_of(param)
-        if birth is None:
-            continue
-        birth.check_guard(f"parameter {name!r}")
-        if birth.wire.size not in (1, wire.size):
-            raise ConfigError(
-                f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "
-                "build it in the process group that trains it"
-            )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    found: dict[torch.device, str] = {}
-    for name, param in model.named_parameters():
-        found.setdefault(param.device, name)
-    if len(found) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
-        raise LayoutError(f"all parameters must be on one device, found {places}: move the model first")
-    device, name = next(iter(found.items()))
-    if device.type == "meta":
-        raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
-    return device

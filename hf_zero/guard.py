@@ -11,16 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .birth import INSIDE, Birth, birth_of, wire_device
 from .errors import RankMismatchError, StateError
 
 _RESIZE = "resize_token_embeddings"
-_GUARDS = WeakIdKeyDictionary()
+_GUARDS: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """Module -> the handles of its hooks."""
 
 

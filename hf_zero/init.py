@@ -12,12 +12,14 @@ open, equal everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,6 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .birth import HOLDERS, INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds, wire_device
 from .comm import SoloWire, home_device, open_wire
@@ -38,6 +39,11 @@ __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
 
 EXTENSIONS: list[Callable[[Init], AbstractContextManager[object] | None]] = []
 """Asked with the outermost Init when it is entered; what they return is entered with it and left with it."""
+
+
+_TRIM_BYTES = 16 << 20  # most that closed parameters may leave in the allocator before it must give it back
+_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+"""Whole parameters come and go between slices that stay: without this the holes make up most of a rank's memory."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -101,7 +107,8 @@ class Init:
         self._open: dict[int, tuple[nn.Parameter, Birth]] = {}  # least recently used first
         self._aliased: list[Birth] = []
         self._largest_numel = 0  # of the parameters that one module holds itself
-        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._freed_bytes = 0
+        self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # torch's would ask half-made ones
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -152,7 +159,7 @@ class Init:
         self._aliased.clear()
         for module in list(self._seen):
             guard(module, Init)
-        self._seen = WeakIdKeyDictionary()
+        self._seen = WeakKeyDictionary()
 
     # Registration -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +231,14 @@ class Init:
                 birth.close(param)
                 if birth.has_alias:
                     self._aliased.append(birth)
+                self._give_back(param.numel() * param.element_size())
+
+    def _give_back(self, freed_bytes: int) -> None:
+        """Host memory of closed parameters returns to the system, now and then."""
+        self._freed_bytes += freed_bytes
+        if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
+            self._freed_bytes = 0
+            _malloc_trim(0)
 
     def _bring(self, found: list[tuple[nn.Parameter, Birth]], overwritten: nn.Parameter | None) -> None:
         """Open what a function is about to use."""

@@ -60,6 +60,8 @@ class FullState:
         self._landing: dict[nn.Parameter, Tensor] = {}
         self._handles: list[Any] = []
         for module in model.modules():
+            if next(module.parameters(), None) is None:
+                continue  # nothing of it is sharded, and other models may have it too (XLM's activation, for one)
             add = self._handles.append
             add(module.register_state_dict_pre_hook(self._begin))
             add(module.register_state_dict_post_hook(partial(self._give, module)))

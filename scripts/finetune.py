@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import datasets
@@ -156,7 +157,7 @@ def defaults(script: ScriptArguments, given: set[str]) -> dict[str, Any]:
                 chosen["save_strategy"] = "no"  # the trained model is saved at the end in any case
     if "load_best_model_at_end" in given:  # which needs to save whenever it evaluates
         if given & {"eval_strategy", "eval_steps", "save_strategy", "save_steps"}:
-            del chosen["eval_steps"], chosen["eval_strategy"]  # the user's to say
+            del chosen["eval_steps"]  # the user's to say
         else:
             chosen["save_steps"] = chosen["eval_steps"]
     return chosen
@@ -234,13 +235,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         preprocess_logits_for_metrics=token_scores(shift) if language else None,
         callbacks=[zero.ZeroCallback(), clock],
     )
-    resume = args.resume_from_checkpoint
-    if resume in ("true", "True", "latest"):
-        resume = get_last_checkpoint(args.output_dir)
-        if resume is None:
-            raise UserError(f"--resume-from-checkpoint {args.resume_from_checkpoint}: none in {args.output_dir!r}")
-
-    trained = trainer.train(resume_from_checkpoint=resume).metrics
+    trained = trainer.train(resume_from_checkpoint=where_to_resume(args)).metrics
     after = final_metrics(trainer)
     everywhere(trainer.save_model, f"saving the model to {args.output_dir!r}")
     peak = highest(peak_bytes(args.device))
@@ -252,6 +247,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         everywhere(trainer.push_to_hub, f"pushing to {args.hub_model_id or args.output_dir!r}")
     trainer.accelerator.end_training()
     return after
+
+
+def where_to_resume(args: zero.ZeroTrainingArguments) -> str | bool | None:
+    """A folder; True for the newest one that is whole, which the Trainer finds; None to start anew. A collective.
+
+    `True` asks for a checkpoint; `latest` takes one if there is any, and so suits a job that is restarted by itself.
+    """
+    given = args.resume_from_checkpoint
+    if given is None or given.lower() in ("false", "none"):
+        return None
+    if given.lower() not in ("true", "latest"):
+        if not Path(given).is_dir():
+            raise UserError(f"--resume-from-checkpoint {given}: there is no such folder")
+        return given
+    found = highest(int(get_last_checkpoint(args.output_dir) is not None))
+    if not found and given.lower() == "true":
+        raise UserError(f"--resume-from-checkpoint {given}: none in {args.output_dir!r}")
+    return True if found else None
 
 
 def final_metrics(trainer: Trainer) -> dict[str, float]:

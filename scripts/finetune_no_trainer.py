@@ -1,17 +1,29 @@
 """The same causal language modelling as `finetune.py`, as a plain accelerate loop: the only line about ZeRO is marked.
 
-torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --stage 3
+torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --stage 3 --save-steps 50
+torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --stage 3 --save-steps 50 --resume   # any number of ranks
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from finetune_console import check_output, everywhere, highest, human, number, peak_bytes, print_summary, run
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from finetune_console import (
+    UserError,
+    check_output,
+    everywhere,
+    highest,
+    human,
+    number,
+    peak_bytes,
+    print_summary,
+    run,
+)
 from finetune_data import embedded_corpus, language_modeling, load_text, load_tokenizer, pick_column
 from finetune_models import load_config, load_model, max_positions
 from torch.utils.data import DataLoader
@@ -19,6 +31,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 import hf_zero as zero
+
+
+class Progress:
+    """How far the run is: part of its checkpoints, as accelerate's own parts are."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
 
 @torch.no_grad()
@@ -44,14 +68,21 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: none")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, if there is one")
     args = parser.parse_args()
     check_output(args.output_dir)
 
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         gradient_accumulation_steps=args.accumulation,
+        project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # an order to come back to
         parallelism_config=zero.ZeroPlugin(stage=args.stage),  # <- all there is to ZeRO
     )
+    saved = highest(len(list(Path(args.output_dir, "checkpoints").glob("checkpoint_*"))))
+    if saved and args.save_steps and not args.resume:
+        raise UserError(f"{args.output_dir!r} holds checkpoints: go on with --resume, or give another --output-dir")
     with accelerator.main_process_first():
         config = load_config("clm", args.model)
         texts = load_text(args.dataset) if args.dataset else embedded_corpus("clm")
@@ -66,12 +97,19 @@ def main() -> None:
     loader = DataLoader(data.train, args.batch_size, shuffle=True, drop_last=True, collate_fn=data.collator)
     held_out = DataLoader(data.eval, args.batch_size, collate_fn=data.collator)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if args.resume and saved:
+        accelerator.load_state()
 
     before = perplexity(accelerator, model, held_out)
-    progress = tqdm(total=args.steps, disable=not accelerator.is_main_process)
-    step = 0
-    while step < args.steps:
-        for batch in loader:
+    began = progress.step
+    bar = tqdm(total=args.steps, initial=began, disable=not accelerator.is_main_process)
+    steps_per_epoch = math.ceil(len(loader) / args.accumulation)
+    while progress.step < args.steps:
+        epoch, done = divmod(progress.step, steps_per_epoch)
+        loader.set_epoch(epoch)
+        for batch in accelerator.skip_first_batches(loader, done * args.accumulation):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -81,12 +119,15 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                step += 1
-                progress.update()
-                progress.set_postfix(loss=number(loss.item()))
-                if step == args.steps:
+                progress.step += 1
+                bar.update()
+                bar.set_postfix(loss=number(loss.item()))
+                if args.save_steps and progress.step % args.save_steps == 0:
+                    accelerator.project_configuration.iteration = progress.step  # the folder's name
+                    accelerator.save_state()
+                if progress.step >= args.steps:
                     break
-    progress.close()
+    bar.close()
     after = perplexity(accelerator, model, held_out)
 
     weights = accelerator.get_state_dict(model)  # on every rank: gathering is a joint act; rank 0 has the values
@@ -99,7 +140,7 @@ def main() -> None:
 
     everywhere(save, f"saving the model to {args.output_dir!r}")
     peak = highest(peak_bytes(accelerator.device))
-    rate = progress.n / max(progress.format_dict["elapsed"], 1e-9) * args.batch_size * args.accumulation
+    rate = (progress.step - began) / max(bar.format_dict["elapsed"], 1e-9) * args.batch_size * args.accumulation
     if accelerator.is_main_process:
         print_summary(
             f"{args.model} · stage {args.stage} · {args.steps} steps on {accelerator.num_processes} rank(s)",

@@ -44,6 +44,7 @@ LAYERS = {
         "saving",
         "loading",
         "checkpoint",
+        "assembly",
         "engine",
         "access",
     ),

@@ -142,6 +142,13 @@ class ZeroTrainerMixin(_TrainerBase):
         self._zero_desk.wait()
         return out
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing, where what is resumed had come to its last step; the stock code would take one step more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._zero_desk.wait()  # it may delete checkpoints
         return super()._finalize_training(*args, **kwargs)
@@ -323,11 +330,12 @@ class ZeroTrainerMixin(_TrainerBase):
         if not bound:
             return super()._load_optimizer_and_scheduler(checkpoint)
         if not loaded:
-            warnings.warn(
-                f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
-                "optimizer and schedule",
-                stacklevel=2,
-            )
+            if engine.rank == 0:
+                warnings.warn(
+                    f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
+                    "optimizer and schedule",
+                    stacklevel=2,
+                )
             return None
         scheduler = Path(checkpoint, SCHEDULER_NAME)
 
@@ -475,8 +483,11 @@ def _facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
     report, args = engine.report(), trainer.args
     everyone: list[dict[str, int]] = engine.exchange(dict(report.measured))
     base = getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
+    unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"
     chosen = {
-        name: getattr(args, name) for name in _HYPERPARAMETERS if isinstance(getattr(args, name, None), (int, float))
+        name: getattr(args, name)
+        for name in _HYPERPARAMETERS
+        if name != unused and isinstance(getattr(args, name, None), (int, float))
     }
     predicted = {name: getattr(report.predicted, name) for name in ("parameters", "gradients", "optimizer")}
     return RunFacts(

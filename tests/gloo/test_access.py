@@ -267,14 +267,15 @@ def recut(rank: int, world: int, stage: int) -> None:
     optimizer = torch.optim.AdamW(rest, lr=1e-3)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
     wholes: list[int] = []
-    restore, measured = engine._restore, []
+    assembly, measured = engine._assembly, []
+    restore = assembly._restore
 
     def watch(unit, in_own_type=True):
         restore(unit, in_own_type)
         measured.append(engine.report().measured["parameters"])
         wholes.append(sum(p.numel() for p in model.parameters() if p.untyped_storage().nbytes() >= p.numel() * 4))
 
-    engine._restore = watch
+    assembly._restore = watch
     losses = []
     for step in range(case.steps):
         if step == 2:

@@ -1,0 +1,147 @@
+"""A model's parameters put into units, cut anew when the optimizer's groups ask for it, and given back whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .birth import birth_of, hand_over
+from .comm import SoloWire
+from .config import StagePolicy
+from .errors import ConfigError, LayoutError
+from .layout import Layout, ParamSpec
+from .optim import Binding
+from .plan import Drafter
+from .precision import Precision, dtype_of
+from .unit import Flat, Unit
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Assembly:
+    """The units of one model, and which parameter is where.
+
+    Attributes:
+        names: parameter -> all its names.
+        layout: where each element lives; its `shards` is 1 where the stage shards nothing.
+        places: parameter -> its unit, its span, and which of the span's parameters it is.
+
+    Raises:
+        LayoutError: the model is on several devices, or on the meta device.
+        ConfigError: it was born on another number of ranks.
+    """
+
+    def __init__(self, model: nn.Module, wire: SoloWire, policy: StagePolicy, precision: Precision) -> None:
+        self._wire, self._policy, self._precision = wire, policy, precision
+        self._drafter = Drafter(model, precision)
+        self._owner: weakref.ref[Engine] | None = None
+        self.device = _device_of(model)
+        self.names = self._drafter.names
+        self.first_names = {param: names[0] for param, names in self.names.items()}
+        _check_births(self.names, wire)
+        self.layout = Layout((), wire.size if policy.shard else 1)
+        self.units: list[Unit] = []
+        self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
+
+    def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
+        """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
+        group_of = {param: group for group, params in enumerate(originals) for param in params}
+        return self._drafter.specs(group_of, {param: self._spec(param) for param in self.places})
+
+    def _spec(self, param: nn.Parameter) -> ParamSpec:
+        _, flat, index = self.places[param]
+        return flat.span.slots[index].spec
+
+    def cuts_otherwise(self, specs: list[list[ParamSpec]]) -> bool:
+        """Whether these specs make other spans than there are now."""
+        now = [[self._spec(param).key for param in group.params] for group in self._drafter.groups]
+        return [[spec.key for spec in unit] for unit in specs] != now
+
+    def hosts(self) -> Iterator[tuple[Unit, list[nn.Module]]]:
+        """Every unit with the modules that use it."""
+        return ((unit, group.hosts) for unit, group in zip(self.units, self._drafter.groups))
+
+    def build(self, specs: list[list[ParamSpec]], owner: weakref.ref[Engine]) -> None:
+        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on."""
+        self._owner = owner
+        self.layout = self._drafter.layout(specs, self.layout.shards)
+        for number, unit_specs in enumerate(specs):
+            self.units.append(self._build(number, unit_specs))
+
+    def _build(self, number: int, specs: list[ParamSpec]) -> Unit:
+        param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
+        layout, flats = self.layout.units[number], []
+        for span in layout.spans:
+            params = [param_of[slot.spec.name] for slot in span.slots]
+            for param in params:
+                param.grad = None
+            flats.append(Flat(span, params, self._wire, self._policy, self._precision))
+        unit = Unit(layout, flats, self._wire, self._policy)
+        unit.release()
+        for flat in flats:
+            for index, param in enumerate(flat.params):
+                self.places[param] = unit, flat, index
+                hand_over(param, self._owner)
+        return unit
+
+    def recut(self, specs: list[list[ParamSpec]], binding: Binding | None) -> None:
+        """Other spans for the same parameters, and their optimizer state; one unit after another. A collective."""
+        self.layout = self._drafter.layout(specs, self.layout.shards)
+        for number, unit_specs in enumerate(specs):
+            old = self.units[number]
+            state = binding.take(old.flats) if binding is not None else {}
+            self._restore(old, in_own_type=False)
+            for flat in old.flats:
+                flat.drop()
+            self.units[number] = unit = self._build(number, unit_specs)
+            if binding is not None:
+                binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
+
+    def dissolve(self) -> None:
+        """Every parameter whole and plain again, in its own type; a collective."""
+        for unit in self.units:
+            self._restore(unit, in_own_type=True)
+        for param in self.names:
+            hand_over(param, None)
+
+    def _restore(self, unit: Unit, in_own_type: bool) -> None:
+        for flat in unit.flats:
+            whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
+            if flat.span.shards > 1:
+                self._wire.gather(whole, flat.master.detach(), flat.span.index).close()
+            else:
+                whole.copy_(flat.master.detach())
+            for slot, param in zip(flat.span.slots, flat.params):
+                value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value
+
+
+def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:
+    for param, (name, *_) in names.items():
+        birth = birth_of(param)
+        if birth is None:
+            continue
+        birth.check_guard(f"parameter {name!r}")
+        if birth.wire.size not in (1, wire.size):
+            raise ConfigError(
+                f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "
+                "build it in the process group that trains it"
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    found: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        found.setdefault(param.device, name)
+    if len(found) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise LayoutError(f"all parameters must be on one device, found {places}: move the model first")
+    device, name = next(iter(found.items()))
+    if device.type == "meta":
+        raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
+    return device
