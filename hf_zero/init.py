@@ -405,11 +405,12 @@ def _same_random_state(wire: SoloWire) -> None:
         digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
         if len(set(wire.exchange(digest))) == 1:
             return
-        warnings.warn(
-            "zero.Init: the ranks' random states differ; rank 0's is used on all (seed every rank alike before building "
-            "the model to avoid this)",
-            stacklevel=3,
-        )
+        if wire.rank == 0:
+            warnings.warn(
+                "zero.Init: the ranks' random states differ; rank 0's is used on all (seed every rank alike before "
+                "building the model to avoid this)",
+                stacklevel=3,
+            )
         first: list[Tensor] = wire.exchange(states if wire.rank == 0 else None)[0]
         torch.set_rng_state(first[0])
         if cuda and len(first) > 1:

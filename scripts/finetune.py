@@ -4,13 +4,16 @@
     accelerate launch scripts/finetune.py --zero-stage 3
     torchrun --nproc-per-node 2 scripts/finetune.py --zero-stage 3    # 2 ranks, also on CPU
     accelerate launch scripts/finetune.py --task classification --model bert-base-uncased --dataset imdb
+    accelerate launch scripts/finetune.py --save-steps 50 --resume-from-checkpoint latest    # from the newest whole one, if any
 
 Every flag of `transformers.TrainingArguments` works, written with dashes or underscores. What is not given gets a value
-that suits the model; what is given is never changed.
+that suits the model; what is given is never changed. --resume-from-checkpoint takes a folder; True: the newest in the
+output folder whose every byte is right; latest: the same, and a fresh start where there is none.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import statistics
 import sys
@@ -101,6 +104,10 @@ class ScriptArguments:
         return str(self.model).endswith("-tiny")
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, the flags with their defaults."""
+
+
 class Parser(HfArgumentParser):
     """Says what is wrong with a command line in one line, not after five screens of usage."""
 
@@ -112,7 +119,9 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, zero.ZeroTrainingArgume
     """The command line as two dataclasses."""
     early: Any = Parser(ScriptArguments, allow_abbrev=False, add_help=False)
     script, _ = early.parse_args_into_dataclasses(list(argv), return_remaining_strings=True, look_for_args_file=False)
-    parser: Any = Parser([ScriptArguments, zero.ZeroTrainingArguments], allow_abbrev=False, description=__doc__)
+    parser: Any = Parser(
+        [ScriptArguments, zero.ZeroTrainingArguments], allow_abbrev=False, description=__doc__, formatter_class=Help
+    )
     flags = {word.split("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")}
     parser.set_defaults(**defaults(script, flags))
     # Found before the dataclasses are built: building TrainingArguments already starts the process group.

@@ -22,6 +22,7 @@ from rich.table import Table
 import hf_zero as zero
 
 GRACE = 2.0  # seconds
+SETTLE = 0.1  # seconds
 MESSAGE_LIMIT = 400  # characters; some libraries put a page into an exception
 
 
@@ -34,6 +35,10 @@ def run(main: Callable[[], object]) -> None:
     try:
         _check_environment()
         main()
+        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+            # gloo's threads drop the tensors of the last exchange a moment after it, for which they need the
+            # interpreter: one that asks while Python is being taken down aborts the process.
+            time.sleep(SETTLE)
     except KeyboardInterrupt:
         _stop("interrupted", 130)
     except SystemExit as ended:

@@ -33,6 +33,10 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 import hf_zero as zero
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, the flags with their defaults."""
+
+
 class Progress:
     """How far the run is: part of its checkpoints, as accelerate's own parts are."""
 
@@ -58,7 +62,7 @@ def perplexity(accelerator: Accelerator, model: PreTrainedModel, loader: DataLoa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--stage", type=int, default=2, help="ZeRO stage, 0 to 3; 0 is plain data parallel")
     parser.add_argument("--model", default="gpt2-tiny")
     parser.add_argument("--dataset", help="Hub id or local file; without it, Python's standard library")
@@ -76,6 +80,7 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         gradient_accumulation_steps=args.accumulation,
+        step_scheduler_with_optimizer=False,  # it counts steps of this loop, at any number of ranks
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # an order to come back to
         parallelism_config=zero.ZeroPlugin(stage=args.stage),  # <- all there is to ZeRO
@@ -116,7 +121,8 @@ def main() -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                scheduler.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 progress.step += 1

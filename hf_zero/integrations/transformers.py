@@ -210,7 +210,7 @@ class ZeroCallback(TrainerCallback):
             f"ZeRO stage {report.stage}, {report.world_size} rank(s), {steps} step(s). On this rank now: "
             f"{_mib(sum(report.measured.values()))} of parameters, gradients and optimizer state (predicted "
             f"{_mib(report.predicted.total)}, plain data parallel {_mib(report.data_parallel.total)}). Sent: "
-            + ", ".join(f"{_mib(bytes_)} by {kind}" for kind, bytes_ in sent.items() if bytes_)
+            + (", ".join(f"{_mib(bytes_)} by {kind}" for kind, bytes_ in sent.items() if bytes_) or "nothing")
             + (f"; {_mib(sum(sent.values()) / steps)} per step, evaluations and saves included." if steps else "."),
             flush=True,
         )

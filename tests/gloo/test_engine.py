@@ -270,6 +270,21 @@ def test_a_refusal_on_one_rank_is_one_on_all(two):
     two.run(refused_on_one)
 
 
+def shared_activation(rank: int, world: int) -> None:
+    """XLM's activation is one module for all models: what is done to a plain one is no collective."""
+    act = nn.GELU()
+    sharded, plain = (nn.Sequential(nn.Linear(4, 4), act) for _ in range(2))
+    zero.shard(sharded, None, zero.ZeroConfig(stage=3))
+    if rank == 0:
+        plain.load_state_dict(plain.state_dict())
+    state = sharded.state_dict()
+    sharded.load_state_dict(state)
+
+
+def test_modules_of_two_models(two):
+    two.run(shared_activation)
+
+
 def test_bad_models_are_refused():
     with pytest.raises(zero.LayoutError, match="meta device"):
         zero.shard(nn.Linear(2, 2, device="meta"))

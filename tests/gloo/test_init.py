@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import warnings
 import weakref
@@ -294,9 +295,11 @@ def test_fast_init_draws_only_own_slices(two: RankPool) -> None:
 
 def seeds(rank: int, world: int) -> None:
     torch.manual_seed(rank)
-    with pytest.warns(UserWarning, match="random states differ"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         with zero.Init():
             layer = nn.Linear(5, 3)
+    assert ["random states differ" in str(warning.message) for warning in said] == [True] * (rank == 0)
     torch.manual_seed(0)
     plain = nn.Linear(5, 3)
     assert torch.equal(whole(layer.weight), plain.weight)
@@ -384,6 +387,61 @@ def test_contexts_leave_nothing_behind(two: RankPool) -> None:
 
 def test_contexts_alone() -> None:
     contexts(0, 1)
+
+
+class HalfMade(nn.Module):
+    """Its `__getattr__` cannot answer before it is complete, as that of PEFT's wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.kind = "inner"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = self.__dict__["_modules"][self.__dict__["kind"]]
+            if name in found:
+                return found[name]
+            raise
+
+
+def half_made(rank: int, world: int) -> None:
+    torch.manual_seed(7)
+    plain = nn.Sequential(HalfMade(), HalfMade())
+    model, _ = build(lambda: nn.Sequential(HalfMade(), HalfMade()))
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(whole(p), q)
+    zero.shard(model)
+    assert not INSIDE
+
+
+def test_modules_are_not_asked_while_they_are_made(two: RankPool) -> None:
+    two.run(half_made)
+
+
+def resident(rank: int, world: int) -> None:
+    """What whole parameters took between slices that stay goes back to the system."""
+
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with zero.Init():  # whatever is loaded and made with the first one
+        nn.init.orthogonal_(nn.Linear(8, 8).weight)
+    before = resident_bytes()
+    with zero.Init():
+        model = nn.Sequential(*(nn.Linear(768, width, bias=False) for width in (768, 768, 2048) * 10))
+        for layer in model:
+            nn.init.normal_(layer.weight)
+    model_bytes = sum(p.nbytes for p in model.parameters())
+    assert resident_bytes() - before < model_bytes / world + (8 << 20)
+
+
+def test_memory_afterwards_is_that_of_the_slices(pools: dict[int, RankPool]) -> None:
+    pools[3].run(resident)
 
 
 def resize(rank: int, world: int) -> None:
