@@ -426,7 +426,7 @@ def main() -> int:
                 versions[package] = metadata.version(package)
             except metadata.PackageNotFoundError:
                 continue
-        result["options"] = {key: str(value) for key, value in vars(options).items()}
+        result["options"] = {key: getattr(options, key) for key in ("size", "ranks", "rounds", "only")}
         result["versions"] = versions
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -197,10 +197,14 @@ def main() -> int:
             f"{peak / (payload / options.ranks):.2f}",
             f"{after / 1e6:.0f}",
         )
-    Console().print(table)
+    Console(width=110).print(table)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        body = {"options": {k: str(v) for k, v in vars(options).items()}, "payload_bytes": payload, "rounds": found}
+        body = {
+            "options": {k: getattr(options, k) for k in ("layers", "width", "ranks")},
+            "payload_bytes": payload,
+            "rounds": found,
+        }
         options.output.write_text(json.dumps(body, indent=1) + "\n")
     return 0
 

@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import finetune
 import finetune_data
 
+import hf_zero as zero
+
 ROOT = Path(__file__).parents[2]
 FINETUNE, NO_TRAINER = str(ROOT / "scripts" / "finetune.py"), str(ROOT / "scripts" / "finetune_no_trainer.py")
 LAUNCHER = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
@@ -185,8 +187,11 @@ def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert model.config.num_labels == 8
     assert "email" in model.config.label2id
-    shutil.rmtree(folder / "checkpoint-6")
-    run([*common, "--resume-from-checkpoint=latest"], place)  # on one rank
+    with (folder / "checkpoint-6" / "optimizer" / "exp_avg.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"X")
+    run([*common, "--resume-from-checkpoint=latest"], place)  # on one rank, from checkpoint-3
+    zero.verify(folder / "checkpoint-6")
     again = history(folder, "loss")
     assert again[:3] == first[:3]
     assert len(again) == len(first) == 6
@@ -201,14 +206,31 @@ def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Pa
     AutoModelForCausalLM.from_pretrained(place / "runs" / "own")
 
 
-def test_no_trainer_on_two_ranks(place: Path) -> None:
+def test_the_best_model_needs_no_more_than_the_steps() -> None:
+    words = ["--load-best-model-at-end=true", "--metric-for-best-model=loss", "--save-steps=2", "--eval-steps=2"]
+    _, args = finetune.parse(words)
+    assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
+
+
+def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
     (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
-    small = ["--steps=4", "--batch-size=2", "--block-size=64", "--accumulation=2", "--stage=3", "--output-dir=loop"]
-    output = torchrun([NO_TRAINER, *small, "--dataset=own.txt"], place)
+    small = [
+        "--steps=4",
+        "--batch-size=2",
+        "--block-size=64",
+        "--accumulation=2",
+        "--output-dir=loop",
+        "--save-steps=2",
+    ]
+    output = torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--stage=3"], place)
     before, after = (float(word.replace(",", "")) for word in output.split("perplexity")[1].split("│")[1].split("→"))
     assert after < before
     AutoModelForCausalLM.from_pretrained(place / "loop")
     AutoTokenizer.from_pretrained(place / "loop")
+    weights = (place / "loop" / "model.safetensors").read_bytes()
+    shutil.rmtree(place / "loop" / "checkpoints" / "checkpoint_4")
+    torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--stage=2", "--resume"], place)
+    assert (place / "loop" / "model.safetensors").read_bytes() == weights
 
 
 # --- what does not ---------------------------------------------------------------------------------------------------

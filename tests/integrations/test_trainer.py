@@ -179,6 +179,20 @@ def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
     assert distance({"m": look.optimizer["state"][0]["exp_avg"]}, {"m": expected["state"][0]["exp_avg"]}) == 0.0
 
 
+def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path: Path) -> None:
+    """In the middle of an epoch, where the stock Trainer takes one: a job that starts again by itself would drift."""
+    for resume in (None, True):
+        settings = small(tmp_path, zero_stage=2, save_steps=2, max_steps=2)
+        trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens())
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == 2
+    assert trainer.state.epoch is not None
+    assert trainer.state.epoch % 1
+    stored = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    now = trainer.model.state_dict()
+    assert distance({name: now[name] for name in stored}, stored) == 0.0
+
+
 def test_resume_without_checkpoints_is_the_stock_error(tmp_path: Path) -> None:
     trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**small(tmp_path, zero_stage=3)), train_dataset=Tokens())
     with pytest.raises(ValueError, match="No valid checkpoint found"):
@@ -251,6 +265,7 @@ def test_model_card(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     for part in ("- tiny", "- user/rows", "license: mit", "zero-stage-3", "learning_rate"):
         assert part in text
+    assert "num_train_epochs" not in text, "max_steps is what counts"
     zero.verify(tmp_path)
 
 
