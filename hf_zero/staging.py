@@ -22,6 +22,8 @@ from .errors import CheckpointError
 from .manifest import MANIFEST, Manifest, check_files
 
 SUFFIX = ".zero_saving"
+OCCUPIED = "_zero_lock"
+"""Begins with an underscore: what the Trainer pushes to the Hub leaves such files out."""
 _COMMIT = ".zero_commit"
 _GATES = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -173,6 +175,50 @@ def verify(
     """
     recover(folder)
     return check_files(folder, threads=threads, progress=progress)
+
+
+class Occupancy:
+    """A folder that one job at a time works in. A file in it is locked while the job lives; forked children do not hold it."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Take it.
+
+        Raises:
+            CheckpointError: another job has it.
+        """
+        self._path = Path(folder) / OCCUPIED
+        self._fd = -1
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while self._fd < 0:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.stat(self._path).st_ino == os.fstat(fd).st_ino:
+                        self._fd = fd
+                        return
+                except FileNotFoundError:
+                    pass  # its last owner removed it meanwhile
+                except (BlockingIOError, PermissionError):
+                    os.close(fd)
+                    raise CheckpointError(
+                        f"another job is training into {self._path.parent} right now: the two would drop each other's "
+                        "checkpoints. Give each an output folder of its own, or wait for the other to end"
+                    ) from None
+                except OSError:
+                    os.close(fd)
+                    return  # a file system without locks: better unguarded than not at all
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"{self._path.parent} cannot be written: {error}") from error
+
+    def leave(self) -> None:
+        """Give it up. Safe to call again."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._fd)
+            self._fd = -1
 
 
 def remove_left_overs(folder: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hf_zero.errors import CheckpointError
 from hf_zero.manifest import MANIFEST, Manifest, digest_file
-from hf_zero.staging import Staging, recover, remove_left_overs, verify
+from hf_zero.staging import OCCUPIED, Occupancy, Staging, recover, remove_left_overs, verify
 from tests.injection import Forked, calls, fail_at, kill_at
 
 OLD = [
@@ -341,3 +341,29 @@ def test_a_reader_in_between_finds_no_mix(fast):
             break
         k += 1
     assert seen == {"old", "none", "new"}
+
+
+def test_one_job_at_a_time(tmp_path):
+    """Refused while another process has the folder; free once that is gone, killed or not; a forked child does not hold it."""
+    first = Occupancy(tmp_path / "out")
+
+    def second() -> str:
+        try:
+            Occupancy(tmp_path / "out").leave()
+        except CheckpointError as error:
+            return str(error)
+        return "free"
+
+    assert "another job is training into" in Forked(second).wait()[1]
+    first.leave()
+    first.leave()
+    assert Forked(second).wait()[1] == "free"
+    assert not (tmp_path / "out" / OCCUPIED).exists()
+
+    def killed_holder() -> None:
+        Occupancy(tmp_path / "out")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Forked(killed_holder).wait()
+    assert (tmp_path / "out" / OCCUPIED).exists()
+    assert second() == "free"

@@ -22,19 +22,19 @@ import torch
 import transformers
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils.hub import hf_api
 
 from ..agree import together
 from ..cards import RunFacts
-from ..comm import home_device, open_wire
+from ..comm import SoloWire, home_device, open_wire
 from ..engine import Engine, engine_of
 from ..errors import CheckpointError, ConfigError
 from ..export import card_for
 from ..loading import Loading
 from ..manifest import MANIFEST
 from ..saving import Saving
-from ..staging import SUFFIX, recover
+from ..staging import SUFFIX, Occupancy, recover
 from .accelerate import ZeroAcceleratorMixin, bare_optimizer
 from .checkpoints import (
     MAX_SHARD_SIZE,
@@ -116,9 +116,24 @@ class ZeroTrainerMixin(_TrainerBase):
         and number of ranks will do, and one of plain data parallel too.
 
         Raises:
-            CheckpointError: on every rank: what to resume from is damaged, or all there is.
+            CheckpointError: on every rank: what to resume from is damaged, or all there is; another job is training into
+                the same `output_dir`.
         """
         wire = open_wire(home_device())
+        alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
+        taken = together(
+            wire,
+            f"training into {self._zero_output}",
+            lambda: Occupancy(self._zero_output) if alone else None,
+            answer=False,
+        )[0]
+        try:
+            return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if taken is not None:
+                taken.leave()
+
+    def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         tidy(wire, self._zero_output)
         if resume_from_checkpoint is True:
             folders = _checkpoints(self._zero_output)
