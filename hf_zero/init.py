@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -82,8 +81,9 @@ class Init:
 
     Args:
         init: `exact`: values and random state afterwards are bit for bit those of the plain constructor, every rank drawing
-            every number. `fast`: what initialises element by element is drawn by each rank for its own slice alone, and
-            depends on the number of ranks; what does not (`orthogonal_`, `trunc_normal_`) is done as in `exact`.
+            every number (rank 0's, where the ranks were seeded differently; each then has its own state again). `fast`: what
+            initialises element by element is drawn by each rank for its own slice alone, and depends on the number of ranks;
+            what does not (`orthogonal_`, `trunc_normal_`) is done as in `exact`.
         enabled: False to do nothing.
 
     Attributes:
@@ -110,6 +110,7 @@ class Init:
         self._freed_bytes = 0
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # torch's would ask half-made ones
         self._seed = 0
+        self._own_random: list[Tensor] | None = None  # of this rank before, where it was not rank 0's
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __enter__(self) -> Init:
@@ -120,7 +121,8 @@ class Init:
             outer._depth += 1
             return outer
         self.wire = open_wire(home_device())
-        _same_random_state(self.wire)
+        self._own_random = None
+        self.align_random_states()
         self._thread = threading.get_ident()
         if self.init == "fast":
             self._seed = int(torch.randint(0, 2**62, ()).item())
@@ -160,6 +162,15 @@ class Init:
         for module in list(self._seen):
             guard(module, Init)
         self._seen = WeakKeyDictionary()
+        if self._own_random is not None:
+            _set_random_states(self._own_random, wire_device(self.wire, torch.device("cpu")))
+            self._own_random = None
+
+    def align_random_states(self) -> None:
+        """Where the ranks' random states differ, rank 0's is used on all until the context is left. A collective."""
+        own = _align_random_states(self.wire)
+        if self._own_random is None:
+            self._own_random = own
 
     # Registration -----------------------------------------------------------------------------------------------------
 
@@ -394,24 +405,23 @@ def _numel(params: Iterable[Tensor]) -> int:
     return sum(param.numel() for param in params)
 
 
-def _same_random_state(wire: SoloWire) -> None:
-    """Every rank draws the same numbers from here on; warns where it would not have."""
+def _align_random_states(wire: SoloWire) -> list[Tensor] | None:
+    """Every rank draws rank 0's numbers from here on. Returns this rank's own states where they were others."""
     if wire.size == 1:
-        return
+        return None
     device = wire_device(wire, torch.device("cpu"))
     cuda = device.type == "cuda" and torch.cuda.is_initialized()
     with torch._C.DisableTorchFunction():
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
         digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
         if len(set(wire.exchange(digest))) == 1:
-            return
-        if wire.rank == 0:
-            warnings.warn(
-                "zero.Init: the ranks' random states differ; rank 0's is used on all (seed every rank alike before "
-                "building the model to avoid this)",
-                stacklevel=3,
-            )
+            return None
         first: list[Tensor] = wire.exchange(states if wire.rank == 0 else None)[0]
-        torch.set_rng_state(first[0])
-        if cuda and len(first) > 1:
-            torch.cuda.set_rng_state(first[1], device)
+        _set_random_states(first, device)
+    return states
+
+
+def _set_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and torch.cuda.is_initialized() and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)

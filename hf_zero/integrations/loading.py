@@ -23,7 +23,7 @@ from ..agree import together
 from ..birth import birth_of
 from ..comm import SoloWire
 from ..errors import ConfigError, LayoutError
-from ..init import Init, _same_random_state, born, slice_bounds
+from ..init import Init, born, slice_bounds
 from ..loading import Reader, Wanted
 from ..placement import Replay, Segment
 from ..safetensors_io import read_header
@@ -48,7 +48,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
             answer = _load(init, model, files, config), None
         else:
             answer = stock(*args, **kwargs)
-        _same_random_state(init.wire)  # what is missing is drawn next
+        init.align_random_states()  # what is missing is drawn next
         return answer
 
     def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
