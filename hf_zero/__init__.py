@@ -27,6 +27,7 @@ from .errors import (
     LayoutError,
     RankMismatchError,
     StateError,
+    TierError,
     UnsupportedOptimizerError,
     ZeroError,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "RankMismatchError",
     "Report",
     "StateError",
+    "TierError",
     "UnsupportedOptimizerError",
     "ZeroAccelerator",
     "ZeroCallback",

@@ -9,7 +9,7 @@ they see this rank's own elements of the parameter, row-major, 1-D, often none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,20 @@ from .errors import ConfigError, RankMismatchError, StateError
 from .held import is_sliced
 from .layout import Overlap, Slot
 from .precision import dtype_of
+from .shard import Shard, assembled, cut
+from .tiers import Values
 from .unit import Flat, Unit
+
+Of = Callable[[Shard], Values | None]
+"""What of a shard is meant: master, gradient, a state."""
+
+
+def _master(shard: Shard) -> Values:
+    return shard.values
+
+
+def _gradient(shard: Shard) -> Values | None:
+    return shard.whole_grad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +66,41 @@ class _Place:
             if start < stop:
                 yield rank, Overlap(slot, start - slot.offset, start - low, stop - start)
 
-    def whole(self, source: Tensor) -> Tensor:
-        """One parameter's part of the ranks' slices `source`, as a new tensor of its shape; a collective."""
-        source = source.detach()
-        whole = torch.empty(self.slot.spec.numel, dtype=source.dtype, device=source.device)
+    def whole(self, of: Of) -> Tensor:
+        """The parameter's value of what the ranks' shards hold, as a new tensor of its shape; a collective."""
+        mine = self.local(of)
+        whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=self.flat.device)
         for rank, part in self.parts():
             piece = whole[part.param_start : part.param_start + part.numel]
             if rank == self.flat.rank:
-                piece.copy_(source[part.slice_start : part.slice_start + part.numel])
+                piece.copy_(mine)
             if self.flat.span.shards > 1:
                 self.wire.broadcast(piece.view(torch.uint8), rank)
         return whole.view(self.slot.spec.shape)
 
-    def local(self, source: Tensor) -> Tensor:
-        """This rank's elements of the parameter: a view of `source`."""
+    def local(self, of: Of) -> Tensor:
+        """This rank's elements of the parameter, on the span's device; maybe a view. A gap is zeros."""
+        device = self.flat.device
         for rank, part in self.parts():
             if rank == self.flat.rank:
-                return source.detach()[part.slice_start : part.slice_start + part.numel]
-        return source.detach()[:0]
+                found = assembled(self.flat.shards, of, part.slice_start, part.numel, device)
+                return torch.zeros(part.numel, dtype=self.flat.master_dtype, device=device) if found is None else found
+        sample = next((value for shard in self.flat.shards if (value := of(shard)) is not None), None)
+        return torch.empty(0, dtype=self.flat.master_dtype if sample is None else sample.dtype, device=device)
+
+    def write(self, of: Of, value: Tensor) -> None:
+        """This rank's elements of the parameter get the values of `value`, 1-D."""
+        for rank, part in self.parts():
+            if rank == self.flat.rank:
+                for shard, at, numel in cut(self.flat.shards, part.slice_start, part.numel):
+                    target = of(shard)
+                    if target is not None:
+                        done = shard.start + at - part.slice_start
+                        target[at : at + numel].copy_(value[done : done + numel])
+
+    @property
+    def own_numel(self) -> int:
+        return sum(part.numel for rank, part in self.parts() if rank == self.flat.rank)
 
     def own_part(self, value: Tensor) -> Tensor:
         """Of a whole value, what this rank owns."""
@@ -87,9 +117,20 @@ class _Place:
             self.unit.gather()
             self.unit.wait()
 
-    def state(self, name: str) -> Any:
+    def state(self, name: str) -> tuple[Any, bool]:
+        """One shard's value of an optimizer state, and whether it has one value per element."""
         optimizer = self.engine.optimizer
-        return None if optimizer is None else optimizer.state.get(self.flat.master, {}).get(name)
+        if optimizer is None:
+            return None, False
+        for shard in self.flat.shards:
+            value = shard.entries(optimizer).get(name)
+            if value is not None:
+                return value, is_sliced(self.flat, shard, name, value)
+        return None, False
+
+    def state_of(self, name: str) -> Of:
+        optimizer = self.engine.optimizer
+        return lambda shard: None if optimizer is None else shard.entries(optimizer).get(name)
 
 
 def _holder_of(param: nn.Parameter) -> _Place | Birth | None:
@@ -133,7 +174,8 @@ def full_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "full_parameter")
     if isinstance(holder, Birth):
         return holder.whole(param)
-    return holder.whole(holder.flat.master)
+    holder.engine.finish_step()
+    return holder.whole(_master)
 
 
 @torch.no_grad()
@@ -149,8 +191,9 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
     if isinstance(holder, Birth):
         holder.put(param, value)
         return
+    holder.engine.finish_step()
     holder.unit.close()
-    holder.local(holder.flat.master).copy_(holder.own_part(value))
+    holder.write(_master, holder.own_part(value))
     holder.written()
 
 
@@ -162,8 +205,7 @@ def full_gradient(param: nn.Parameter) -> Tensor | None:
     """
     place = _place_of(param, "full_gradient")
     place.engine.flush()
-    grad = place.flat.master.grad
-    return None if grad is None else place.whole(grad)
+    return place.whole(_gradient) if place.flat.grads() else None
 
 
 @torch.no_grad()
@@ -179,7 +221,8 @@ def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
     place = _place_of(param, "set_full_gradient")
     _same_everywhere(param, value, place.wire, "set_full_gradient")
     place.engine.flush()
-    place.local(place.flat.some_grad(place.wire)).copy_(place.own_part(value))
+    place.flat.some_grad(place.wire)
+    place.write(_gradient, place.own_part(value))
 
 
 @torch.no_grad()
@@ -189,10 +232,10 @@ def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     States that are one number (`step`) come as a 0-dim tensor.
     """
     place = _place_of(param, "full_optimizer_state")
-    value = place.state(name)
+    value, sliced = place.state(name)
     if value is None:
         return None
-    return place.whole(value) if is_sliced(place.flat, name, value) else torch.as_tensor(value).detach().clone()
+    return place.whole(place.state_of(name)) if sliced else torch.as_tensor(value).detach().clone()
 
 
 @torch.no_grad()
@@ -205,14 +248,17 @@ def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> N
     """
     place = _place_of(param, "set_full_optimizer_state")
     _same_everywhere(param, value, place.wire, "set_full_optimizer_state")
-    place.local(_sliced_state(place, name)).copy_(place.own_part(value))
+    place.write(_sliced_state(place, name), place.own_part(value))
 
 
 @torch.no_grad()
 def local_parameter(param: nn.Parameter) -> Tensor:
     """This rank's elements of a parameter, a copy; of an engine, the master's (float32)."""
     holder = _held(param, "local_parameter")
-    return (holder.slice_of(param) if isinstance(holder, Birth) else holder.local(holder.flat.master)).clone()
+    if isinstance(holder, Birth):
+        return holder.slice_of(param).clone()
+    holder.engine.finish_step()
+    return holder.local(_master).clone()
 
 
 @torch.no_grad()
@@ -223,13 +269,16 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
     """
     holder = _held(param, "set_local_parameter")
     if isinstance(holder, Birth):
-        _fit(holder.slice_of(param), value, "set_local_parameter").copy_(value.detach())
+        own = holder.slice_of(param)
+        _fit(own.numel(), value, "set_local_parameter")
+        own.copy_(value.detach())
         return
-    own = _fit(holder.local(holder.flat.master), value, "set_local_parameter")
+    _fit(holder.own_numel, value, "set_local_parameter")
+    holder.engine.finish_step()
     if not holder.unit.policy.keep_full:
         holder.unit.release()
     holder.unit.close()
-    own.copy_(value.detach())
+    holder.write(_master, value.detach())
     holder.flat.refresh()
 
 
@@ -237,8 +286,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
 def local_gradient(param: nn.Parameter) -> Tensor | None:
     """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
     place = _place_of(param, "local_gradient")
-    grad = place.flat.master.grad
-    return None if grad is None else place.local(grad).clone()
+    return place.local(_gradient).clone() if place.flat.grads() else None
 
 
 @torch.no_grad()
@@ -248,45 +296,45 @@ def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
     Every rank must do so in the same step where there is no gradient yet.
     """
     place = _place_of(param, "set_local_gradient")
-    grad = place.local(place.flat.some_grad(place.wire))
-    _fit(grad, value, "set_local_gradient").copy_(value.detach())
+    _fit(place.own_numel, value, "set_local_gradient")
+    place.flat.some_grad(place.wire)
+    place.write(_gradient, value.detach())
 
 
 @torch.no_grad()
 def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     """This rank's elements of one optimizer state, a copy; None where there is none."""
     place = _place_of(param, "local_optimizer_state")
-    value = place.state(name)
+    value, sliced = place.state(name)
     if value is None:
         return None
-    return place.local(value).clone() if is_sliced(place.flat, name, value) else torch.as_tensor(value).detach().clone()
+    return place.local(place.state_of(name)).clone() if sliced else torch.as_tensor(value).detach().clone()
 
 
 @torch.no_grad()
 def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
     """Write this rank's elements of one optimizer state."""
     place = _place_of(param, "set_local_optimizer_state")
-    state = place.local(_sliced_state(place, name))
-    _fit(state, value, "set_local_optimizer_state").copy_(value.detach())
+    state = _sliced_state(place, name)
+    _fit(place.own_numel, value, "set_local_optimizer_state")
+    place.write(state, value.detach())
 
 
-def _sliced_state(place: _Place, name: str) -> Tensor:
-    value = place.state(name)
+def _sliced_state(place: _Place, name: str) -> Of:
+    value, sliced = place.state(name)
     if value is None:
         raise StateError(
             f"the optimizer has no state {name!r} of {place.slot.spec.name!r}: run a step first, or load one with "
             "load_state_dict"
         )
-    if not is_sliced(place.flat, name, value):
+    if not sliced:
         raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
-    state: Tensor = value
-    return state
+    return place.state_of(name)
 
 
-def _fit(own: Tensor, value: Tensor, what: str) -> Tensor:
-    if tuple(value.shape) != tuple(own.shape):
-        raise StateError(f"{what}: this rank owns {own.numel()} elements, found a value of shape {tuple(value.shape)}")
-    return own
+def _fit(own_numel: int, value: Tensor, what: str) -> None:
+    if tuple(value.shape) != (own_numel,):
+        raise StateError(f"{what}: this rank owns {own_numel} elements, found a value of shape {tuple(value.shape)}")
 
 
 def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: str) -> None:
@@ -415,7 +463,8 @@ class _Gathered:
             holder.pins += 1
         else:
             self.name = f"parameter {holder.slot.spec.name!r}"
-            whole = holder.whole(holder.flat.master).to(dtype_of(holder.slot.spec.dtype))
+            holder.engine.finish_step()
+            whole = holder.whole(_master).to(dtype_of(holder.slot.spec.dtype))
             holder.flat.pinned.add(holder.index)
             param.data = whole
         self._shape, self._dtype = whole.shape, whole.dtype
@@ -444,9 +493,9 @@ class _Gathered:
             self.done = True
             return
         holder.unit.close()
-        master, new = holder.local(holder.flat.master), holder.own_part(value)
+        master, new = holder.local(_master), holder.own_part(value)
         # An element that was left alone keeps what its own type cannot show.
-        master.copy_(torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
+        holder.write(_master, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
 
     def discard(self) -> None:
         """Back to what the parameter was, with what has been kept."""

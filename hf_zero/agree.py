@@ -40,7 +40,9 @@ def on_errors(wire: SoloWire, what: str) -> Iterator[None]:
             raise RankMismatchError(f"{what}: rank {rank} refused, and this rank did not: {theirs}")
 
 
-def together(wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool = True) -> list[T]:
+def together(
+    wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool = True, kind: type[ZeroError] = CheckpointError
+) -> list[T]:
     """Do `work`, which must not communicate, on every rank; where it fails on one it fails on all.
 
     Returns:
@@ -48,7 +50,7 @@ def together(wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool =
 
     Raises:
         ZeroError: this rank's own.
-        CheckpointError: any other failure, here or elsewhere; names the first rank that failed, and how.
+        CheckpointError (or `kind`): any other failure, here or elsewhere; names the first rank that failed, and how.
     """
     result: Any = None
     failure: Exception | None = None
@@ -57,12 +59,15 @@ def together(wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool =
     except Exception as error:  # any failure must reach the other ranks, which would wait for this one
         failure = error
     report = None if failure is None else f"{type(failure).__name__}: {failure}"
-    reports = wire.exchange((report, result if answer and failure is None else None))
+    try:
+        reports = wire.exchange((report, result if answer and failure is None else None))
+    except RuntimeError as error:  # the process group's own
+        raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
     if isinstance(failure, ZeroError):
         raise failure
     for rank, (theirs, _) in enumerate(reports):
         if theirs is not None:
-            raise CheckpointError(f"{what} failed on rank {rank}: {theirs}") from failure
+            raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
     return [value for _, value in reports] if answer else [result]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +12,13 @@ from torch import nn
 from .birth import birth_of, hand_over
 from .comm import SoloWire
 from .config import StagePolicy
+from .costs import Placement
 from .errors import ConfigError, LayoutError
 from .layout import Layout, ParamSpec
 from .optim import Binding
 from .plan import Drafter
 from .precision import Precision, dtype_of
+from .shard import Fields, Storage
 from .unit import Flat, Unit
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ class Assembly:
 
     def __init__(self, model: nn.Module, wire: SoloWire, policy: StagePolicy, precision: Precision) -> None:
         self._wire, self._policy, self._precision = wire, policy, precision
+        self._storage: Storage | None = None
+        self._placements: Sequence[Placement] = ()
+        self._fields: Sequence[Fields] = ()
         self._drafter = Drafter(model, precision)
         self._owner: weakref.ref[Engine] | None = None
         self.device = _device_of(model)
@@ -66,21 +71,52 @@ class Assembly:
         """Every unit with the modules that use it."""
         return ((unit, group.hosts) for unit, group in zip(self.units, self._drafter.groups))
 
-    def build(self, specs: list[list[ParamSpec]], owner: weakref.ref[Engine]) -> None:
-        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on."""
-        self._owner = owner
-        self.layout = self._drafter.layout(specs, self.layout.shards)
+    def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
+        """The layout that these specs make; nothing changes."""
+        return self._drafter.layout(specs, self.layout.shards)
+
+    def build(
+        self,
+        specs: list[list[ParamSpec]],
+        owner: weakref.ref[Engine],
+        storage: Storage,
+        placements: Sequence[Placement],
+        fields: Sequence[Fields],
+    ) -> None:
+        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
+
+        Args:
+            placements: by span.
+            fields: element-wise states by optimizer group, where some rest on disk.
+        """
+        self._owner, self._storage = owner, storage
+        self._placements, self._fields = placements, fields
+        self.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
             self.units.append(self._build(number, unit_specs))
 
     def _build(self, number: int, specs: list[ParamSpec]) -> Unit:
+        if self._storage is None:
+            raise LayoutError("units are built before there is a place for them")
         param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
         layout, flats = self.layout.units[number], []
         for span in layout.spans:
             params = [param_of[slot.spec.name] for slot in span.slots]
             for param in params:
                 param.grad = None
-            flats.append(Flat(span, params, self._wire, self._policy, self._precision))
+            group = span.spec.group
+            flats.append(
+                Flat(
+                    span,
+                    params,
+                    self._wire,
+                    self._policy,
+                    self._precision,
+                    self._storage,
+                    self._placements[span.index],
+                    self._fields[group] if 0 <= group < len(self._fields) else (),
+                )
+            )
         unit = Unit(layout, flats, self._wire, self._policy)
         unit.release()
         for flat in flats:
@@ -89,9 +125,16 @@ class Assembly:
                 hand_over(param, self._owner)
         return unit
 
-    def recut(self, specs: list[list[ParamSpec]], binding: Binding | None) -> None:
+    def recut(
+        self,
+        specs: list[list[ParamSpec]],
+        binding: Binding | None,
+        placements: Sequence[Placement],
+        fields: Sequence[Fields],
+    ) -> None:
         """Other spans for the same parameters, and their optimizer state; one unit after another. A collective."""
-        self.layout = self._drafter.layout(specs, self.layout.shards)
+        self._placements, self._fields = placements, fields
+        self.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
             old = self.units[number]
             state = binding.take(old.flats) if binding is not None else {}
@@ -111,11 +154,11 @@ class Assembly:
 
     def _restore(self, unit: Unit, in_own_type: bool) -> None:
         for flat in unit.flats:
-            whole = torch.empty(flat.span.numel, dtype=flat.master.dtype, device=flat.own.device)
+            whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
             if flat.span.shards > 1:
-                self._wire.gather(whole, flat.master.detach(), flat.span.index).close()
+                self._wire.gather(whole, flat.values(), flat.span.index).close()
             else:
-                whole.copy_(flat.master.detach())
+                whole.copy_(flat.values())
             for slot, param in zip(flat.span.slots, flat.params):
                 value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                 param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value

@@ -27,8 +27,9 @@ from .errors import CheckpointError, StateError, ZeroError
 from .loading import Loading, read_json
 from .objects import Stateful, pack, random_states, set_random_states, unpack
 from .safetensors_io import build_header
-from .saving import Saving, bytes_of
+from .saving import Saving
 from .weights import format_of
+from .writer import bytes_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -154,6 +155,7 @@ class Behind:
     """A frozen save that is being written by a thread. At most one at a time per engine."""
 
     def __init__(self, saving: Saving, engine: Engine) -> None:
+        engine.wait_for_save()  # it still reads the slab, and talks over the side wire
         engine.save_slab = saving.freeze(engine.side_wire(), engine.save_slab)
         self.target = saving.target
         self._saving = saving

@@ -1,25 +1,24 @@
-"""hf-zero plan: what each rank will hold. verify: is every byte of a checkpoint there. export: a clean model of it."""
+"""hf-zero plan: what each rank will hold. probe: how fast this machine is. verify: is every byte of a checkpoint there.
+export: a clean model of it."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
-from .config import STAGES, ZeroConfig
+from .cli_plan import add_commands
 from .errors import ZeroError
 from .export import DTYPES, export, verified
 from .export import Progress as Note
-from .plan import sketch
-from .report import Report
 from .version import __version__
 
 
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-zero", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_plan(commands)
+    add_commands(commands, _cache_folder())
     _add_verify(commands)
     _add_export(commands)
     options = parser.parse_args(arguments)
@@ -36,17 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except (ZeroError, OSError, ValueError) as error:
         print(f"hf-zero: {error}", file=sys.stderr)
-        return 2 if options.command == "plan" else 1
+        return 2 if options.command in ("plan", "probe") else 1
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser("plan", help="bytes per rank for every stage, from the model's configuration alone")
-    plan.add_argument("model", help="Hub id or local folder; only its config.json is read")
-    plan.add_argument("--world-size", type=int, default=8, help="number of ranks (default 8)")
-    plan.add_argument("--zero-stage", type=int, choices=sorted(STAGES), help="show the units of this stage too")
-    plan.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), default="no")
-    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    plan.set_defaults(run=_plan)
+def _cache_folder() -> Path:
+    """Where programs keep what they can make again (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,21 +73,6 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     out.add_argument("--commit-message", metavar="TEXT")
     out.add_argument("--overwrite", action="store_true", help="replace whatever is at --output")
     out.set_defaults(run=_export)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from .integrations.transformers import empty_model
-
-    model = empty_model(options.model)
-    stages = [options.zero_stage] if options.zero_stage is not None else sorted(STAGES)
-    reports = [sketch(model, ZeroConfig(stage=s), options.world_size, options.mixed_precision) for s in stages]
-    if options.json:
-        print(json.dumps([report.to_dict() for report in reports], indent=1))
-    elif options.zero_stage is not None:
-        print(reports[0])
-    else:
-        Console().print(_table(reports))
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -144,18 +123,6 @@ def _progress() -> Iterator[Note]:
             bars.update(tasks[what], completed=done)
 
         yield note
-
-
-def _table(reports: Sequence[Report]) -> Table:
-    first = reports[0]
-    table = Table(title=f"{first.parameters:,} parameters on {first.world_size} ranks, AdamW, GiB per rank")
-    for column in ("stage", "parameters", "gradients", "optimizer", "sum", "gathered in passing"):
-        table.add_column(column, justify="right")
-    for report in reports:
-        states = report.predicted
-        sizes = (states.parameters, states.gradients, states.optimizer, states.total, states.gathered)
-        table.add_row(str(report.stage), *(f"{size / (1 << 30):.3f}" for size in sizes))
-    return table
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Bytes are counted as sent by this rank in the payload, (N-1)/N of a buffer for a
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,11 @@ class SoloWire:
 
     def barrier(self) -> None:
         """Return when every rank is here."""
+
+    def ranks_here(self) -> int:
+        """How many ranks run on this machine; a collective."""
+        names = self.exchange(socket.gethostname())
+        return names.count(names[self.rank])
 
 
 class _GroupWire(SoloWire):

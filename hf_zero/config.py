@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +42,27 @@ STAGES = {
     3: StagePolicy(shard=True, keep_full=False, reduce_each_backward=True),
 }
 
+OFFLOADS = ("none", "cpu", "disk", "auto")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(size: int | str, name: str = "a size") -> int:
+    """`50GB`, `5GiB`, `1048576`.
+
+    Raises:
+        ConfigError: not a size, or not a positive one.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        value: float = size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(size).upper())
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(f"{name}: expected a size such as '50GB' or 5368709120, found {size!r}")
+        value = float(match[1]) * _UNITS[match[2]]
+    if value < 1:
+        raise ConfigError(f"{name} must be positive, found {size!r}")
+    return int(value)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
@@ -55,23 +78,71 @@ class ZeroConfig:
     """Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."""
     async_save: bool = False
     """Checkpoints of the Trainer and of `save_state` are copied to host memory and written while training goes on."""
+    offload_optimizer: str = "none"
+    """Where fp32 masters, gradients and optimizer state rest: `none` (device), `cpu`, `disk`, or `auto`: what the plan says."""
+    offload_params: str = "none"
+    """Where parameters rest between their uses: `none` (device), `cpu`, `disk`, or `auto`."""
+    offload_dir: str | None = None
+    """Folder of the disk tier, on a fast local disk. None: a folder of this user in the system's temporary one."""
+    device_memory: int | str | None = None
+    """Budget of this rank for `auto`: bytes, or text such as `24GiB`. None: what is free, less a margin."""
+    host_memory: int | str | None = None
+    """Budget of this rank for `auto`, host memory. None: this rank's share of what is free, less a margin."""
+    step_in_backward: bool = False
+    """Update offloaded units in backward, as soon as their gradients are there. Nothing can be clipped then."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             raise ConfigError(f"stage must be 0, 1, 2 or 3 (an integer), found {self.stage!r}")
-        if not isinstance(self.async_save, bool):
-            raise ConfigError(f"async_save must be True or False, found {self.async_save!r}")
+        for name in ("async_save", "step_in_backward"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        for name in ("offload_optimizer", "offload_params"):
+            if getattr(self, name) not in OFFLOADS:
+                raise ConfigError(f"{name} must be one of {', '.join(OFFLOADS)}, found {getattr(self, name)!r}")
+        for name in ("device_memory", "host_memory"):
+            value: int | str | None = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name))
+        if self.offload_dir is not None:
+            object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
         if self.reduce_dtype is not None:
-            name = _DTYPES.get(str(self.reduce_dtype).lower())
-            if name is None:
+            dtype = _DTYPES.get(str(self.reduce_dtype).lower())
+            if dtype is None:
                 raise ConfigError(
                     f"reduce_dtype must be one of float32, bfloat16, float16 or None, found {self.reduce_dtype!r}"
                 )
-            object.__setattr__(self, "reduce_dtype", name)
+            object.__setattr__(self, "reduce_dtype", dtype)
 
     @property
     def policy(self) -> StagePolicy:
         return STAGES[self.stage]
+
+    def policy_for(self, world_size: int) -> StagePolicy:
+        """Alone there is nothing to shard, but parameters that rest elsewhere come and go as in stage 3."""
+        return STAGES[3] if world_size == 1 and self.offload_params != "none" else self.policy
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything may rest elsewhere than on the device."""
+        return (self.offload_optimizer, self.offload_params) != ("none", "none")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises:
+        ConfigError: an offload that this stage does not allow on that many ranks.
+        """
+        if world_size == 1:
+            return
+        if self.offload_optimizer != "none" and not self.policy.shard:
+            raise ConfigError(
+                f"offload_optimizer={self.offload_optimizer!r} needs stage 1, 2 or 3 on {world_size} ranks, found stage "
+                f"{self.stage}: choose one of them"
+            )
+        if self.offload_params != "none" and self.policy.keep_full:
+            raise ConfigError(
+                f"offload_params={self.offload_params!r} needs stage 3 on {world_size} ranks, found stage {self.stage}, which "
+                "keeps full parameters on the device: choose stage 3"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,21 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from . import agree
+from .arrangement import Arrangement
 from .assembly import Assembly
 from .checkpoint import Behind, load, save
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
-from .errors import ConfigError, LayoutError
+from .costs import Placement
+from .errors import ConfigError, LayoutError, StateError, TierError
 from .guard import unguard
-from .layout import Layout
+from .layout import Layout, ParamSpec
+from .machine import Machine
 from .objects import Stateful
 from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
+from .plan import Plan, plan
 from .precision import Precision, all_finite, computes_in_float16
 from .report import Report, data_parallel, predict, unit_rows
 from .schedule import Schedule
+from .shard import Fields, Shard, Storage, cut
 from .statedict import FullState
+from .stepping import Stepper, Twin, fields_of
+from .tiers import Tier, empty_cache
 from .unit import Flat, State, Unit
 
+STATES = ("parameters", "gradients", "optimizer")
 _RESIZE = "resize_token_embeddings"
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -66,22 +74,44 @@ class Engine:
             p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
         )
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
-            self._assembly = Assembly(model, self._wire, config.policy, self.precision)
+            config.check_world_size(self.world_size)
+            self.policy = config.policy_for(self.world_size)
+            self._assembly = Assembly(model, self._wire, self.policy, self.precision)
             self.device = self._assembly.device
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
-            if optimizer is not None and config.policy.shard and self.world_size > 1:
+            if optimizer is not None and (self._cuts or config.offload_optimizer != "none"):
                 check_supported(optimizer)
             specs = self._assembly.specs(originals)
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
-        self._assembly.build(specs, weakref.ref(self))
+        self._storage = Storage(self.device, self.rank, config.offload_dir)
+        self._storage.wide = self._float16
+        self._storage.transient = config.step_in_backward
+        self._stepper: Stepper | None = None
+        self._away: Arrangement | None = None
+        self._stepped: set[Unit] = set()  # in this backward already
+        self._twin: Twin | None = None
+        with agree.on_errors(self._wire, "zero.shard"):
+            self.plan = self._new_plan(specs, optimizer)
+            fields = self._fields_of(optimizer)
+            if any(tier is Tier.DISK for tier in tiers_of(self.plan.placements)):
+                _ = self._storage.disk  # a folder that cannot be used is refused on every rank
+            if config.step_in_backward and self._float16:
+                raise ConfigError(
+                    "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
+                    "bf16, or turn it off"
+                )
+        self._reads = any(placement.parameters is Tier.DISK for placement in self.plan.placements)
+        self._assembly.build(specs, weakref.ref(self), self._storage, self.plan.placements, fields)
         unguard(model)
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._autocasts: list[Any] = []
             self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
             self._handles.append(model.register_forward_hook(self._leave_autocast, always_call=True))
         self._schedule = self._new_schedule()
+        if self._reads:
+            self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire)
         if optimizer is not None:
             self._bind(optimizer, originals)
@@ -125,22 +155,24 @@ class Engine:
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         with agree.on_errors(self._wire, "Engine.bind"):
-            if self.layout.shards > 1:
+            if self._cuts or self.config.offload_optimizer != "none":
                 check_supported(optimizer)
             originals = originals_of(optimizer, self._assembly.first_names, previous)
-        self._schedule.quiesce()
+            fields = self._fields_of(optimizer)
+        self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             for flat in previous.flats:
-                previous.optimizer.state.pop(flat.master, None)
+                for shard in flat.shards:
+                    shard.forget(previous.optimizer)
             previous = None
         specs = self._assembly.specs(originals)
         if self._assembly.cuts_otherwise(specs):
-            grads = any(flat.master.grad is not None for unit in self.units for flat in unit.trained)
-            if grads:
+            if any(flat.grads() for unit in self.units for flat in unit.trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
             self._schedule.detach()
             self._full_state.detach()
-            self._assembly.recut(specs, previous)
+            self.plan = self._new_plan(specs, optimizer)
+            self._assembly.recut(specs, previous, self.plan.placements, fields)
             self._schedule = self._new_schedule()
             self._full_state = FullState(self.model, self.units, self._wire)
         self._bind(optimizer, originals)
@@ -166,7 +198,8 @@ class Engine:
         Returns:
             The norm before clipping, 0-dim float32, the same on every rank. `max_norm=inf` only measures.
         """
-        self._schedule.flush()
+        self._refuse_step_in_backward("clip_grad_norm_")
+        self.flush()
         flats = [flat for unit in self.units for flat in unit.trained]
         pieces = self._pieces(parameters, flats)
         norm = total_norm(flats, float(norm_type), self._wire, pieces)
@@ -176,19 +209,23 @@ class Engine:
         if norm.device.type == "cpu" and float(coefficient) == 1.0:
             return norm
         for flat in flats:
-            if flat.master.grad is not None:
-                for grad in pieces[flat] if pieces is not None else [flat.master.grad]:
-                    grad.mul_(coefficient.to(grad.dtype))
+            for shard in flat.shards:
+                if pieces is None:
+                    shard.scale(coefficient)
+                else:
+                    for grad in pieces[shard]:
+                        grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
         return norm
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
-        self._schedule.flush()
+        self._refuse_step_in_backward("clip_grad_value_")
+        self.flush()
         flats = [flat for unit in self.units for flat in unit.trained]
         pieces = self._pieces(parameters, flats)
         for flat in flats:
-            if flat.master.grad is not None:
-                for grad in pieces[flat] if pieces is not None else [flat.master.grad]:
+            for shard, whole in flat.grads():
+                for grad in pieces[shard] if pieces is not None else [whole]:
                     grad.clamp_(-clip_value, clip_value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,15 +257,17 @@ class Engine:
         optimizer: dict[int, int] = {}
         for unit in self.units:
             for flat in unit.flats:
-                for tensor in (flat.full, flat.own, flat.master):
-                    _count(parameters, tensor)
-                for param in (*flat.params, flat.master):
-                    if param.grad is not None:
-                        _count(gradients, param.grad)
+                for values in (flat.full, flat.own, *(shard.values for shard in flat.shards)):
+                    if isinstance(values, Tensor):
+                        _count(parameters, values)
+                for grad in (*(param.grad for param in flat.params), *(shard.grad for shard in flat.shards)):
+                    if grad is not None:
+                        _count(gradients, grad)
                 if self.optimizer is not None:
-                    for value in self.optimizer.state.get(flat.master, {}).values():
-                        if isinstance(value, Tensor):
-                            _count(optimizer, value)
+                    for shard in flat.shards:
+                        for value in shard.entries(self.optimizer).values():
+                            if isinstance(value, Tensor):
+                                _count(optimizer, value)
         return {
             "parameters": sum(parameters.values()),
             "gradients": sum(gradients.values()),
@@ -272,7 +311,7 @@ class Engine:
             CheckpointError: on every rank, naming the rank, the file and the reason; `folder` is then as it was (or, where the
                 message says that the new files are complete, as it will be once it is loaded from).
         """
-        self._schedule.quiesce()
+        self.quiesce()
         save(
             self,
             folder,
@@ -295,7 +334,8 @@ class Engine:
 
         Args:
             load_optimizer: None: if the checkpoint and this engine have one.
-            objects: name -> what to `load_state_dict`, as given to `save`.
+            objects: name -> what to `load_state_dict`, as given to `save`. Random states are restored where the world size
+                is that of the save.
             verify: compare every byte with its digest as it is read. Coverage is checked in any case.
             strict: every parameter and persistent buffer is there, nothing else is, and shapes are equal.
 
@@ -303,7 +343,7 @@ class Engine:
             CheckpointError: on every rank, naming the file and what is wrong. The model may hold part of it then: load
                 another one before going on.
         """
-        self._schedule.quiesce()
+        self.quiesce()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 
     def wait_for_save(self) -> None:
@@ -319,6 +359,46 @@ class Engine:
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
         return self._full_state.outline()
+
+    def offload_states(self, include: Iterable[str] = STATES) -> None:
+        """Move what rests on the device to host memory, until `reload_states`: for who shares the GPU with something else.
+
+        A collective only in that all ranks do it. Nothing can be computed meanwhile; saving and reading values works.
+
+        Args:
+            include: of `parameters`, `gradients`, `optimizer` (masters and state, with their gradients).
+
+        Raises:
+            ConfigError: another name.
+            StateError: states are away already.
+        """
+        names = set(include)
+        if not names <= set(STATES):
+            raise ConfigError(f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}")
+        if self._away is not None:
+            raise StateError("offload_states: states are in host memory already; call reload_states() first")
+        self.flush()
+        self.quiesce()
+        self._away = Arrangement.of(self.units)
+        self._away.leave(names, self.optimizer)
+        empty_cache(self.device)
+
+    def reload_states(self) -> None:
+        """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
+
+        Raises:
+            StateError: nothing is away.
+        """
+        away, self._away = self._away, None
+        if away is None:
+            raise StateError("reload_states: no states are away; offload_states() comes first")
+        away.restore(self.optimizer)
+        for unit in self.units:
+            unit.gather_if_kept()
+
+    def _refuse_while_away(self, what: str) -> None:
+        if self._away is not None:
+            raise StateError(f"{what}: the model's states are in host memory; call engine.reload_states() first")
 
     @property
     def wire(self) -> SoloWire:
@@ -337,6 +417,18 @@ class Engine:
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self._schedule.quiesce()
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
+
+        Raises:
+            StateError, TierError: one broke off.
+        """
+        for unit in self.units:
+            unit.finish_step()
+        if self._stepper is not None:
+            self._stepper.check()
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
@@ -349,6 +441,7 @@ class Engine:
     def flush(self) -> None:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any."""
         self._schedule.flush()
+        self.finish_step()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -356,7 +449,7 @@ class Engine:
 
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
-        self._schedule.quiesce()
+        self.quiesce()
         self._assembly.dissolve()
         self._schedule.detach()
         self._full_state.detach()
@@ -369,9 +462,36 @@ class Engine:
 
     # Building -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _cuts(self) -> bool:
+        """Whether a parameter may be cut in two."""
+        return self.policy.shard and self.world_size > 1
+
+    def _new_plan(self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None) -> Plan:
+        return plan(
+            self._assembly.lay_out(specs),
+            Machine(),
+            self.config,
+            world_size=self.world_size,
+            precision=self.precision,
+            optimizer_tensors=state_tensors(optimizer),
+        )
+
+    def _fields_of(self, optimizer: torch.optim.Optimizer | None) -> list[Fields]:
+        """What records on disk need room for."""
+        if optimizer is None or not any(tier is Tier.DISK for tier in tiers_of(self.plan.placements)):
+            return []
+        return fields_of(optimizer)
+
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
+        fields = self._fields_of(optimizer)
+        for unit in self.units:
+            for flat in unit.trained:
+                if 0 <= flat.span.spec.group < len(fields):
+                    for shard in flat.shards:
+                        shard.reserve(fields[flat.span.spec.group])
         self._binding = Binding(optimizer, self.units, self._wire, originals)
         self.optimizer = optimizer
         if state is not None:
@@ -395,15 +515,22 @@ class Engine:
         schedule = Schedule(self.model, self._assembly.hosts())
         schedule.before_forward = self._before_forward
         schedule.after_backward = self._after_backward
+        if self.config.step_in_backward:
+            schedule.after_reduce = self._step_unit
         return schedule
 
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
+        self._refuse_while_away("forward")
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
         if not self._float16 and computes_in_float16(self.device):
             self._float16 = True
+
+    def _after_forward(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+            self._agree_on_reads()
 
     def _enter_autocast(self, *_: Any) -> None:
         context = self.precision.autocast(self.device)
@@ -416,14 +543,28 @@ class Engine:
 
     def _after_backward(self) -> None:
         """A gradient that overflowed on one rank shows on every rank, so that loss scalers skip the step together."""
-        if not (self._float16 and self._schedule.sync and self.layout.shards > 1):
+        self._agree_on_reads()
+        if not self._float16:
             return
-        grads = [flat.master.grad for unit in self.units for flat in unit.trained if flat.master.grad is not None]
+        if self.config.offloads:  # a loss scaler looks at the groups' gradients
+            self._storage.wide = True
+            for unit in self.units:
+                for flat in unit.trained:
+                    flat.grads()
+        if not (self._schedule.sync and self.layout.shards > 1):
+            return
+        grads = [grad for unit in self.units for flat in unit.trained for _, grad in flat.grads()]
         if grads:
-            found = self._wire.max_scalar(all_finite(iter(grads)))
-            grads[0][:1].add_(torch.where(found > 0, float("inf"), 0.0).to(grads[0].dtype))
+            found = torch.zeros((), device=self.device)
+            for device in {grad.device for grad in grads}:
+                here = all_finite(iter([grad for grad in grads if grad.device == device]))
+                found = torch.maximum(found, here.to(self.device))
+            found = self._wire.max_scalar(found)
+            infinite = torch.where(found > 0, float("inf"), 0.0)
+            grads[0][:1].add_(infinite.to(device=grads[0].device, dtype=grads[0].dtype))
 
     def _before_step(self, *_: Any) -> None:
+        self._refuse_while_away("optimizer.step()")
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
@@ -431,7 +572,7 @@ class Engine:
             )
         self._schedule.flush()
         self._schedule.quiesce()
-        if not self.config.policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
+        if not self.policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
             intact = torch.stack([flat.intact() for unit in self.units for flat in unit.flats])
             if not bool(intact.all()):
                 for unit in self.units:
@@ -448,14 +589,96 @@ class Engine:
                         "freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
                     )
 
+        self._begin_step()
+
+    def _step_unit(self, unit: Unit) -> None:
+        """In backward: this unit's gradients are final."""
+        if self.optimizer is None or all(flat.in_memory for flat in unit.trained):
+            return
+        if unit in self._stepped:
+            raise StateError(
+                f"unit {unit.name!r} got more gradients after it was updated: with step_in_backward every backward but "
+                "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit may be used in one pass only"
+            )
+        if not self._stepped:
+            self._twin = self._new_twin(self.optimizer)
+        self._stepped.add(unit)
+        unit.release()
+        unit.close()
+        if self._twin is not None:
+            self.stepper().begin([unit], self.optimizer, self._twin, self._storage.link.mark())
+
+    def _new_twin(self, optimizer: torch.optim.Optimizer) -> Twin:
+        return Twin(optimizer, fuse=self.device.type != "cpu")
+
+    def _begin_step(self) -> None:
+        """Offloaded shards are updated in another thread, unit by unit, in the order of the next forward."""
+        offloaded = [unit for unit in self.units if any(not flat.in_memory for flat in unit.trained)]
+        if not offloaded or self.optimizer is None:
+            return
+        left = [unit for unit in offloaded if unit not in self._stepped]
+        self._stepped.clear()
+        self.stepper().begin(left, self.optimizer, self._new_twin(self.optimizer), self._storage.link.mark())
+        for unit in offloaded:
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    shard.hide_grad()
+
     def _after_step(self, *_: Any) -> None:
         for unit in self.units:
-            unit.updated()
-            if self.config.policy.keep_full:
+            unit.stepped()
+            if self.policy.keep_full:
                 unit.gather()
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.wait()
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    shard.show_grad()
+        if self._storage.has_disk:
+            self._agree_on_step()
+
+    def _agree_on_reads(self) -> None:
+        """Parameters that one rank could not read from disk are an error on all of them."""
+        if not self._reads or not self._wire.max_scalar(
+            torch.tensor(float(any(unit.failure for unit in self.units)), device=self.device)
+        ):
+            return
+
+        def tell() -> None:
+            for unit in self.units:
+                failure, unit.failure = unit.failure, None
+                if failure is not None:
+                    raise failure
+
+        agree.together(self._wire, "reading parameters from disk", tell, answer=False, kind=TierError)
+
+    def _agree_on_step(self) -> None:
+        """With state on disk a step can fail on one rank: then it does on all of them."""
+
+        def finish() -> None:
+            for unit in self.units:
+                unit.finish_step()
+
+        agree.together(self._wire, "an optimizer step over offloaded state", finish, answer=False, kind=TierError)
+
+    def stepper(self) -> Stepper:
+        if self._stepper is None:
+            self._stepper = Stepper(self._storage, self._host_threads())
+        return self._stepper
+
+    def _host_threads(self) -> int | None:
+        """For the thread that steps: this rank's share of the cores, where the model does not compute on them itself."""
+        if self.device.type == "cpu":
+            return None
+        return max(1, (os.cpu_count() or 1) // self._wire.ranks_here())
+
+    def _refuse_step_in_backward(self, what: str) -> None:
+        if self.config.step_in_backward:
+            raise StateError(
+                f"{what}: with step_in_backward parameters are updated before all gradients are there, so nothing can be "
+                "clipped: turn it off, or do not clip (max_grad_norm=0 in TrainingArguments)"
+            )
 
     def _optimizer_zero_grad(self, set_to_none: bool = True) -> None:
         self.zero_grad()
@@ -463,20 +686,21 @@ class Engine:
     def _optimizer_state_dict(self) -> dict[str, Any]:
         if self._binding is None:
             raise ConfigError("no optimizer is bound")
-        self._schedule.quiesce()
+        self.quiesce()
         return self._binding.state_dict()
 
     def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._binding is None:
             raise ConfigError("no optimizer is bound")
+        self.quiesce()
         self._binding.load_state_dict(state_dict)
 
-    def _pieces(self, parameters: Iterable[nn.Parameter] | None, flats: list[Flat]) -> dict[Flat, list[Tensor]] | None:
-        """Views of each flat's gradient that belong to `parameters`; None when those are all of them."""
+    def _pieces(self, parameters: Iterable[nn.Parameter] | None, flats: list[Flat]) -> dict[Shard, list[Tensor]] | None:
+        """Views of each shard's gradient that belong to `parameters`; None when those are all of them."""
         if parameters is None:
             return None
         wanted: set[Tensor] = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        masters: set[Tensor] = {flat.master for flat in flats}
+        masters: set[Tensor] = {shard.master for flat in flats for shard in flat.shards}
         if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:
             return None
         unknown = [p for p in wanted if p not in self._assembly.names and p not in masters]
@@ -485,21 +709,17 @@ class Engine:
                 f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
                 "sharded model; clip those with torch.nn.utils"
             )
-        out: dict[Flat, list[Tensor]] = {}
+        out: dict[Shard, list[Tensor]] = {shard: [] for flat in flats for shard in flat.shards}
         for flat in flats:
-            out[flat] = []
-            grad = flat.master.grad
-            if grad is None:
-                continue
-            if flat.master in wanted:
-                out[flat] = [grad]
-                continue
             chosen = {id(slot) for slot, p in zip(flat.span.slots, flat.params) if p in wanted}
-            out[flat] = [
-                grad[part.slice_start : part.slice_start + part.numel]
-                for part in flat.span.overlaps(flat.rank)
-                if id(part.slot) in chosen
-            ]
+            for shard, grad in flat.grads():
+                if shard.master in wanted:
+                    out[shard] = [grad]
+                    continue
+                for part in flat.span.overlaps(flat.rank):
+                    if id(part.slot) in chosen:
+                        for _, at, numel in cut([shard], part.slice_start, part.numel):
+                            out[shard].append(grad[at : at + numel])
         return out
 
     def _guarded_apply(
@@ -508,7 +728,7 @@ class Engine:
         """`.to()`, `.half()`, `.cpu()` and the like: only what leaves every parameter as it is."""
         for unit in self.units:
             for flat in unit.flats:
-                probe = torch.zeros((), dtype=flat.own.dtype, device=flat.own.device)
+                probe = torch.zeros((), dtype=flat.compute_dtype, device=flat.device)
                 moved = fn(probe)
                 if moved.dtype != probe.dtype or moved.device != probe.device:
                     raise LayoutError(
@@ -560,6 +780,13 @@ def engine_of(model: nn.Module) -> Engine | None:
         if engine is not None:
             return engine
     return None
+
+
+def tiers_of(placements: Iterable[Placement]) -> Iterator[Tier]:
+    """Every tier in which something rests."""
+    for placement in placements:
+        yield placement.parameters
+        yield from (tier for tier, _ in placement.optimizer)
 
 
 def _count(storages: dict[int, int], tensor: Tensor) -> None:

@@ -29,3 +29,7 @@ class UnsupportedOptimizerError(ZeroError, TypeError):
 
 class CheckpointError(ZeroError, RuntimeError):
     """A checkpoint that is missing, incomplete, or belongs to another model."""
+
+
+class TierError(ZeroError, RuntimeError):
+    """Bytes that could not be moved: a disk that is full, fails, or was cut short."""

@@ -27,12 +27,12 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # ht
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from .cards import content, template
+from .config import parse_bytes
 from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Manifest
 from .recast import Output, WeightSet, find_weights, index_text, plan, read_json, write
 from .staging import recover, sync_tree, verify
 from .version import __version__
-from .weights import parse_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 MARKER = ".hf_zero_export.json"

@@ -10,22 +10,21 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .layout import Overlap, Slot
+from .shard import MASTER, Shard, cut
+from .tiers import OnDisk, Values
 from .unit import Flat, Unit
-
-MASTER = "master"
-"""The state that a finer-than-own-type master is stored as; where the types are equal the weights are the masters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of one parameter, from `param_start`: a 1-D view of this rank's memory."""
+    """Elements of one parameter, from `param_start`: a 1-D view of this rank's memory, or of its disk."""
 
     param_start: int
-    values: Tensor
+    values: Values
 
 
 def shares(flat: Flat, rank: int, size: int) -> Iterator[Overlap]:
-    """This rank's part of the work on a span; `slice_start` counts from the beginning of `flat.master`.
+    """This rank's part of the work on a span; `slice_start` counts from the beginning of the slice.
 
     Where every rank holds everything (plain data parallel) the span is cut for the purpose, so that all of them work.
     """
@@ -43,49 +42,52 @@ def held_parameters(units: Iterable[Unit], rank: int, size: int) -> dict[str, li
     out: dict[str, list[Held]] = {}
     for unit in units:
         for flat in unit.flats:
-            master = flat.master.detach()
             for part in shares(flat, rank, size):
-                out.setdefault(part.slot.spec.name, []).append(_piece(part, master))
+                for shard, at, numel in cut(flat.shards, part.slice_start, part.numel):
+                    piece = _piece(part, shard, at, shard.values[at : at + numel])
+                    out.setdefault(part.slot.spec.name, []).append(piece)
     return out
 
 
 def held_states(
     units: Iterable[Unit], optimizer: Any, rank: int, size: int
-) -> tuple[dict[str, dict[str, list[Held]]], dict[str, Tensor]]:
+) -> tuple[dict[str, dict[str, list[Held]]], dict[str, Values]]:
     """State -> parameter -> the pieces that this rank writes; and one tensor of each state, for its type."""
     out: dict[str, dict[str, list[Held]]] = {}
-    samples: dict[str, Tensor] = {}
-    for flat, entries in states_of(units, optimizer):
-        for state, value in entries.items():
-            if not is_sliced(flat, state, value):
-                continue
-            samples.setdefault(state, value)
-            by_param = out.setdefault(state, {})
-            for part in shares(flat, rank, size):
-                by_param.setdefault(part.slot.spec.name, []).append(_piece(part, value))
+    samples: dict[str, Values] = {}
+    for unit in units:
+        for flat in unit.trained:
+            parts = list(shares(flat, rank, size))
+            for shard in flat.shards:
+                for state, value in entries_of(flat, shard, optimizer).items():
+                    if not is_sliced(flat, shard, state, value):
+                        continue
+                    samples.setdefault(state, value)
+                    by_param = out.setdefault(state, {})
+                    for part in parts:
+                        for _, at, numel in cut([shard], part.slice_start, part.numel):
+                            piece = _piece(part, shard, at, value[at : at + numel])
+                            by_param.setdefault(part.slot.spec.name, []).append(piece)
     return out, samples
 
 
-def states_of(units: Iterable[Unit], optimizer: Any) -> Iterator[tuple[Flat, dict[str, Any]]]:
-    """Every trained span with its optimizer state, and its master where that is finer than the weights."""
-    for unit in units:
-        for flat in unit.trained:
-            entries = {str(key): value for key, value in optimizer.state.get(flat.master, {}).items()}
-            if flat.span.spec.master_dtype != flat.span.spec.dtype:
-                entries[MASTER] = flat.master.detach()
-            if entries:
-                yield flat, entries
+def entries_of(flat: Flat, shard: Shard, optimizer: Any) -> dict[str, Any]:
+    """A shard's optimizer state, and its master where that is finer than the weights."""
+    entries = shard.entries(optimizer)
+    if flat.span.spec.master_dtype != flat.span.spec.dtype:
+        entries[MASTER] = shard.values
+    return entries
 
 
-def is_sliced(flat: Flat, state: str, value: Any) -> bool:
+def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
     """Whether a state has one value per element; else it is one value for the span (`step`).
 
     Raises:
         CheckpointError: a tensor that is neither.
     """
-    if not isinstance(value, Tensor) or state == "step" or value.dim() == 0:
+    if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
         return False
-    if value.numel() == flat.master.numel():
+    if value.numel() == shard.numel:
         return True
     raise CheckpointError(
         f"optimizer state {state!r} of {flat.span.spec.name!r} has shape {tuple(value.shape)}, neither one value nor one per "
@@ -98,5 +100,5 @@ def places(units: Iterable[Unit]) -> dict[str, tuple[Flat, Slot]]:
     return {slot.spec.name: (flat, slot) for unit in units for flat in unit.flats for slot in flat.span.slots}
 
 
-def _piece(part: Overlap, flat_values: Tensor) -> Held:
-    return Held(part.param_start, flat_values[part.slice_start : part.slice_start + part.numel])
+def _piece(part: Overlap, shard: Shard, at: int, values: Values) -> Held:
+    return Held(part.param_start + shard.start + at - part.slice_start, values)

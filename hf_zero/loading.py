@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +19,28 @@ from torch import Tensor, nn
 from .agree import together
 from .comm import SoloWire
 from .errors import CheckpointError
-from .held import MASTER
 from .manifest import (
     MANIFEST,
-    SEGMENT_BYTES,
     FileDigest,
     Manifest,
-    Segment,
     check_name,
-    check_segment,
     check_segments,
-    check_size,
+    check_sizes,
     read_bounded,
     share,
 )
 from .precision import dtype_of
-from .safetensors_io import read_fully, read_header
-from .saving import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, bytes_of
+from .reader import Reader, Wanted
+from .safetensors_io import read_header
+from .saving import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
+from .shard import MASTER, Shard, cut
 from .staging import recover
+from .tiers import Values
 from .unit import Flat, Unit
 from .weights import Located, Piece, Stored, WeightFormat, persistent_buffers
 
 _MAX_JSON_BYTES = 256 << 20
-_AHEAD_BYTES = 48 << 20
-_LARGE_BYTES = 256 << 10
-
-
-@dataclass(slots=True)
-class Wanted:
-    """Elements of a stored tensor, from `key_start`, that go to `place` (1-D, any type and device)."""
-
-    stored: Stored
-    key_start: int
-    place: Tensor
-
-    @property
-    def offset(self) -> int:
-        return self.stored.start + self.key_start * dtype_of(self.stored.dtype).itemsize
-
-    @property
-    def length(self) -> int:
-        """Bytes in the file."""
-        return self.place.numel() * dtype_of(self.stored.dtype).itemsize
+_SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
 
 
 class Loading:
@@ -98,10 +77,7 @@ class Loading:
                     "that is not whole. Take another one, or move the weights to a folder of their own"
                 )
             return None
-        manifest = Manifest.read(self.folder)
-        for name, file in manifest.files.items():
-            check_size(self.folder / name, file)
-        return manifest
+        return check_sizes(self.folder)
 
     def _check_small(self) -> None:
         """Files that are not read range by range, shared out over the ranks."""
@@ -177,7 +153,7 @@ class Loading:
         folder: str = OPTIMIZER_FOLDER,
     ) -> None:
         """The optimizer's state and its groups' options."""
-        fresh: list[tuple[Flat, dict[str, Any]]] = []
+        fresh: list[tuple[Shard, dict[str, Any]]] = []
 
         def read() -> dict[str, Any]:
             if not self.has_optimizer(folder) or self.manifest is None:
@@ -196,27 +172,25 @@ class Loading:
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
                 if name.startswith(prefix) and name.endswith(".safetensors"):
-                    state = name.removeprefix(prefix).removesuffix(".safetensors").partition("-0")[0]
+                    state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
                     file = self.manifest.files[name] if self.verifies else None
                     states.setdefault(state, {}).update(_stored(self.folder / name, file))
             wanted: list[Wanted] = []
             for unit in units:
                 for flat in unit.trained:
-                    kept = {str(key): value for key, value in optimizer.state.get(flat.master, {}).items()}
-                    entries, more = _state_of(flat, index["parameters"], states, path, kept)
-                    fresh.append((flat, entries))
-                    wanted += more
+                    for shard in flat.shards:
+                        kept = shard.entries(optimizer)
+                        entries, more = _state_of(flat, shard, index["parameters"], states, path, kept)
+                        fresh.append((shard, entries))
+                        wanted += more
             self._reader.read(wanted)
             return index
 
         with torch.no_grad():
             index = together(self._wire, self._what, read, answer=False)[0]
-            for flat, entries in fresh:
+            for shard, entries in fresh:
                 entries.pop(MASTER, None)
-                if entries:
-                    optimizer.state[flat.master] = entries
-                else:
-                    optimizer.state.pop(flat.master, None)
+                shard.put(optimizer, entries)
         for group, packed in zip(optimizer.param_groups, index["groups"]):
             group.update({k: unscalar(v, group.get(k)) for k, v in packed.items() if k != "params"})
 
@@ -227,117 +201,7 @@ class Loading:
         return index
 
 
-# Ranges -------------------------------------------------------------------------------------------------------------
-
-
-class Reader:
-    """Byte ranges of a folder's files, checked against its manifest where there is one. One buffer of memory or two."""
-
-    def __init__(self, folder: Path, manifest: Manifest | None) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._fds: dict[Path, int] = {}
-        self._cached: tuple[Path, Segment] | None = None
-        self._segment: Tensor | None = None
-        self._scratch: Tensor | None = None
-        self.bytes_read = 0
-
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Fill every place, in file order; the disk is kept busy with what comes next while this rank checks and copies."""
-        items = sorted(wanted, key=lambda item: (item.stored.file, item.offset))
-        ahead = 0  # items that the kernel was told to fetch, and their bytes beyond the one at hand
-        waiting_bytes = 0
-        try:
-            for index, item in enumerate(items):
-                while ahead < len(items) and (waiting_bytes < _AHEAD_BYTES or ahead <= index):
-                    waiting_bytes += items[ahead].length
-                    if items[ahead].length >= _LARGE_BYTES:
-                        os.posix_fadvise(
-                            self._fd(items[ahead].stored.file),
-                            items[ahead].offset,
-                            items[ahead].length,
-                            os.POSIX_FADV_WILLNEED,
-                        )
-                    ahead += 1
-                self._fill_elements(item)
-                waiting_bytes -= item.length
-        finally:
-            self.close()
-
-    def whole(self, stored: Stored) -> Tensor:
-        """One tensor, in its own type and shape, on CPU."""
-        value = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
-        self._fill_elements(Wanted(stored, 0, value.view(-1)))
-        return value
-
-    def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-
-    def _fill_elements(self, item: Wanted) -> None:
-        dtype, place = dtype_of(item.stored.dtype), item.place
-        if not place.numel():
-            return
-        if place.dtype == dtype and place.device.type == "cpu" and place.is_contiguous():
-            self._fill(item.stored.file, item.offset, bytes_of(place))
-            return
-        if self._scratch is None:
-            self._scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
-        step = SEGMENT_BYTES // dtype.itemsize
-        for start in range(0, place.numel(), step):
-            part = place[start : start + step]
-            landing = self._scratch[: part.numel() * dtype.itemsize]
-            self._fill(item.stored.file, item.offset + start * dtype.itemsize, bytes_of(landing))
-            part.copy_(landing.view(dtype))
-
-    def _fill(self, path: Path, offset: int, out: memoryview) -> None:
-        if self._manifest is None:
-            self._pread(path, offset, out)
-            return
-        file = self._digest_of(path)
-        stop = offset + len(out)
-        index = bisect_right(file.segments, offset, key=lambda segment: segment[0]) - 1
-        while index < len(file.segments) and file.segments[index][0] < stop:
-            segment = file.segments[index]
-            begin, end = max(offset, segment[0]), min(stop, segment[0] + segment[1])
-            part = out[begin - offset : end - offset]
-            if len(part) == segment[1]:
-                self._pread(path, begin, part)
-                check_segment(path, segment, part)
-            else:
-                part[:] = self._checked(path, segment)[begin - segment[0] : end - segment[0]]
-            index += 1
-
-    def _checked(self, path: Path, segment: Segment) -> memoryview:
-        if self._segment is None:
-            self._segment = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
-        data = bytes_of(self._segment)[: segment[1]]
-        if self._cached != (path, segment):
-            self._cached = None
-            self._pread(path, segment[0], data)
-            check_segment(path, segment, data)
-            self._cached = (path, segment)
-        return data
-
-    def _pread(self, path: Path, offset: int, out: memoryview) -> None:
-        read_fully(self._fd(path), out, offset, path)
-        self.bytes_read += len(out)
-
-    def _fd(self, path: Path) -> int:
-        if path not in self._fds:
-            try:
-                self._fds[path] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-        return self._fds[path]
-
-    def _digest_of(self, path: Path) -> FileDigest:
-        name = path.relative_to(self._folder).as_posix()
-        file = self._manifest.files.get(name) if self._manifest is not None else None
-        if file is None:
-            raise CheckpointError(f"{path} is not in the manifest: it is of another save")
-        return file
+# What there is ------------------------------------------------------------------------------------------------------
 
 
 def find_weights(folder: Path, stem: str, manifest: Manifest | None, *, verify: bool = True) -> dict[str, Stored]:
@@ -362,10 +226,11 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None, *, verify: 
             raise CheckpointError(f"{path} is not in the manifest: it is of another save")
         return _stored(path, listed[name])
 
-    if (folder / index).exists() and (listed is None or (index in listed and single not in listed)):
-        return _indexed(folder / index, stored)
-    if (folder / single).exists():
+    # The single file first, as transformers looks: an index beside it is of an older, larger save.
+    if (folder / single).exists() and (listed is None or single in listed or index not in listed):
         return stored(folder / single)
+    if (folder / index).exists() and (listed is None or index in listed):
+        return _indexed(folder / index, stored)
     raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
 
 
@@ -409,14 +274,15 @@ def read_json(path: Path) -> Any:
 def _wanted(flat: Flat, located: Located, stored: Mapping[str, Stored]) -> list[Wanted]:
     """What this rank reads of one span: its slice, or all of it where the stage shards nothing."""
     out = []
-    master = flat.master.detach()
     for part in flat.span.overlaps(flat.rank):
         for piece in located.pieces.get(part.slot.spec.name, ()):
             item = _meet(piece, part.param_start, part.numel, stored)
             if item is not None:
                 source, key_start, param_start, numel = item
                 at = part.slice_start + param_start - part.param_start
-                out.append(Wanted(source, key_start, master[at : at + numel]))
+                for shard, start, count in cut(flat.shards, at, numel):
+                    done = shard.start + start - at
+                    out.append(Wanted(source, key_start + done, shard.values[start : start + count]))
     return out
 
 
@@ -435,7 +301,9 @@ def _spread(units: list[Unit], values: Mapping[str, Tensor]) -> None:
                 value = values.get(part.slot.spec.name)
                 if value is not None:
                     source = value.reshape(-1)[part.param_start : part.param_start + part.numel]
-                    flat.master.detach()[part.slice_start : part.slice_start + part.numel].copy_(source)
+                    for shard, start, numel in cut(flat.shards, part.slice_start, part.numel):
+                        done = shard.start + start - part.slice_start
+                        shard.values[start : start + numel].copy_(source[done : done + numel])
 
 
 def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
@@ -450,12 +318,13 @@ def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
 
 def _state_of(
     flat: Flat,
+    shard: Shard,
     saved: Mapping[str, Any],
     states: Mapping[str, Mapping[str, Stored]],
     path: Path,
     kept: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[Wanted]]:
-    """One span's optimizer state with room for its tensors (those of `kept` where they fit), and what to read into them."""
+    """One shard's optimizer state with room for its values (those of `kept` where they fit), and what to read into them."""
     out: dict[str, Any] = {}
     wanted: list[Wanted] = []
     spec = flat.span.spec
@@ -481,20 +350,26 @@ def _state_of(
             if state not in out:
                 covered = all(state in saved.get(s.spec.name, {}).get("states", ()) for s in flat.span.slots)
                 if state == MASTER:  # in place; what is not saved stays as it came with the weights
-                    out[state] = flat.master.detach()
+                    out[state] = shard.values
                 else:
-                    out[state] = _room(flat, dtype_of(source.dtype), kept.get(state) if covered else None)
+                    out[state] = _room(flat, shard, state, dtype_of(source.dtype), kept.get(state), covered)
             for part in flat.span.overlaps(flat.rank):
                 if part.slot is slot:
-                    place = out[state][part.slice_start : part.slice_start + part.numel]
-                    wanted.append(Wanted(source, part.param_start, place))
+                    for _, start, numel in cut([shard], part.slice_start, part.numel):
+                        at = part.param_start + shard.start + start - part.slice_start
+                        wanted.append(Wanted(source, at, out[state][start : start + numel]))
     return out, wanted
 
 
-def _room(flat: Flat, dtype: torch.dtype, kept: Any) -> Tensor:
-    if isinstance(kept, Tensor) and kept.shape == (flat.master.numel(),) and kept.dtype == dtype:
-        return kept.zero_() if flat.span.numel != flat.span.used_numel else kept
-    return torch.zeros(flat.master.numel(), dtype=dtype, device=flat.master.device)
+def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, covered: bool) -> Values:
+    """Where a state's values rest; zeros, unless all of them are about to be read."""
+    whole = covered and flat.span.numel == flat.span.used_numel
+    room: Values | None = shard.room(state)
+    if room is None and isinstance(kept, Tensor) and kept.shape == (shard.numel,) and kept.dtype == dtype:
+        room = kept
+    if room is None:
+        return torch.zeros(shard.numel, dtype=dtype, device=shard.master.device)
+    return room if whole else room.zero_()
 
 
 def _merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:

@@ -185,8 +185,19 @@ def digest_file(path: Path) -> FileDigest:
     return FileDigest(size, tuple(segments))
 
 
-def check_size(path: Path, expected: FileDigest) -> None:
-    """Raises CheckpointError where `path` is missing or has another size."""
+def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of `folder`; every file in it is there and of its size. No content is read but the manifest's.
+
+    Raises:
+        CheckpointError: names the file that is missing or has another size, or says that there is no manifest.
+    """
+    manifest = Manifest.read(folder)
+    for name, file in manifest.files.items():
+        _check_size(Path(folder) / name, file)
+    return manifest
+
+
+def _check_size(path: Path, expected: FileDigest) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -258,9 +269,7 @@ def check_files(
         CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
     """
     folder = Path(folder)
-    manifest = Manifest.read(folder)
-    for name, file in manifest.files.items():
-        check_size(folder / name, file)
+    manifest = check_sizes(folder)
     count = threads if threads is not None else min(8, len(os.sched_getaffinity(0)))
     note = progress or (lambda _: None)
     with ThreadPoolExecutor(max(1, count)) as pool:

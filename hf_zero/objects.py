@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import CheckpointError
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+_RESERVED = {_TENSOR, _TUPLE, _PAIRS}
 
 
 class Stateful(Protocol):
@@ -47,7 +48,7 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, list):
         return [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
+        if all(isinstance(key, str) for key in value) and not (len(value) == 1 and value.keys() <= _RESERVED):
             return {key: pack(item, tensors, f"{where}.{key}") for key, item in value.items()}
         pairs = [
             [pack(k, tensors, f"{where}.key{i}"), pack(v, tensors, f"{where}.{k}")]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from .comm import SoloWire
 from .errors import CheckpointError, LayoutError, UnsupportedOptimizerError
+from .shard import Shard
+from .tiers import BLOCK_NUMEL
 from .unit import Flat, Unit
 
 _WHOLE_TENSOR: dict[str, str] = {
@@ -135,20 +137,30 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
             return 2
 
 
-def square_sum(tensor: Tensor) -> Tensor:
-    """Sum of squares of a 1-D float tensor: 0-dim float64.
+ROW_NUMEL = 4096
+
+
+def square_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of 1-D float tensors, one after another: 0-dim float64.
 
     torch's float32 norm on CPU loses digits with length (4e-3 at 5e7 elements). Norms of short rows, squared and summed in
     float64, are right to 1e-8 and as fast.
     """
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-    row = 4096
-    whole = tensor.numel() // row * row
-    total = torch.linalg.vector_norm(tensor[whole:], dtype=torch.float64).square()
-    if whole:
-        total += torch.linalg.vector_norm(tensor[:whole].view(-1, row), dim=1).double().square().sum()
-    return total
+    sums: list[Tensor] = []
+    rows: list[Tensor] = []
+    for part in parts:
+        if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
+            sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
+            continue
+        whole = part.numel() // ROW_NUMEL * ROW_NUMEL
+        for low in range(0, whole, BLOCK_NUMEL):  # a narrow type is widened block by block
+            block = part[low : min(low + BLOCK_NUMEL, whole)].float().view(-1, ROW_NUMEL)
+            rows.append(torch.linalg.vector_norm(block, dim=1).double().square())
+        if whole < part.numel():
+            sums.append(torch.linalg.vector_norm(part[whole:].float(), dtype=torch.float64).square())
+    if rows:
+        sums.append(torch.cat(rows).sum())
+    return sums[0] if len(sums) == 1 else torch.stack([value.cpu() for value in sums]).sum()
 
 
 class Binding:
@@ -172,7 +184,7 @@ class Binding:
                 if group < 0:
                     continue
                 self.flats.append(flat)
-                masters[group].append(flat.master)
+                masters[group] += [shard.master for shard in flat.shards]
         for options, spans in zip(optimizer.param_groups, masters):
             options["params"] = spans
         self._masters = masters
@@ -186,7 +198,7 @@ class Binding:
 
     def current_originals(self) -> list[list[nn.Parameter]]:
         """The model's parameters by group, with groups added since."""
-        back = {id(flat.master): flat for flat in self.flats}
+        back = {id(shard.master) for flat in self.flats for shard in flat.shards}
         out = list(self.originals)
         for index, group in enumerate(self.optimizer.param_groups):
             fresh = [param for param in group["params"] if id(param) not in back]
@@ -215,22 +227,21 @@ class Binding:
         mine = [flat for flat in flats if flat in self.flats]
         state = {param: entries for flat in mine for param, entries in self._whole_state(flat, True).items()}
         for flat in mine:
-            self.optimizer.state.pop(flat.master, None)
+            for shard in flat.shards:
+                shard.forget(self.optimizer)
         return state
 
     def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """This rank's slices of what `take` gave, for spans that were cut anew."""
         for flat in flats:
-            entries = self._slice_state(flat, dict(state))
-            if entries:
-                self.optimizer.state[flat.master] = entries
+            flat.put_state(self.optimizer, self._slice_state(flat, dict(state)))
 
     def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
-        entries = self.optimizer.state.get(flat.master, {})
+        names = flat.state_names(self.optimizer)
         state: dict[nn.Parameter, dict[str, Any]] = {}
-        for key in sorted(entries, key=str):
-            value = entries[key]
-            whole = self._whole(flat, value, everywhere) if self._is_sliced(flat, key, value) else None
+        for key in sorted(names):
+            value = flat.state(self.optimizer, key)
+            whole = self._whole(flat, value, everywhere) if names[key] else None
             for slot, param in zip(flat.span.slots, flat.params):
                 if whole is None:
                     piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
@@ -254,12 +265,6 @@ class Binding:
             full = moved.cpu()
         return full
 
-    @staticmethod
-    def _is_sliced(flat: Flat, key: Any, value: Any) -> bool:
-        return (
-            isinstance(value, Tensor) and key != "step" and value.numel() == flat.span.slice_numel and value.dim() > 0
-        )
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's slices from a full state (every rank passes all of it).
 
@@ -279,12 +284,8 @@ class Binding:
             for group, params in zip(groups, self.originals)
             for i, param in zip(group["params"], params)
         }
-        fresh = {flat: self._slice_state(flat, saved) for flat in self.flats}
-        for flat, entries in fresh.items():
-            if entries:
-                self.optimizer.state[flat.master] = entries
-            else:
-                self.optimizer.state.pop(flat.master, None)
+        for flat, entries in [(flat, self._slice_state(flat, saved)) for flat in self.flats]:
+            flat.put_state(self.optimizer, entries)
         for group, packed in zip(self.optimizer.param_groups, groups):
             group.update({key: value for key, value in packed.items() if key != "params"})
 
@@ -305,14 +306,14 @@ class Binding:
                         stacklevel=4,
                     )
                 out[key] = torch.tensor(max(steps), dtype=sample.dtype, device=sample.device)
-                if flat.master.device.type != "cpu" and sample.device.type != "cpu":
-                    out[key] = out[key].to(flat.master.device)
+                if flat.device.type != "cpu" and sample.device.type != "cpu":
+                    out[key] = out[key].to(flat.device)
             else:
                 out[key] = self._slice(flat, key, states, sample.dtype)
         return out
 
     def _slice(self, flat: Flat, key: str, states: list[dict[str, Any]], dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(flat.span.slice_numel, dtype=dtype, device=flat.master.device)
+        out = torch.zeros(flat.span.slice_numel, dtype=dtype)
         places = {id(slot): i for i, slot in enumerate(flat.span.slots)}
         for part in flat.span.overlaps(flat.rank):
             value = states[places[id(part.slot)]].get(key)
@@ -371,27 +372,39 @@ def numbered_groups(optimizer: torch.optim.Optimizer, originals: list[list[nn.Pa
 
 
 def total_norm(
-    flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Flat, list[Tensor]] | None
+    flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Shard, list[Tensor]] | None
 ) -> Tensor:
-    """The norm of the gradients over all ranks: 0-dim float32 on the gradients' device.
+    """The norm of the gradients over all ranks: 0-dim float32 on the spans' device.
 
-    `pieces` restricts it to views of each flat's gradient (a subset of the parameters).
+    `pieces` restricts it to views of each shard's gradient (a subset of the parameters). It does not depend on how slices are
+    cut into shards, as long as cuts are at multiples of `ROW_NUMEL`.
     """
-    tensors: list[Tensor] = []
+    tensors: list[list[Tensor]] = []  # by span
     shared = True
+    device = torch.device("cpu")
     for flat in flats:
-        if flat.master.grad is not None:
-            tensors += pieces[flat] if pieces is not None else [flat.master.grad]
+        device = flat.device
         shared = shared and flat.span.shards == 1
-    device = next((flat.own.device for flat in flats), torch.device("cpu"))
+        found = [
+            part
+            for shard in flat.shards
+            if (grad := shard.grad if pieces is None and shard.coefficient is None else shard.whole_grad()) is not None
+            for part in (pieces[shard] if pieces is not None else [grad])
+        ]
+        if found:
+            tensors.append(found)
     if math.isinf(norm_type):
-        parts = [t.abs().max().double() for t in tensors if t.numel()]
+        parts = [t.abs().max().double().to(device) for found in tensors for t in found if t.numel()]
         local = torch.stack(parts).max() if parts else torch.zeros((), dtype=torch.float64, device=device)
         return (local if shared else wire.max_scalar(local)).float()
     if norm_type == 2.0:
-        parts = [square_sum(t) for t in tensors]
+        parts = [square_sum(found).to(device) for found in tensors]
     else:
-        parts = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).pow(norm_type) for t in tensors]
+        parts = [
+            torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).pow(norm_type).to(device)
+            for found in tensors
+            for t in found
+        ]
     local = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
     total = local if shared else wire.sum_scalar(local)
     return (total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)).float()

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,36 +26,24 @@ from torch import Tensor
 
 from .agree import together
 from .comm import SoloWire
-from .errors import CheckpointError
-from .held import Held, held_parameters, held_states, is_sliced, places, states_of
+from .errors import CheckpointError, ZeroError
+from .held import Held, entries_of, held_parameters, held_states, is_sliced, places
 from .layout import ParamSpec
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
 from .precision import dtype_of
-from .safetensors_io import Header, build_header, itemsize, start_writeback, write_fully
+from .safetensors_io import Header, build_header, itemsize
+from .shard import Shard, assembled
 from .staging import Staging
+from .tiers import Values
 from .unit import Unit
 from .version import __version__
 from .weights import Drawing, Entry, Run, WeightFile, split_files
+from .writer import Job, Writer, copy_to
 
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
-_DIRECT_BYTES = 1 << 20  # from here on a piece is written from where it lies; smaller ones are put together first
 _UNWATCHED = {MANIFEST, "README.md"}  # a model card is for people to edit
 _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
-
-
-@dataclass(slots=True)
-class Job:
-    """Bytes of this rank: `values` (1-D), as `dtype`, at byte `offset` of a staged file."""
-
-    file: str
-    offset: int
-    values: Tensor
-    dtype: torch.dtype
-
-    @property
-    def length(self) -> int:
-        return self.values.numel() * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -150,12 +138,14 @@ class Saving:
         folder: str = OPTIMIZER_FOLDER,
     ) -> None:
         """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
-        held, samples = held_states(units, optimizer, self._wire.rank, self._wire.size)
         specs = {name: slot.spec for name, (_, slot) in places(units).items()}
+        held: dict[str, dict[str, list[Held]]] = {}
 
         def plan() -> Any:
+            mine, samples = held_states(units, optimizer, self._wire.rank, self._wire.size)
+            held.update(mine)
             if self._wire.rank != 0:
-                return None
+                return {}, sorted(samples)
             (self.folder / folder).mkdir()
             index = _index(units, optimizer, groups)
             (self.folder / folder / OPTIMIZER_INDEX).write_text(json.dumps(index, separators=(",", ":")))
@@ -163,10 +153,16 @@ class Saving:
             for state, sample in samples.items():
                 entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."))
                 out[state] = [self._create(f) for f in split_files(f"{folder}/{state}", entries, max_shard_size)]
-            return out
+            return out, sorted(samples)
 
-        answer = together(self._wire, f"saving optimizer state to {self.target}", plan)[0]
-        for state, placed in answer.items():
+        answers = together(self._wire, f"saving optimizer state to {self.target}", plan)
+        for rank, (_, states) in enumerate(answers):
+            if states != answers[0][1]:
+                raise CheckpointError(
+                    f"saving optimizer state to {self.target}: rank 0's optimizer has the states {answers[0][1]}, "
+                    f"rank {rank}'s {states}: not every rank has made the same steps"
+                )
+        for state, placed in answers[0][0].items():
             for item in placed:
                 self._jobs += item.jobs(held[state])
 
@@ -224,8 +220,7 @@ class Saving:
             at = 0
             for job in self._jobs:
                 place = memory[at : at + job.length].view(job.dtype)
-                place.copy_(job.values.detach())
-                job.values, at = place, at + _padded(job.length)
+                job.values, at = copy_to(job.values, place), at + _padded(job.length)
             return memory
 
         held = together(self._wire, f"copying what is to be saved to {self.target}", copy, answer=False)[0]
@@ -276,21 +271,30 @@ class Saving:
         """A collective: whole sources to rank 0, which computes the tensors."""
         where = places(conversion.units)
         whole: dict[str, Tensor] = {}
+        failure: ZeroError | None = None
         for name in conversion.sources:
             flat, slot = where[name]
             spec = slot.spec
-            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=flat.master.dtype)
+            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=flat.master_dtype)
             for rank in range(self._wire.size if flat.span.shards > 1 else 1):
                 for part in flat.span.overlaps(rank if flat.span.shards > 1 else flat.rank):
                     if part.slot is not slot:
                         continue
-                    mine = flat.master.detach()[part.slice_start : part.slice_start + part.numel]
+                    mine = None
+                    if self._wire.rank == rank:
+                        try:
+                            mine = assembled(flat.shards, _master, part.slice_start, part.numel, flat.device)
+                        except ZeroError as error:  # rank 0 waits for something all the same
+                            failure = failure or error
+                            mine = torch.zeros(part.numel, dtype=flat.master_dtype, device=flat.device)
                     landing = value[part.param_start : part.param_start + part.numel]
-                    self._wire.carry(mine if self._wire.rank == rank else None, landing, rank)
+                    self._wire.carry(mine, landing, rank)
             if self._wire.rank == 0:
                 whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
 
         def convert() -> list[Job]:
+            if failure is not None:
+                raise failure
             if conversion.convert is None:
                 return []
             made = conversion.convert(whole)
@@ -306,9 +310,9 @@ class Saving:
     def _receive(self, rank: int, writer: Writer) -> None:
         """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces.
 
-        Where it cannot, it takes in the rest all the same, for which `rank` would wait.
+        Where one of the two fails it goes on sending or taking in, for which the other would wait.
         """
-        failure: CheckpointError | None = None
+        failure: ZeroError | None = None
 
         def report() -> None:
             if failure is not None:
@@ -317,22 +321,24 @@ class Saving:
         mine = self._wire.rank == rank
         plan = [(job.file, job.offset, job.length) for job in self._jobs] if mine else None
         plans: list[tuple[str, int, int]] = self._wire.exchange(plan)[rank]
+        nothing = torch.empty(0, dtype=torch.uint8)
         for index, (file, offset, length) in enumerate(plans):
             for start in range(0, length, SEGMENT_BYTES):
                 count = min(SEGMENT_BYTES, length - start)
-                if mine:
-                    job = self._jobs[index]
-                    size = job.dtype.itemsize
-                    data = job.values[start // size : (start + count) // size].to(job.dtype).contiguous().cpu()
-                    self._wire.carry(data.view(torch.uint8), torch.empty(0, dtype=torch.uint8), rank)
-                elif self._wire.rank == 0:
-                    landing = torch.empty(count, dtype=torch.uint8)
-                    self._wire.carry(None, landing, rank)
-                    try:
-                        if failure is None:
-                            writer.write([Job(file, offset + start, landing, torch.uint8)])
-                    except CheckpointError as error:
-                        failure = error
+                data = torch.empty(count if mine or self._wire.rank == 0 else 0, dtype=torch.uint8)
+                try:
+                    if mine and failure is None:
+                        job = self._jobs[index]
+                        size = job.dtype.itemsize
+                        copy_to(job.values[start // size : (start + count) // size], data.view(job.dtype))
+                except ZeroError as error:
+                    failure = error
+                self._wire.carry(data if mine else None, nothing if mine else data, rank)
+                try:
+                    if self._wire.rank == 0 and failure is None:
+                        writer.write([Job(file, offset + start, data, torch.uint8)])
+                except ZeroError as error:
+                    failure = error
         together(self._wire, f"writing what rank {rank} sent to {self.target}", report)
 
 
@@ -361,100 +367,12 @@ class _Placed:
         return out
 
 
-class Writer:
-    """Writes one rank's jobs and notes the digest of every stretch of bytes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, int] = {}
-        self._segments: dict[str, list[Segment]] = {}
-        self._scratch: Tensor | None = None
-
-    def write(self, jobs: Iterable[Job]) -> None:
-        """In file order; neighbours that are small go out together."""
-        waiting: list[Job] = []
-        waiting_bytes = 0
-        for job in sorted(jobs, key=lambda job: (job.file, job.offset)):
-            if not job.length:
-                continue
-            joins = waiting and (waiting[-1].file, waiting[-1].offset + waiting[-1].length) == (job.file, job.offset)
-            if waiting and not (joins and waiting_bytes + job.length <= SEGMENT_BYTES and job.length < _DIRECT_BYTES):
-                self._write_together(waiting, waiting_bytes)
-                waiting, waiting_bytes = [], 0
-            if job.length >= _DIRECT_BYTES:
-                self._write_direct(job)
-            else:
-                waiting.append(job)
-                waiting_bytes += job.length
-        if waiting:
-            self._write_together(waiting, waiting_bytes)
-
-    def finish(self) -> dict[str, list[Segment]]:
-        """Everything written is on disk afterwards. Returns the digests by file."""
-        try:
-            for name, fd in self._files.items():
-                try:
-                    os.fsync(fd)
-                except OSError as error:
-                    raise CheckpointError(f"{self._folder / name}: fsync failed: {error}") from error
-        finally:
-            self.close()
-        return self._segments
-
-    def close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
-
-    def _write_direct(self, job: Job) -> None:
-        step = SEGMENT_BYTES // job.dtype.itemsize
-        for start in range(0, job.values.numel(), step):
-            part = job.values[start : start + step]
-            if part.dtype != job.dtype or part.device.type != "cpu":
-                scratch = self._buffer()[: part.numel() * job.dtype.itemsize].view(job.dtype)
-                scratch.copy_(part)
-                part = scratch
-            self._put(job.file, job.offset + start * job.dtype.itemsize, part)
-
-    def _write_together(self, jobs: list[Job], total: int) -> None:
-        if len(jobs) == 1:
-            return self._write_direct(jobs[0])
-        scratch = self._buffer()
-        at = 0
-        for job in jobs:
-            # Slices of the scratch need not be aligned for their type: bytes are copied.
-            source = job.values if job.values.dtype == job.dtype else job.values.to(job.dtype)
-            scratch[at : at + job.length].copy_(source.contiguous().view(torch.uint8))
-            at += job.length
-        return self._put(jobs[0].file, jobs[0].offset, scratch[:total])
-
-    def _buffer(self) -> Tensor:
-        if self._scratch is None:
-            self._scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
-        return self._scratch
-
-    def _put(self, file: str, offset: int, values: Tensor) -> None:
-        path = self._folder / file
-        if file not in self._files:
-            try:
-                self._files[file] = os.open(path, os.O_WRONLY)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be written: {error}") from error
-        data = bytes_of(values.contiguous())
-        digest = digest_of(data)
-        write_fully(self._files[file], data, offset, path)
-        start_writeback(self._files[file], offset, len(data))
-        self._segments.setdefault(file, []).append((offset, len(data), digest))
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D CPU tensor."""
-    array: Any = values.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
 def _padded(length: int) -> int:
     return -(-length // 64) * 64
+
+
+def _master(shard: Shard) -> Values:
+    return shard.values
 
 
 def _conversions(units: list[Unit], placed: list[_Placed], drawing: Drawing) -> list[_Conversion]:
@@ -471,13 +389,15 @@ def _conversions(units: list[Unit], placed: list[_Placed], drawing: Drawing) -> 
 
 def _index(units: list[Unit], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
-    for flat, entries in states_of(units, optimizer):
-        sliced = [key for key, value in entries.items() if is_sliced(flat, key, value)]
+    for flat in (flat for unit in units for flat in unit.trained):
+        shard = flat.shards[0]  # all of them have made the same steps
+        entries = entries_of(flat, shard, optimizer)
+        sliced = [key for key, value in entries.items() if is_sliced(flat, shard, key, value)]
         for state in sliced:
             if not _SAFE_STATE.fullmatch(state):
                 raise CheckpointError(f"the optimizer state {state!r} has no name for a file")
         scalars = {key: scalar(key, value) for key, value in entries.items() if key not in sliced}
-        for slot in flat.span.slots:
+        for slot in flat.span.slots if entries else ():
             parameters[slot.spec.name] = {"shape": slot.spec.shape, "states": sliced, "scalars": scalars}
     return {
         "version": 1,
@@ -514,4 +434,4 @@ def scalar(name: str, value: Any) -> Any:
     raise CheckpointError(f"optimizer option {name!r} is a {type(value).__name__}, which has no place in JSON")
 
 
-__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Job", "Saving", "Writer", "scalar"]
+__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Saving", "scalar"]

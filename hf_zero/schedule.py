@@ -71,7 +71,7 @@ class Host:
 class Trace:
     """What the schedule remembers of one unit between forward and backward."""
 
-    __slots__ = ("expected", "in_backward", "open", "pending", "ready", "reduced", "running", "seen", "unit")
+    __slots__ = ("expected", "final", "in_backward", "open", "pending", "ready", "reduced", "running", "seen", "unit")
 
     def __init__(self, unit: Unit, hosts: int) -> None:
         self.unit = unit
@@ -81,6 +81,7 @@ class Trace:
         self.open: set[int] = set()  # passes with a host forward whose post-backward will not come
         self.in_backward = False
         self.ready = self.reduced = False  # in this backward
+        self.final = False  # and who wants to know has been told that all gradients are there
         self.running = 0  # hosts whose forward is under way
 
 
@@ -95,13 +96,15 @@ class Schedule:
         """Some local gradients wait for a reduce. The same on every rank, as `no_sync` is."""
         self.after_backward: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
+        self.after_reduce: Callable[[Unit], None] | None = None
+        """Called once per backward that syncs, when all of a unit's gradients are with their owners."""
         self._handles: list[Any] = []
         self._pass = 0
         self._forward, self._backward = Order(), Order()
         self._in_backward = False
         self._task = -1
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
-        self._reducing: Unit | None = None
+        self._reducing: Trace | None = None
         # The order in which all ranks send gradients, whatever order they come in: a unit that one rank skips must not
         # make it wait for another unit than its peers do. Backward's order, until the first backward shows a better one.
         self._turns: list[Trace] = []
@@ -247,7 +250,7 @@ class Schedule:
         self._task = torch._C._current_graph_task_id()
         self._turn = 0
         for trace in self.traces:
-            trace.ready = trace.reduced = False
+            trace.ready = trace.reduced = trace.final = False
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _pre_backward(self, host: Host, is_open: bool, *_: Any) -> None:
@@ -295,11 +298,19 @@ class Schedule:
                 self._turn += 1
 
     def _reduce(self, trace: Trace) -> None:
-        previous, self._reducing = self._reducing, trace.unit
+        previous, self._reducing = self._reducing, trace
         if previous is not None:
-            previous.finish_reduce()
+            self._finish_reduce(previous)
         trace.unit.reduce()
-        trace.reduced = True
+        trace.reduced, trace.final = True, False
+
+    def _finish_reduce(self, trace: Trace) -> None:
+        trace.unit.finish_reduce()
+        # With another pass of it to come, or one whose end only the end of backward shows, there may be more.
+        if self.after_reduce is None or not self.sync or trace.final or trace.pending or trace.open:
+            return
+        trace.final = True
+        self.after_reduce(trace.unit)
 
     def _reduce_rest(self) -> None:
         """Units that were not ready in this backward: unused ones send zeros, since another rank may have used them."""
@@ -308,7 +319,7 @@ class Schedule:
                 self._reduce(trace)
         self._reducing = None
         for trace in self.traces:
-            trace.unit.finish_reduce()
+            self._finish_reduce(trace)
         if self._came is not None:
             self._agree_on_turns(self._came)
 
@@ -347,7 +358,7 @@ class Schedule:
             return
         self.unsynced = False
         for trace in self.traces:
-            trace.reduced = False
+            trace.reduced = trace.final = False
         self._reduce_rest()
         self.after_backward()
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from .comm import SoloWire
 from .errors import RankMismatchError, StateError
 from .precision import dtype_of
+from .shard import cut
 from .unit import Flat, Unit
 
 
 def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
     """A collective. The span's parameters in their own types and shapes: CPU tensors on rank 0, meta tensors elsewhere."""
     span = flat.span
-    own = flat.master.detach()
+    own = flat.values()
     here = wire.rank == 0
     if span.shards == 1:
         full = own.cpu() if here else own.to("meta")
@@ -87,11 +88,16 @@ class FullState:
                 continue
             flat, slot = self._flat[param]
             if flat not in self._values:
+                self._finish_steps()
                 self._values[flat] = gather_full(flat, self._wire)
             state[prefix + name] = self._values[flat][slot]
         self._depth -= 1
         if self._depth == 0 and not self._outlining:
             self._values.clear()
+
+    def _finish_steps(self) -> None:
+        for unit in self._units:
+            unit.finish_step()
 
     def outline(self) -> dict[str, Any]:
         """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""
@@ -129,6 +135,7 @@ class FullState:
         if self._loading == 0 or not prefix:
             self._loading = 0
             self._landing.clear()
+            self._finish_steps()
             # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
             meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())
             answers = self._wire.exchange(meta)
@@ -151,7 +158,7 @@ class FullState:
             spec = flat.span.slots[slot].spec
             if tuple(value.shape) != spec.shape and not (spec.shape == () and tuple(value.shape) == (1,)):
                 continue  # torch reports it as a size mismatch
-            landing = torch.empty(spec.shape, dtype=flat.master.dtype, device=flat.own.device)
+            landing = torch.empty(spec.shape, dtype=flat.master_dtype, device=flat.device)
             if self._spread:
                 if self._wire.rank == 0:
                     landing.copy_(value.reshape(spec.shape))
@@ -179,7 +186,9 @@ class FullState:
         for part in flat.span.overlaps(flat.rank):
             if part.slot is wanted:
                 source = landing.view(-1)[part.param_start : part.param_start + part.numel]
-                flat.master.detach()[part.slice_start : part.slice_start + part.numel].copy_(source)
+                for shard, at, numel in cut(flat.shards, part.slice_start, part.numel):
+                    done = shard.start + at - part.slice_start
+                    shard.values[at : at + numel].copy_(source[done : done + numel])
         param.data = flat.sentinels[slot]
 
     def settle(self) -> None:

@@ -9,12 +9,13 @@ Storage of one span (class `Flat`), in elements of the compute dtype unless said
 * `full`   1-D, whole span. Made once; a release resizes its *storage* to 0 and a gather refills the same storage,
            because autograd keeps views of it (`weight.t()`) between forward and backward.
 * `views`  `full` cut into parameter shapes; a gathered parameter's `.data` is its view.
-* `own`    1-D, this rank's slice, always present: a slice of `full` where that stays, else a buffer of its own.
-* `master` 1-D, this rank's slice in the master dtype, the optimizer's parameter. The same memory as `own` when the two
-           types are equal.
+* `own`    1-D, this rank's slice at rest: a slice of `full` where that stays, else a buffer of its own, on the device, in
+           host memory or on disk (`rest`).
+* `shards` the slice in the master dtype, the optimizer's parameters, in one stretch or several, each in a tier of its own
+           (see `shard`). The same memory as `own` when the two types and tiers are equal.
 * `guards` one NaN per parameter; a released parameter's `.data` is its guard expanded to the true shape. A stray read
            gives NaN; a stray write changes the guard and is found by the next gather.
-All writes go through `full`, `own` and `master`, never through a parameter, so parameters keep their version counters.
+All writes go through `full`, `own` and the shards, never through a parameter, so parameters keep their version counters.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,25 @@ from torch import Tensor, nn
 from .birth import birth_of, hand_over
 from .comm import SoloWire
 from .config import StagePolicy
-from .errors import StateError
+from .costs import Placement
+from .errors import StateError, TierError
 from .inflight import Inflight
 from .layout import Span, UnitLayout
 from .precision import Precision, dtype_of
+from .shard import Fields, Shard, Storage, assembled, is_elementwise
+from .tiers import BLOCK_NUMEL, OnDisk, Records, Tier, Values, fetch
+
+
+class Step(Protocol):
+    """An update under way in another thread."""
+
+    def wait(self) -> None: ...
+
+
+class Staging(Protocol):
+    """What carries updated values up to the device, see `stepping`."""
+
+    def up(self, values: Tensor, target: Tensor) -> None: ...
 
 
 class State(Enum):
@@ -42,7 +59,12 @@ class State(Enum):
 
 
 class Flat:
-    """Storage of one span on this rank."""
+    """Storage of one span on this rank.
+
+    Args:
+        placement: where `own` and the shards rest.
+        fields: element-wise states of the span's optimizer group, for shards on disk.
+    """
 
     def __init__(
         self,
@@ -51,51 +73,97 @@ class Flat:
         wire: SoloWire,
         policy: StagePolicy,
         precision: Precision,
+        storage: Storage,
+        placement: Placement,
+        fields: Fields = (),
     ) -> None:
         self.span = span
         self.params = list(params)
         self.rank = wire.rank if span.shards > 1 else 0
+        self.storage = storage
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
-        device = params[0].device
+        self.device = params[0].device
         spec = span.spec
-        compute, master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
+        self.compute_dtype, self.master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
+        stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
+        self.rest = placement.parameters
         with torch.no_grad():
-            whole = torch.zeros(span.numel, dtype=master_dtype, device=device)
-            for slot, param in zip(span.slots, params):
-                birth = birth_of(param)
-                if birth is None:
-                    whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
-                else:
-                    birth.pour(param, whole[slot.offset :])
-                    hand_over(param, None)
-            whole[span.used_numel :].zero_()
+            whole = self._whole()
+            self.full = whole if self.compute_dtype == self.master_dtype else whole.to(self.compute_dtype)
             begin = self.rank * span.slice_numel
-            self.full = whole if compute == master_dtype else whole.to(compute)
+            self.place = self.full[begin : begin + span.slice_numel]
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
-            self.resident = policy.keep_full or span.shards == 1
-            place = self.full[begin : begin + span.slice_numel]
-            self.own = place if self.resident else place.clone()
-            if compute == master_dtype:
-                self.master: Tensor = self.own
-            else:
-                self.master = whole[begin : begin + span.slice_numel].clone()
-        if spec.trainable:
-            self.master = nn.Parameter(self.master, requires_grad=True)
+            self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
+            self._region: Records | None = None
+            self.shards: list[Shard] = []
+            self.own: Values = self.place
+            self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields)
         self.views = self._cut(self.full)
         self.full_bytes = self.full.numel() * self.full.element_size()
         # A released parameter shows its own type, whatever it is gathered in.
         own_dtype = dtype_of(spec.dtype)
         self._guarded = own_dtype.is_floating_point or own_dtype.is_complex
-        self.guards = torch.full((len(params),), float("nan") if self._guarded else 0, dtype=own_dtype, device=device)
+        value = float("nan") if self._guarded else 0
+        self.guards = torch.full((len(params),), value, dtype=own_dtype, device=self.device)
         self.sentinels = [guard.expand(slot.spec.shape) for guard, slot in zip(self.guards.unbind(), span.slots)]
-        self.reduce_dtype = precision.reduce_dtype_of(master_dtype) if wire.size > 1 else master_dtype
+        self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
         # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
-        self._holds = compute != master_dtype
+        self._holds = self.compute_dtype != self.master_dtype
         self._held = False
         self._bucket: Tensor | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
+
+    def _whole(self) -> Tensor:
+        """The span's initial values, in the master dtype, on the device."""
+        whole = torch.zeros(self.span.numel, dtype=self.master_dtype, device=self.device)
+        for slot, param in zip(self.span.slots, self.params):
+            birth = birth_of(param)
+            if birth is None:
+                whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+            else:
+                birth.pour(param, whole[slot.offset :])
+                hand_over(param, None)
+        whole[self.span.used_numel :].zero_()
+        return whole
+
+    def _settle_in(self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields) -> None:
+        """`own` and the shards, each in its tier, from the slice's values."""
+        equal = self.compute_dtype == self.master_dtype
+        shares = equal and self.rest is Tier.DISK and len(stretches) == 1 and stretches[0][0] is Tier.DISK
+        if not shares:
+            self.own = self._new_own(self.place)
+        start = 0
+        for tier, numel in stretches:
+            alias = self.own[start : start + numel] if equal and tier is self.rest and tier is not Tier.DISK else None
+            self.shards.append(
+                Shard(
+                    self.storage,
+                    start,
+                    mine[start : start + numel],
+                    tier,
+                    trainable=self.span.trainable,
+                    alias=alias if isinstance(alias, Tensor) else None,
+                    fields=fields,
+                )
+            )
+            start += numel
+        if shares:
+            self.own = self.shards[0].values
+            self.shards[0].aliased = True
+
+    def _new_own(self, values: Tensor) -> Values:
+        """A buffer in the parameters' tier, with these values: `place`'s, or those of a former `own`."""
+        numel = self.span.slice_numel
+        if self.rest is Tier.DISK:
+            self._region = Records(self.storage.disk, numel, numel, (("own", self.compute_dtype),))
+            return self._region.values("own").copy_(values)
+        if self.rest is Tier.HOST:
+            return self.storage.link.empty(numel, self.compute_dtype).copy_(values)
+        if not self.resident:
+            return values.to(self.device, copy=True)
+        return self.place if values is self.place else self.place.copy_(values)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.span.slots]
@@ -120,13 +188,111 @@ class Flat:
 
     def drop(self) -> None:
         """Give all memory back, whoever still refers to it: other flats hold the values."""
-        for tensor in (self.full, self.own, self.master):
-            tensor.untyped_storage().resize_(0)
+        for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+        self.close_shards()
+
+    def close_shards(self) -> None:
+        for shard in self.shards:
+            shard.close()
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def bring(self) -> Inflight:
+        """`own` into its place in `full`, from where it rests; `full` is open."""
+        own, link = self.own, self.storage.link
+        if isinstance(own, OnDisk):
+            landing = self.storage.scratch(own.numel(), own.dtype)
+            read = own.begin_read(landing)
+
+            def finish() -> None:
+                read.close()
+                link.up(landing, self.place).close()
+                self.storage.give_back(landing)
+
+            return Inflight((), (), finish)
+        return link.up(own, self.place)
+
+    def publish(self, shard: Shard, at: int, values: Tensor, staging: Staging | None = None) -> None:
+        """New master values of `shard`, from its element `at` on, into `own`. `values` are on the device or the host.
+
+        With `staging` (the thread that steps) copies to the device are left under way in it.
+        """
+        if shard.aliased:
+            return
+        start, numel, link = shard.start + at, values.numel(), self.storage.link
+        target = self.own[start : start + numel]
+        if isinstance(target, OnDisk) or (shard.tier is Tier.DEVICE) == (self.rest is Tier.DEVICE):
+            target.copy_(values)
+        elif shard.tier is Tier.DEVICE:
+            link.down(values.to(target.dtype), target).close()
+        elif staging is not None:
+            staging.up(values, target)
+        else:
+            link.up(values.to(target.dtype), target).close()
 
     def refresh(self) -> None:
-        """Carry the master's values into `own`, after a step or a load."""
-        if self.master.dtype != self.own.dtype:
-            self.own.copy_(self.master.detach())
+        """Carry all masters' values into `own`, after they were written."""
+        for shard in self.shards:
+            if not shard.aliased:
+                values = shard.values
+                if isinstance(values, Tensor):
+                    self.publish(shard, 0, values)
+                else:
+                    for at in range(0, shard.numel, BLOCK_NUMEL):
+                        self.publish(shard, at, values[at : at + BLOCK_NUMEL].read())
+
+    def refresh_device(self) -> None:
+        """As `refresh`, for the shards that the optimizer's own step has updated."""
+        for shard in self.shards:
+            if shard.tier is Tier.DEVICE and not shard.aliased:
+                self.publish(shard, 0, shard.master.detach())
+
+    def move(
+        self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
+    ) -> None:
+        """`own` rests in `rest` and every shard in its tier of `tiers` afterwards, with the same values. The unit is sharded.
+
+        Args:
+            keep_full: on the device `own` is a slice of `full`, which is allocated then; its other slices are undefined.
+        """
+        equal = self.compute_dtype == self.master_dtype
+        before, region = self.own, self._region
+        moves = rest is not self.rest
+        if moves:
+            values = fetch(self.own)
+            self.resident = rest is Tier.DEVICE and (keep_full or self.span.shards == 1)
+            if self.resident:
+                self.full.untyped_storage().resize_(self.full_bytes)
+            self.rest, self._region = rest, None
+            self.own = self._new_own(values)
+        for shard, tier in zip(self.shards, tiers):
+            place = self.own[shard.start : shard.stop]
+            alias = place if equal and tier is rest and isinstance(place, Tensor) else None
+            if tier is not shard.tier:
+                shard.move(tier, optimizer, alias)
+            elif moves and shard.tier is not Tier.DISK:
+                shard.rest_on(alias)
+            elif moves:
+                shard.aliased = False  # what was read from its records rests elsewhere now
+        if self.in_memory is False:
+            self.drop_bucket()
+            self._bucket = None
+        if not moves:
+            return
+        if region is not None:
+            region.close()
+        if isinstance(before, Tensor) and not self.resident:
+            self.full.untyped_storage().resize_(0)
+
+    def values(self, device: torch.device | None = None) -> Tensor:
+        """The slice in the master dtype, 1-D on the span's device (or `device`); a view where it rests there in one piece."""
+        out = assembled(self.shards, lambda shard: shard.values, 0, self.span.slice_numel, device or self.device)
+        if out is None:
+            raise StateError(f"span of {self.span.spec.name!r} has no values")
+        return out
 
     def intact(self) -> Tensor:
         """0-dim bool: no parameter was written while it was released. No host wait."""
@@ -144,6 +310,42 @@ class Flat:
                 f"parameter {name!r} of unit {unit!r} was written to while it was released (its values live in the "
                 "ranks' shards; what was written is lost). Write it inside a forward, through load_state_dict, or "
                 "before the model is sharded"
+            )
+
+    # Optimizer state --------------------------------------------------------------------------------------------------
+
+    def state_names(self, optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+        """The optimizer's states of this span, and whether each has one value per element."""
+        names: dict[str, bool] = {}
+        for shard in self.shards:
+            for key, value in shard.entries(optimizer).items():
+                names[key] = is_elementwise(key, value, shard.numel)
+        return names
+
+    def state(self, optimizer: torch.optim.Optimizer, name: str) -> Any:
+        """One of them: 1-D over the slice, on the span's device (a view where it rests there in one piece), or one value."""
+
+        def of(shard: Shard) -> Any:
+            return shard.entries(optimizer).get(name)
+
+        if self.state_names(optimizer).get(name):
+            return assembled(self.shards, of, 0, self.span.slice_numel, self.device)
+        return next((value for shard in self.shards if (value := of(shard)) is not None), None)
+
+    def put_state(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
+        """Replace all of them, from values over the whole slice."""
+        numel = self.span.slice_numel
+        for shard in self.shards:
+            shard.put(
+                optimizer,
+                {
+                    key: (value if len(self.shards) == 1 else value[shard.start : shard.stop].clone())
+                    if is_elementwise(key, value, numel)
+                    else value.clone()
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in entries.items()
+                },
             )
 
     # Gradients ------------------------------------------------------------------------------------------------------
@@ -181,10 +383,11 @@ class Flat:
             param.grad = None
         return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
 
-    def bucket(self) -> tuple[Tensor, list[Tensor]]:
+    def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
         """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
-        if self._bucket is None:
-            self._bucket = torch.empty(self.span.numel, dtype=self.reduce_dtype, device=self.own.device)
+        wanted = dtype or self.reduce_dtype
+        if self._bucket is None or self._bucket.dtype != wanted:
+            self._bucket = torch.empty(self.span.numel, dtype=wanted, device=self.device)
             self._bucket_views = self._cut(self._bucket)
             self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
         else:
@@ -209,31 +412,52 @@ class Flat:
         self._held = False
         return bucket
 
+    @property
+    def in_memory(self) -> bool:
+        """One shard, on the device: gradients need no copying."""
+        return len(self.shards) == 1 and self.shards[0].tier is Tier.DEVICE
+
     def add_local(self) -> None:
         """World size 1: local gradients go straight into the master's gradient, which is the bucket itself."""
         grads = self.take()
-        if self.master.grad is None:
+        if not self.in_memory:
+            # In the type they came in: nothing is lost, and half the bytes go down.
+            bucket, views = self.bucket(self.compute_dtype)
+            _fill(views, grads)
+            self.add_reduced(bucket)
+            self.drop_bucket()
+            return
+        master = self.shards[0].master
+        if master.grad is None:
             bucket, views = self.bucket()
             _fill(views, grads)
-            self.master.grad = bucket
+            master.grad = bucket
             return
+        if self._bucket is None or master.grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
+            master.grad = self.bucket()[0].copy_(master.grad)
         _add(self._bucket_views, grads)
 
     def add_reduced(self, mean: Tensor) -> None:
-        if self.master.grad is None:
-            self.master.grad = mean
-        else:
-            self.master.grad.add_(mean)
+        if self.in_memory and self.shards[0].master.grad is None:
+            self.shards[0].master.grad = mean
+            return
+        for shard in self.shards:
+            shard.add(mean[shard.start : shard.stop])
 
-    def some_grad(self, wire: SoloWire) -> Tensor:
-        """The master's gradient; zeros, from now on, where it had none."""
-        if self.master.grad is None:
-            grad = self.bucket()[0] if wire.size == 1 else torch.empty_like(self.master)
-            self.master.grad = grad.detach().zero_()
-        return self.master.grad
+    def grads(self) -> list[tuple[Shard, Tensor]]:
+        """Every shard that has a gradient, with it."""
+        return [(shard, grad) for shard in self.shards if (grad := shard.whole_grad()) is not None]
+
+    def some_grad(self, wire: SoloWire) -> None:
+        """Zeros, from now on, for shards that have no gradient."""
+        if self.in_memory and wire.size == 1 and self.shards[0].master.grad is None:
+            self.shards[0].master.grad = self.bucket()[0].detach().zero_()
+        for shard in self.shards:
+            shard.some_grad()
 
     def drop_master_grad(self) -> None:
-        self.master.grad = None
+        for shard in self.shards:
+            shard.drop_grad()
 
 
 def _fill(views: list[Tensor], grads: list[Tensor | None]) -> None:
@@ -267,7 +491,13 @@ class Unit:
         self.policy = policy
         self.gathered_bytes = layout.gathered_bytes
         self.state = State.GATHERED
-        self._check_on_gather = bool(flats) and flats[0].own.device.type == "cpu"
+        self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
+        self._borrows = any(flat.rest is not Tier.DEVICE for flat in flats)
+        self.stepping: Step | None = None
+        """The update of this unit that another thread is busy with."""
+        self.failure: TierError | None = None
+        """Parameters could not be read from disk: what was computed since is worthless."""
+        self._brings: list[tuple[Flat, Inflight]] = []
         self._gathers: list[Inflight] = []
         self._unsent: list[Inflight] = []
         self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
@@ -285,11 +515,28 @@ class Unit:
             for flat in self.flats:
                 flat.check_guards(self.name)
         self.close()
+        self.finish_step()
         for flat in self.flats:
             flat.open()
-            if flat.span.shards > 1:
-                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index))
+            if flat.rest is not Tier.DEVICE:
+                self._brings.append((flat, flat.bring()))
+        if not any(flat.rest is Tier.DISK for flat in self.flats):
+            self._send()  # else when the disk has answered: see `wait`
         self.state = State.GATHERING
+
+    def _send(self) -> None:
+        for flat, inflight in self._brings:
+            try:
+                inflight.wait()
+            except TierError as error:
+                # Peers wait for this rank's part: they get NaN, and all ranks are told at the end of the pass.
+                flat.place.fill_(float("nan") if flat.place.is_floating_point() else 0)
+                self.failure = self.failure or error
+        self._brings.clear()
+        for flat in self.flats:
+            if flat.span.shards > 1:
+                own = flat.own if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor) else flat.place
+                self._gathers.append(self.wire.gather(flat.full, own, flat.span.index))
 
     def wait(self) -> None:
         """Full parameters are readable afterwards."""
@@ -299,6 +546,8 @@ class Unit:
             raise StateError(
                 f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
             )
+        if self._brings:
+            self._send()
         for inflight in self._gathers:
             inflight.wait()
         self._unsent += self._gathers
@@ -313,10 +562,18 @@ class Unit:
             return
         if self.state is State.GATHERING:
             self.wait()
+        if self._borrows:
+            self.close()  # peers are still being sent what `full` holds
         for flat in self.flats:
             flat.point(flat.sentinels)
             flat.close()
         self.state = State.SHARDED
+
+    def gather_if_kept(self) -> None:
+        """After the slices have been elsewhere: whole again, where the stage keeps that. A collective there."""
+        if self.policy.keep_full:
+            self.gather()
+            self.wait()
 
     def close(self) -> None:
         """Wait until the peers have taken what this rank sent: `own` may be written again."""
@@ -324,8 +581,27 @@ class Unit:
             inflight.close()
         self._unsent.clear()
 
+    def finish_step(self) -> None:
+        """An update that another thread is busy with is done afterwards.
+
+        Raises:
+            TierError: it failed.
+        """
+        step, self.stepping = self.stepping, None
+        if step is not None:
+            step.wait()
+
+    def stepped(self) -> None:
+        """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way."""
+        self.close()
+        for flat in self.trained:
+            flat.refresh_device()
+        if self.policy.keep_full:
+            self.state = State.SHARDED
+
     def updated(self) -> None:
-        """The masters have new values: what is gathered is old."""
+        """The masters were written: what is gathered is old."""
+        self.finish_step()
         self.close()
         for flat in self.flats:
             flat.refresh()
@@ -345,12 +621,13 @@ class Unit:
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
         self.finish_reduce()
+        self.finish_step()
         for flat in self.trained:
             if self.wire.size == 1:
                 flat.add_local()
                 continue
             source = flat.source(self.wire)
-            mean = torch.empty(flat.span.slice_numel, dtype=flat.master.dtype, device=source.device)
+            mean = torch.empty(flat.span.slice_numel, dtype=flat.master_dtype, device=source.device)
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 

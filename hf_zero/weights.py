@@ -8,7 +8,6 @@ of `state_dict()`, the one for transformers models (integrations) those of `save
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from .errors import CheckpointError, ConfigError
+from .config import parse_bytes
+from .errors import CheckpointError
 from .safetensors_io import itemsize
 
 
@@ -251,24 +251,3 @@ def index_of(files: Iterable[WeightFile]) -> str:
             total += count * itemsize(entry.dtype)
     body = {"metadata": {"total_parameters": numel, "total_size": total}, "weight_map": where}
     return json.dumps(body, indent=2, sort_keys=True) + "\n"
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(size: int | str) -> int:
-    """`50GB`, `5GiB`, `1048576`.
-
-    Raises:
-        ConfigError: not a size, or not a positive one.
-    """
-    if isinstance(size, int) and not isinstance(size, bool):
-        value: float = size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(size).upper())
-        if match is None or match[2] not in _UNITS:
-            raise ConfigError(f"expected a size such as '50GB' or 5368709120, found {size!r}")
-        value = float(match[1]) * _UNITS[match[2]]
-    if value < 1:
-        raise ConfigError(f"a size must be positive, found {size!r}")
-    return int(value)

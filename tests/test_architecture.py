@@ -21,6 +21,8 @@ LAYERS = {
     "0 words": ("version", "errors", "config", "layout", "inflight", "report"),
     "1 mechanisms": (
         "comm",
+        "tiers",
+        "machine",
         "precision",
         "discover",
         "safetensors_io",
@@ -30,17 +32,22 @@ LAYERS = {
         "placement",
         "objects",
     ),
-    "2 decision": ("plan",),
+    "2 decision": ("costs", "activations", "outline", "solve", "plan"),
     "3 runtime": (
         "birth",
         "guard",
         "init",
         "agree",
+        "shard",
         "unit",
+        "arrangement",
+        "stepping",
         "schedule",
         "optim",
         "statedict",
         "held",
+        "writer",
+        "reader",
         "saving",
         "loading",
         "checkpoint",
@@ -50,6 +57,7 @@ LAYERS = {
     ),
     "4 files": ("recast", "cards", "export"),
     "5 wiring": (
+        "integrations.serving",
         "integrations.recording",
         "integrations.weights",
         "integrations.loading",
@@ -58,6 +66,7 @@ LAYERS = {
         "integrations.accelerate_state",
         "integrations.checkpoints",
         "integrations.trainer",
+        "cli_plan",
         "cli",
     ),
 }
@@ -92,6 +101,7 @@ PUBLIC = [
     "RankMismatchError",
     "Report",
     "StateError",
+    "TierError",
     "UnsupportedOptimizerError",
     "ZeroAccelerator",
     "ZeroCallback",
@@ -120,7 +130,17 @@ PUBLIC = [
     "verify",
     "zero_trainer_cls",
 ]
-SETTINGS = ("stage", "reduce_dtype", "async_save")
+SETTINGS = (
+    "stage",
+    "reduce_dtype",
+    "async_save",
+    "offload_optimizer",
+    "offload_params",
+    "offload_dir",
+    "device_memory",
+    "host_memory",
+    "step_in_backward",
+)
 
 
 def name_of(path: Path) -> str:

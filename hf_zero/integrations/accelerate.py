@@ -54,6 +54,12 @@ class ZeroPlugin(ParallelismConfig):
     stage: int = ZeroConfig().stage
     reduce_dtype: str | None = None
     async_save: bool = False
+    offload_optimizer: str = "none"
+    offload_params: str = "none"
+    offload_dir: str | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):
@@ -106,8 +112,10 @@ class ZeroPlugin(ParallelismConfig):
         return ZeroConfig(**{field.name: getattr(self, field.name) for field in fields(ZeroConfig)})
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(ZeroConfig))
-        return f"ZeroPlugin({values})"
+        given = {field.name: getattr(self, field.name) for field in fields(ZeroConfig)}
+        plain = ZeroConfig().to_dict()
+        shown = [f"{name}={value!r}" for name, value in given.items() if name == "stage" or value != plain[name]]
+        return f"ZeroPlugin({', '.join(shown)})"
 
     def to_json(self) -> dict[str, Any]:
         """What `TrainingArguments.to_dict` shows."""

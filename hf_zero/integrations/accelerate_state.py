@@ -46,9 +46,9 @@ from .checkpoints import (
     put_as,
     put_whole,
     rotate,
-    serving_state_dict,
     tidy,
 )
+from .serving import serving
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _AcceleratorBase
@@ -190,9 +190,9 @@ class ZeroStateMixin(_AcceleratorBase):
         last = self.register_save_state_pre_hook(take)
 
         def write() -> None:
-            with ExitStack() as serving:
+            with ExitStack() as stack:
                 for model, state in whole:
-                    serving.enter_context(serving_state_dict(model, state))
+                    stack.enter_context(serving(model, state))
                 stock(str(saving.folder), True, **settings)
 
         try:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..agree import together
 from ..checkpoint import Behind
@@ -23,10 +22,11 @@ from ..comm import SoloWire
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..loading import Loading
-from ..manifest import MANIFEST, Manifest, check_segments, check_size, digest_file, share
+from ..manifest import MANIFEST, Manifest, check_segments, check_sizes, digest_file, share
 from ..saving import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, Saving
 from ..staging import SUFFIX, recover, remove_left_overs
 from ..weights import Drawing, format_of
+from .serving import serving
 
 MAX_SHARD_SIZE = "50GB"
 """Of one weight file, as in `save_pretrained`."""
@@ -89,7 +89,7 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
         for value in outline.values():
             if isinstance(value, Tensor) and value.is_meta:
                 value.__dict__["__reduce_ex__"] = partial(pickled, value)
-        with serving_state_dict(model, outline), recording(model, outline) as record:
+        with recording(model, outline) as record:
             stock()
         if record.files:
             return record.drawing(saving.folder)
@@ -108,7 +108,7 @@ def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None
 
     def write() -> None:
         if engine.rank == 0:
-            with serving_state_dict(engine.model, state):
+            with serving(engine.model, state):
                 stock()
 
     together(engine.wire, f"saving to {saving.target}", write)
@@ -135,37 +135,6 @@ def hand_in(saving: Saving, wire: SoloWire) -> None:
                 place.write_bytes(content)
 
     together(wire, f"saving to {saving.target}", write)
-
-
-@contextmanager
-def serving_state_dict(model: nn.Module, state: dict[str, Any]) -> Iterator[None]:
-    """Inside, `state_dict()` of the model and of its parts answers from `state`, so that one rank alone may write.
-
-    Of a sharded model it is a collective, and library code between here and the file calls it on the writer only.
-    """
-    replaced: list[tuple[nn.Module, Any]] = []
-    try:
-        for name, module in model.named_modules():
-            replaced.append((module, module.__dict__.get("state_dict")))
-            module.__dict__["state_dict"] = _server(state, f"{name}." if name else "")
-        yield
-    finally:
-        for module, before in replaced:
-            if before is None:
-                del module.__dict__["state_dict"]
-            else:
-                module.__dict__["state_dict"] = before
-
-
-def _server(state: dict[str, Any], inside: str) -> Callable[..., dict[str, Any]]:
-    def state_dict(
-        *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        answer = type(state)() if destination is None else destination
-        answer.update({prefix + key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)})
-        return answer
-
-    return state_dict
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
@@ -232,7 +201,7 @@ def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> 
     names: list[Path] = together(wire, "looking for checkpoints", lambda: list(folders))[0]
     passed: list[str] = []
     for folder in names:
-        reason = _why_broken(wire, folder, last_written)
+        reason = why_broken(wire, folder, last_written)
         if reason is None:
             if passed and wire.rank == 0:
                 warnings.warn(f"resuming from {folder}. Passed over: " + "; ".join(passed), stacklevel=3)
@@ -244,7 +213,8 @@ def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> 
     )
 
 
-def _why_broken(wire: SoloWire, folder: Path, last_written: str) -> str | None:
+def why_broken(wire: SoloWire, folder: Path, last_written: str) -> str | None:
+    """What is wrong with a checkpoint, every byte checked, the ranks sharing the work; None if nothing. A collective."""
     what = f"checking {folder}"
 
     def finish() -> str | None:
@@ -283,10 +253,7 @@ def check_quickly(folder: Path, last_written: str) -> Manifest | None:
         if not (folder / last_written).is_file():
             raise CheckpointError(f"neither {MANIFEST} nor {last_written} is there: a save that did not finish")
         return None
-    manifest = Manifest.read(folder)
-    for name, file in manifest.files.items():
-        check_size(folder / name, file)
-    return manifest
+    return check_sizes(folder)
 
 
 def amend(folder: Path, name: str) -> None:

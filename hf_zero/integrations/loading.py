@@ -24,8 +24,8 @@ from ..birth import birth_of
 from ..comm import SoloWire
 from ..errors import ConfigError, LayoutError
 from ..init import Init, born, slice_bounds
-from ..loading import Reader, Wanted
 from ..placement import Replay, Segment
+from ..reader import Reader, Wanted
 from ..safetensors_io import read_header
 from ..weights import Stored
 from .recording import swapped

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError
 from ..placement import Trace
 from ..weights import Conversion, Drawing, Entry, Run, WeightFile, names_of, persistent_buffers
+from .serving import own_attribute, serving
 
 _WRITERS = ("safetensors.torch", "transformers.modeling_utils", "peft.peft_model", "accelerate.utils.other")
 """Modules that hold the safetensors writer under a name of their own."""
@@ -33,9 +33,6 @@ _SHARING = (
     ("huggingface_hub.serialization._torch", "get_torch_storage_id"),
 )
 """Functions that tell which tensors share memory, by addresses: on the meta device there are none."""
-
-
-_ABSENT = object()
 
 
 @dataclass
@@ -187,40 +184,6 @@ def _telling_adapters(model: Any) -> Callable[[str], Any]:
     return get
 
 
-@contextmanager
-def own_attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Inside, the instance itself has this attribute."""
-    before = module.__dict__.get(name, _ABSENT)
-    module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = before
-
-
-@contextmanager
-def serving(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `state_dict()` of the model and of its parts answers from `state`, and does not communicate."""
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.enter_context(own_attribute(module, "state_dict", _server(state, f"{name}." if name else "")))
-        yield
-
-
-def _server(state: Mapping[str, Any], inside: str) -> Callable[..., dict[str, Any]]:
-    def state_dict(
-        *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        answer: dict[str, Any] = OrderedDict() if destination is None else destination
-        answer.update({prefix + key[len(inside) :]: value for key, value in state.items() if key.startswith(inside)})
-        return answer
-
-    return state_dict
-
-
 def _typed(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Something that looks like `param` in another type, without memory."""
     return param if param.dtype == dtype else torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
@@ -243,4 +206,4 @@ def stand_in_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values}
 
 
-__all__ = ["Record", "own_attribute", "recording", "serving", "stand_in_state", "swapped"]
+__all__ = ["Record", "recording", "stand_in_state", "swapped"]

@@ -51,6 +51,7 @@ from .checkpoints import (
     put_as,
     rotate,
     tidy,
+    why_broken,
 )
 
 if TYPE_CHECKING:
@@ -165,8 +166,20 @@ class ZeroTrainerMixin(_TrainerBase):
         return super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._zero_desk.wait()  # it may delete checkpoints
-        return super()._finalize_training(*args, **kwargs)
+        self._zero_desk.wait()
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        # The stock code now drops all checkpoints but the best, unseen: not if that is damaged.
+        if limit == 1 and best is not None and self._zero_engine() is not None:
+            wire = open_wire(home_device())
+            reason = why_broken(wire, Path(best), TRAINER_STATE_NAME)
+            if reason is not None:
+                self.args.save_total_limit = None
+                if wire.rank == 0:
+                    warnings.warn(f"the best checkpoint is damaged, so no other is removed: {reason}", stacklevel=2)
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
     # -- saving --
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..config import ZeroConfig
+from ..config import OFFLOADS, ZeroConfig
 from ..engine import Engine, engine_of
 from ..errors import ConfigError
 from .accelerate import ZeroPlugin, put_in_front
@@ -56,6 +56,41 @@ class ZeroTrainingArguments(TrainingArguments):
         metadata={
             "help": "Copy a checkpoint to host memory (what this rank writes of it), go on training, and write behind. The "
             "next save and the end of training wait for it; callbacks' on_save runs before the folder is there."
+        },
+    )
+    zero_offload_optimizer: str = field(
+        default="none",
+        metadata={
+            "help": "Where fp32 masters, gradients and optimizer state rest: none (on the device), cpu, disk, or auto (what "
+            "fits and is fastest).",
+            "choices": OFFLOADS,
+        },
+    )
+    zero_offload_params: str = field(
+        default="none",
+        metadata={
+            "help": "Where parameters rest between uses (stage 3, or one rank): none (on the device), cpu, disk, or auto.",
+            "choices": OFFLOADS,
+        },
+    )
+    zero_offload_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder of the disk tier, on a fast local disk. Default: in the temporary folder."},
+    )
+    zero_device_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "Device memory that auto may use per rank, such as 24GiB. Default: what is free, less a margin."
+        },
+    )
+    zero_host_memory: str | None = field(
+        default=None,
+        metadata={"help": "Host memory that auto may use per rank, such as 64GiB. Default: a share of what is free."},
+    )
+    zero_step_in_backward: bool = field(
+        default=False,
+        metadata={
+            "help": "Update offloaded units during backward, as their gradients come; needs --max_grad_norm 0 and no fp16."
         },
     )
 

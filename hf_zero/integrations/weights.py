@@ -26,7 +26,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ..errors import CheckpointError
 from ..placement import Segment, Trace
 from ..weights import Conversion, Drawing, Located, Piece, Stored, names_of, persistent_buffers
-from .recording import own_attribute, recording, serving, stand_in_state, swapped
+from .recording import recording, stand_in_state, swapped
+from .serving import own_attribute, serving
 
 EXTRA_STATE = "_extra_state"  # the last part of the key of a module's own state
 

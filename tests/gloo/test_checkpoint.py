@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
+from hf_zero.config import parse_bytes
 from hf_zero.held import Held, held_parameters, held_states
 from hf_zero.layout import Layout, ParamSpec
 from hf_zero.manifest import FileDigest
 from hf_zero.safetensors_io import build_header
 from hf_zero.saving import _Placed
 from hf_zero.staging import verify
-from hf_zero.weights import Entry, Run, WeightFile, parse_bytes, split_files
+from hf_zero.weights import Entry, Run, WeightFile, split_files
 
 pytestmark = pytest.mark.gloo
 
@@ -304,7 +305,9 @@ def test_plain_model_folders_are_loaded_with_a_warning(two, tmp_path):
     names = {key: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, key in enumerate(state)}
     for file in set(names.values()):
         save_file({key: state[key] for key in state if names[key] == file}, tmp_path / "many" / file)
-    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    index = json.dumps({"weight_map": names})
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(index)
+    (tmp_path / "one" / "model.safetensors.index.json").write_text(index)  # of an older, larger save
     two.run(plain, tmp_path)
 
 
@@ -366,6 +369,7 @@ def objects(rank: int, world: int, folder: Path) -> None:
     nested = {
         "a.b": torch.ones(2), "a": {"b": torch.zeros(3, dtype=torch.bfloat16)}, 3: (1, [2.5, float("inf")], None),
         "empty": torch.zeros(0, 2), "scalar": torch.tensor(7), "text": "ü\n", "big": 2**80, "none": {},
+        "like ours": {"__tensor__": "x", "__tuple__": {"__tuple__": [1]}}, "ours": {"__pairs__": [[1, 2]]},
     }  # fmt: skip
     everything = {"scheduler": scheduler, "scaler": scaler, "odd": Odd(nested), "random.0": Odd({"x": torch.ones(1)})}
     for _ in range(3):
@@ -421,6 +425,22 @@ def without(rank: int, world: int, folder: Path) -> None:
 
 def test_with_and_without_an_optimizer(two, tmp_path):
     two.run(without, tmp_path)
+
+
+def other_steps(rank: int, world: int, folder: Path) -> None:
+    model, optimizer, engine, _ = build("adamw 3-2", loading=False)
+    train(model, optimizer, rank, range(1))
+    engine.save(folder)
+    if rank == 1:
+        optimizer.state.clear()
+    with pytest.raises(zero.CheckpointError, match="not every rank has made the same steps"):
+        engine.save(folder)
+    assert verify(folder).facts["world_size"] == 2
+    assert not [*folder.parent.glob(".*"), *folder.glob(".*")]
+
+
+def test_ranks_with_other_optimizer_states_are_refused(two, tmp_path):
+    two.run(other_steps, tmp_path / "out")
 
 
 def unverified(rank: int, world: int, folder: Path) -> None:
@@ -514,7 +534,7 @@ def large(rank: int, world: int, folder: Path) -> tuple[int, int]:
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
     for unit in engine.units:
         for flat in unit.trained:
-            optimizer.state[flat.master]["momentum_buffer"] = torch.ones_like(flat.master)
+            optimizer.state[flat.shards[0].master]["momentum_buffer"] = torch.ones_like(flat.shards[0].master)
     engine.save(folder / "small", save_optimizer=False)  # what the first use of anything costs
     return peak_growth_bytes(lambda: engine.save(folder / "big")), peak_growth_bytes(
         lambda: engine.load(folder / "big")

@@ -19,11 +19,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero as zero
+from hf_zero.checkpoint import Behind, put_weights
 from hf_zero.manifest import MANIFEST
+from hf_zero.saving import Saving
 from hf_zero.staging import verify
+from hf_zero.tiers import FileSource, Meter, OnDisk
 from tests.injection import Call, Forked, calls, fail_at, kill_at
 
 pytestmark = pytest.mark.gloo
@@ -51,7 +55,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.engine = zero.shard(self.model, self.optimizer, zero.ZeroConfig(stage=stage))
         self.note = Note()
-        self.masters = [flat.master for unit in self.engine.units for flat in unit.trained]
+        self.masters = [flat.shards[0].master for unit in self.engine.units for flat in unit.trained]
 
     def paint(self, version: int) -> None:
         with torch.no_grad():
@@ -85,10 +89,10 @@ class Job:
         found = {self.note.version, *self.model.buffer.tolist()}
         for unit in self.engine.units:
             for flat in unit.trained:
-                state = self.optimizer.state[flat.master]
+                state = self.optimizer.state[flat.shards[0].master]
                 for part in flat.span.overlaps(flat.rank):
                     where = slice(part.slice_start, part.slice_start + part.numel)
-                    for values in (flat.master, state["exp_avg"], state["exp_avg_sq"]):
+                    for values in (flat.shards[0].master, state["exp_avg"], state["exp_avg_sq"]):
                         found.update(values.detach()[where].tolist())
                 found.add(state["step"].item())
         (version,) = found
@@ -507,6 +511,34 @@ def behind(rank: int, world: int, place: Path) -> None:
     assert job.version(place / "b") == 6
 
 
+def behind_another(rank: int, world: int, place: Path) -> None:
+    """Whoever starts a save behind training: the one before is not overwritten while it is being written."""
+    job = Job()
+    second = threading.Event()
+
+    def wait(index: int, call: Call, args: Any) -> None:
+        if call[0] == "pwrite":
+            second.wait(0.5)
+
+    with calls(wait):
+        for version in (2, 3):
+            job.paint(version)
+            saving = Saving(job.engine.wire, place / str(version))
+            put_weights(saving, job.engine, "50GB")
+            job.engine.pending_save = Behind(saving, job.engine)
+        second.set()
+        job.engine.wait_for_save()
+    for version in (2, 3):
+        verify(place / str(version))
+        saved = load_file(place / str(version) / "model.safetensors")
+        assert len(saved) == 5
+        assert all((value == version).all() for value in saved.values())
+
+
+def test_one_behind_another(two, tmp_path):
+    two.run(behind_another, tmp_path)
+
+
 def test_behind_training(two, tmp_path):
     two.run(behind, tmp_path)
 
@@ -561,6 +593,31 @@ def apart(rank: int, world: int, place: Path) -> None:
     engine.exchange(None)
     assert not list(place.glob(".*"))
     engine.load(place / "unseen")
+
+
+def apart_and_unreadable(rank: int, world: int, place: Path) -> None:
+    """What rank 1 sends rests in a file that something has cut short: rank 0 does not wait for it for ever."""
+    job = Job()
+    job.paint(2)
+    show = hide(rank)
+    try:
+        saving = Saving(job.engine.wire, place / "out")
+        put_weights(saving, job.engine, "50GB")
+    finally:
+        show()
+    with open(place / f"rest{rank}", "wb") as file:
+        file.truncate(4)
+    if rank == 1:
+        for item in saving._jobs:
+            item.values = OnDisk(FileSource(place / "rest1", 0, torch.float32, item.values.numel(), Meter()))
+    with pytest.raises(zero.ZeroError, match="rest1"):
+        saving.commit()
+    job.engine.exchange(None)
+    assert sorted(path.name for path in place.iterdir()) == ["rest0", "rest1"]
+
+
+def test_a_rank_that_cannot_send_its_bytes_ends_the_save_everywhere(two, tmp_path):
+    two.run(apart_and_unreadable, tmp_path)
 
 
 def test_ranks_that_do_not_see_the_folder_send_their_bytes(two, tmp_path):

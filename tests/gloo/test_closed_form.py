@@ -83,7 +83,7 @@ def closed_form(rank: int, world: int, stage: int, kind: str) -> None:
         loss.backward()
         for unit, expected in zip(engine.units, expected_grads):
             (flat,) = unit.flats
-            local = flat.master.grad
+            local = flat.shards[0].master.grad
             begin = rank * flat.span.slice_numel
             valid = max(0, min(flat.span.slice_numel, 15 - begin))
             assert torch.equal(local[:valid], torch.full((valid,), expected * times)), (local, expected, times)
@@ -92,7 +92,7 @@ def closed_form(rank: int, world: int, stage: int, kind: str) -> None:
                 assert flat.full.untyped_storage().nbytes() == 0
                 assert all(p.isnan().all() and p.shape == (3, 5) and p.numel() == 15 for p in flat.params)
     optimizer.zero_grad()
-    assert all(flat.master.grad is None for unit in engine.units for flat in unit.flats)
+    assert all(shard.master.grad is None for unit in engine.units for flat in unit.flats for shard in flat.shards)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

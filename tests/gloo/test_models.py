@@ -499,7 +499,7 @@ def low_precision_parameters(rank: int, world: int) -> None:
             token_loss(model, rank, step).backward()
             opt.step()
             opt.zero_grad()
-        masters = [flat.master for unit in engine.units for flat in unit.flats]
+        masters = [shard.master for unit in engine.units for flat in unit.flats for shard in flat.shards]
         assert all(master.dtype == torch.float32 for master in masters)
         results.append((model.state_dict(), start))
     for state, start in results:

@@ -50,7 +50,7 @@ def test_plugin_has_the_fields_of_the_config() -> None:
     assert own == {field.name: field.default for field in dataclasses.fields(zero.ZeroConfig)}
     plugin = zero.ZeroPlugin(stage=1, reduce_dtype="bf16")
     assert plugin.config == zero.ZeroConfig(stage=1, reduce_dtype="bf16")
-    assert repr(plugin) == "ZeroPlugin(stage=1, reduce_dtype='bf16', async_save=False)"
+    assert repr(plugin) == "ZeroPlugin(stage=1, reduce_dtype='bf16')"
     assert plugin.to_json() == plugin.config.to_dict()
 
 

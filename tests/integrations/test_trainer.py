@@ -434,6 +434,13 @@ def test_rotation_keeps_the_best_and_the_last(found: Results) -> None:
 
 
 @pytest.mark.gloo
+def test_a_damaged_best_is_not_all_that_stays(found: Results) -> None:
+    best, *names = found("damaged best")
+    assert best == "checkpoint-4"
+    assert "checkpoint-8" in names
+
+
+@pytest.mark.gloo
 def test_bf16(found: Results) -> None:
     assert_run(found("bf16"), found("ddp bf16"), 1e-3)
     saved = found("bf16 saved")

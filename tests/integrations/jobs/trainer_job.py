@@ -258,6 +258,26 @@ def damage(name: str, source: str) -> list[str]:
     return [str(same), *warned]
 
 
+class Damages(TrainerCallback):
+    """The best checkpoint goes bad when the last is there."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if RANK == 0 and state.global_step == 8:
+            victim = Path(state.best_model_checkpoint) / "model.safetensors"
+            data = bytearray(victim.read_bytes())
+            data[-5] ^= 4
+            victim.write_bytes(data)
+
+
+def damaged_best() -> list[str]:
+    """At the end the stock Trainer drops all checkpoints but the best."""
+    options = {"save_total_limit": 1, "metric_for_best_model": "eval_loss"}
+    run = trainer("damaged_best", 3, save_steps=4, eval_steps=4, callbacks=[Damages()], **options)
+    run.train()
+    barrier()
+    return [Path(run.state.best_model_checkpoint).name, *sorted(p.name for p in (OUT / "damaged_best").iterdir())]
+
+
 def nothing_left(source: str) -> str:
     """Every checkpoint is damaged: no fresh start behind the user's back."""
     folder = OUT / "nothing_left"
@@ -542,6 +562,7 @@ def main() -> None:
     check("trainer class", lambda: whole_run("subclass", 2, kind=zero.ZeroTrainer))
     check("resume into a sharded model", resume_into_a_sharded_model)
     check("rotation", rotation)
+    check("damaged best", damaged_best)
     check("two nodes", two_nodes)
     check("born", lambda: born("stage3"))
     check("generating evaluation", generating_evaluation)

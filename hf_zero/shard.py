@@ -1,0 +1,464 @@
+"""One stretch of this rank's slice of a span, at rest in one tier: master, gradient, optimizer state.
+
+A slice is one shard, or a few where the plan splits it between tiers. The optimizer's groups hold the shards' masters.
+
+* `DEVICE`: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
+* `HOST`: the same in host memory. The gradient comes down the link as it is reduced; `stepping` runs the optimizer.
+* `DISK`: master and element-wise state are records of a file; `master` is one NaN expanded to the length, so that groups, hooks
+  and gradient scalers have a parameter to look at. The gradient rests in host memory.
+
+A host gradient is float32, or of the compute dtype while that loses nothing. It may have a `coefficient` that clipping
+asked for: a factor that the step applies on its way, so that clipping does not touch memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import StateError
+from .inflight import Inflight
+from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Disk, Link, Meter, OnDisk, Records, Tier, Values, fetch
+
+MASTER = "master"
+"""The field of a record that holds the master; the state that a finer-than-own-type master is stored as."""
+
+Fields = tuple[tuple[str, torch.dtype], ...]
+"""Element-wise states of an optimizer group: name, type."""
+
+
+class Storage:
+    """What the tiers of one engine share: the link to the device, the file on disk (made when first needed), scratch memory.
+
+    Attributes:
+        meter: bytes moved and time waited, by road.
+        wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
+        transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
+    """
+
+    def __init__(self, device: torch.device, rank: int, offload_dir: str | None) -> None:
+        self.device = device
+        self.meter = Meter()
+        self.link = Link(device, self.meter)
+        self.wide = False
+        self.transient = False
+        self._rank = rank
+        self._folder = offload_dir
+        self._disk: Disk | None = None
+        self._landing: Shard | None = None
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    @property
+    def disk(self) -> Disk:
+        """Raises:
+        ConfigError: the folder cannot be used.
+        """
+        if self._disk is None:
+            self._disk = Disk(self._folder, "engine", self._rank, self.meter, self.link)
+        return self._disk
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def land(self, shard: Shard | None) -> None:
+        """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""
+        before, self._landing = self._landing, shard
+        if before is not None and before is not shard:
+            before.land()
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory to hand back with `give_back`."""
+        needed = numel * dtype.itemsize
+        with self._lock:
+            fitting = [memory for memory in self._free if memory.numel() >= needed]
+            memory = min(fitting, key=Tensor.numel) if fitting else None
+            if memory is not None:
+                self._free = [other for other in self._free if other is not memory]
+        if memory is None:
+            memory = self.link.empty(needed, torch.uint8)
+        return memory[:needed].view(dtype)
+
+    def give_back(self, memory: Tensor) -> None:
+        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        with self._lock:  # the largest stay: they fit whatever comes
+            self._free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)[:2]
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(memory.numel() for memory in self._free)
+
+    def close(self) -> None:
+        """The file goes away. What rests in it is lost."""
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+        self._free.clear()
+
+
+class Shard:
+    """See the module's text.
+
+    Args:
+        start: its first element in the slice.
+        values: 1-D, the initial values.
+        alias: memory of the values that rests in `tier` already and is to be the master itself.
+        fields: element-wise states of the optimizer group, for which a record on disk has room.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        start: int,
+        values: Tensor,
+        tier: Tier,
+        *,
+        trainable: bool,
+        alias: Tensor | None = None,
+        fields: Fields = (),
+    ) -> None:
+        self.storage = storage
+        self.start = start
+        self.numel = values.numel()
+        self.dtype = values.dtype
+        self.tier = tier
+        self.aliased = alias is not None
+        """The master is the memory of the parameters' slice: what is written to it needs no publishing."""
+        self.records: Records | None = None
+        self.live = False
+        """The records hold the optimizer's state; False before the first step."""
+        self.coefficient: Tensor | None = None
+        self._fields = fields
+        self._grad: Tensor | None = None  # on the host, for all tiers but DEVICE
+        self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
+        self._move: Inflight | None = None
+        self._landing: Tensor | None = None
+        data = values if alias is None else alias
+        if tier is Tier.DISK:
+            self.records = self._make_records()
+            self.records.values(MASTER).copy_(values)
+            data = self._placeholder()
+        elif alias is None:
+            data = self._memory(tier).copy_(values)
+        self.master = nn.Parameter(data, requires_grad=True) if trainable else nn.Parameter(data, requires_grad=False)
+
+    def _memory(self, tier: Tier) -> Tensor:
+        if tier is Tier.DEVICE:
+            return torch.empty(self.numel, dtype=self.dtype, device=self.storage.device)
+        return self.storage.link.empty(self.numel, self.dtype)
+
+    def _placeholder(self) -> Tensor:
+        return torch.full((), float("nan"), dtype=self.dtype).expand(self.numel)
+
+    def _make_records(self) -> Records:
+        block = min(SLAB_NUMEL, self.numel)
+        return Records(self.storage.disk, self.numel, block, ((MASTER, self.dtype), *self._fields))
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def fields(self) -> Fields:
+        return self._fields
+
+    def reserve(self, fields: Fields) -> None:
+        """Room on disk for an optimizer's states; those of another one are forgotten."""
+        if fields == self._fields:
+            return
+        self._fields = fields
+        if self.records is not None:
+            old, self.records = self.records, self._make_records()
+            self.records.values(MASTER).copy_(old.values(MASTER).read())
+            old.close()
+            self.live = False
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def values(self) -> Values:
+        """The master's, 1-D: a tensor where it rests in memory."""
+        return self.master.detach() if self.records is None else self.records.values(MASTER)
+
+    def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state of this shard: 1-D values by name, and what is one value for all."""
+        out = {str(key): value for key, value in optimizer.state.get(self.master, {}).items()}
+        if self.records is not None and self.live:
+            out |= {name: self.records.values(name) for name, _ in self._fields}
+        return out
+
+    def room(self, state: str) -> OnDisk | None:
+        """Where an element-wise state rests on disk; None in memory."""
+        return self.records.values(state) if self.records is not None and state in dict(self._fields) else None
+
+    def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does.
+
+        What is in its `room` already is given as such.
+        """
+        names = {name for name, _ in self._fields} if self.records is not None else set()
+        kept: dict[str, Any] = {}
+        for key, value in entries.items():
+            if key in names and self.records is not None:
+                if isinstance(value, Tensor):
+                    self.records.values(key).copy_(value)
+            elif isinstance(value, Tensor) and value.dim() and value.device != self.master.device:
+                kept[key] = value.to(self.master.device)
+            else:
+                kept[key] = value
+        self.live = bool(names) and names <= entries.keys()
+        if kept:
+            optimizer.state[self.master] = kept
+        else:
+            optimizer.state.pop(self.master, None)
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state.pop(self.master, None)
+        self.live = False
+
+    # The gradient -----------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As it is kept; `coefficient` is still to be applied."""
+        if self.tier is Tier.DEVICE:
+            return self.master.grad
+        self.land()
+        return self._grad
+
+    def whole_grad(self) -> Tensor | None:
+        """In the master's type, with the coefficient applied; to read and to write."""
+        grad = self.grad
+        if grad is None or self.tier is Tier.DEVICE:
+            return grad
+        if grad.dtype != self.dtype:
+            grad = self._widen(grad)
+        if self.coefficient is not None:
+            grad.mul_(self.coefficient.to(grad.dtype))
+            self.coefficient = None
+        return grad
+
+    def some_grad(self) -> Tensor:
+        """`whole_grad`; zeros, from now on, where there was none."""
+        grad = self.whole_grad()
+        if grad is None:
+            if self.tier is Tier.DEVICE:
+                self.master.grad = grad = torch.zeros_like(self.master)
+            else:
+                grad = self._room(self.dtype).zero_()
+                self._set(grad)
+        return grad
+
+    def add(self, piece: Tensor) -> None:
+        """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
+        if self.tier is Tier.DEVICE:
+            if self.master.grad is None:
+                self.master.grad = piece.to(self.dtype, copy=True)
+            else:
+                self.master.grad.add_(piece)
+            return
+        self.land()
+        link = self.storage.link
+        keeps = piece.dtype == self.dtype or not (self.storage.wide or self._is_wide())
+        if self._grad is None and keeps:
+            self._set(self._room(piece.dtype))
+            self._move = link.down(piece, self._filled())
+            return
+        self._landing = self.storage.scratch(piece.numel(), piece.dtype)
+        self._move = link.down(piece, self._landing)
+        self.storage.land(self)
+
+    def land(self) -> None:
+        """What is on its way is in `grad` afterwards."""
+        move, self._move = self._move, None
+        if move is not None:
+            move.close()
+        landing, self._landing = self._landing, None
+        if landing is None:
+            return
+        if self._grad is None:
+            self._set(self._room(self.dtype).copy_(landing))
+        else:
+            grad = self._grad if self._grad.dtype == self.dtype else self._widen(self._grad)
+            if self.coefficient is not None:
+                grad.mul_(self.coefficient.to(grad.dtype))
+                self.coefficient = None
+            grad.add_(landing)
+        self.storage.give_back(landing)
+
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply the gradient, at once or on its way through the step."""
+        grad = self.grad
+        if grad is None:
+            return
+        if self.tier is Tier.DEVICE or self.storage.wide:
+            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
+            return
+        if self.coefficient is not None:
+            self.whole_grad()
+        self.coefficient = coefficient.to("cpu", self.dtype)
+
+    def drop_grad(self) -> None:
+        self.master.grad = None
+        self.land()
+        self._grad = self.coefficient = None
+
+    def release_buffer(self) -> None:
+        """The gradient's memory goes, too."""
+        self.drop_grad()
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and self.storage.transient:
+            self.storage.give_back(buffer)
+
+    def claim(self) -> tuple[Tensor, Tensor | None, Inflight | None] | None:
+        """The gradient for a step that is made elsewhere, its coefficient, and what to wait for; None if there is none.
+
+        It stays this shard's until `drop_grad`, but its memory is not written before that step is over.
+        """
+        if self._landing is not None or self.storage.wide:
+            self.land()
+        move, self._move = self._move, None
+        return None if self._grad is None else (self._grad, self.coefficient, move)
+
+    def hide_grad(self) -> None:
+        """Around the optimizer's own step, which is for what rests on the device."""
+        if self.tier is not Tier.DEVICE:
+            self.master.grad = None
+
+    def show_grad(self) -> None:
+        """For loss scalers and whoever looks at the groups' gradients."""
+        if self._grad is not None and self.tier is not Tier.DEVICE and self._grad.dtype == self.dtype:
+            self.master.grad = self._grad
+
+    @property
+    def grad_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def _is_wide(self) -> bool:
+        return self._buffer is not None and self._buffer.dtype == self.dtype
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        if self._buffer is None or self._buffer.dtype != dtype:
+            new = self.storage.scratch if self.storage.transient else self.storage.link.empty
+            self._buffer = new(self.numel, dtype)
+        return self._buffer
+
+    def _widen(self, grad: Tensor) -> Tensor:
+        narrow, self._buffer = grad, None
+        wide = self._room(self.dtype).copy_(narrow)
+        self._set(wide)
+        return wide
+
+    def _set(self, grad: Tensor) -> None:
+        self._grad = grad
+        self.show_grad()
+
+    def _filled(self) -> Tensor:
+        if self._grad is None:
+            raise StateError("a host gradient has no memory")
+        return self._grad
+
+    # Between tiers ----------------------------------------------------------------------------------------------------
+
+    def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None, alias: Tensor | None = None) -> None:
+        """Everything of this shard rests in `tier` afterwards, the same to the bit. The master stays the same object.
+
+        Args:
+            alias: memory in `tier` that has the master's values already.
+        """
+        if tier is self.tier:
+            return
+        grad = self.whole_grad()
+        values = fetch(self.values)
+        entries = (
+            {}
+            if optimizer is None
+            else {k: fetch(v) if isinstance(v, OnDisk) else v for k, v in self.entries(optimizer).items()}
+        )
+        self.master.grad = None
+        old, self.records = self.records, None
+        self.tier = tier
+        self.aliased = alias is not None
+        if tier is Tier.DISK:
+            self.records = self._make_records()
+            self.records.values(MASTER).copy_(values)
+            self.master.data = self._placeholder()
+        else:
+            self.master.data = self._memory(tier).copy_(values) if alias is None else alias
+        if optimizer is not None:
+            self.put(optimizer, entries)
+        self._grad = None
+        if grad is not None:
+            if tier is Tier.DEVICE:
+                self.master.grad = grad.to(self.storage.device)
+                self._buffer = None
+            elif grad is not self._buffer:
+                self._set(self._room(self.dtype).copy_(grad))
+            else:
+                self._set(grad)
+        elif tier is Tier.DEVICE:
+            self._buffer = None
+        if old is not None:
+            old.close()
+
+    def rest_on(self, alias: Tensor | None) -> None:
+        """The master is `alias`, memory of its tier that has its values already; None: memory of its own from now on."""
+        if alias is not None:
+            self.master.data = alias
+        elif self.aliased:
+            self.master.data = self._memory(self.tier).copy_(self.master.detach())
+        self.aliased = alias is not None
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.release_buffer()
+        if self.records is not None:
+            self.records.close()
+            self.records = None
+
+
+def is_elementwise(key: str, value: Any, numel: int) -> bool:
+    """Whether an optimizer's state entry has one value per element of a 1-D parameter."""
+    return isinstance(value, (Tensor, OnDisk)) and key != "step" and value.dim() > 0 and value.numel() == numel
+
+
+def cut(shards: Sequence[Shard], start: int, numel: int) -> list[tuple[Shard, int, int]]:
+    """The shards that hold elements [start, start + numel) of the slice, each with its own first element and count there."""
+    out = []
+    for shard in shards:
+        low, high = max(start, shard.start), min(start + numel, shard.stop)
+        if low < high:
+            out.append((shard, low - shard.start, high - low))
+    return out
+
+
+def assembled(
+    shards: Sequence[Shard], of: Callable[[Shard], Values | None], start: int, numel: int, device: torch.device
+) -> Tensor | None:
+    """Elements [start, start + numel) of the slice on `device`, a view where that is possible; None where no shard has any."""
+    parts = [(of(shard), at, count) for shard, at, count in cut(shards, start, numel)]
+    if not parts:
+        some = next((values for shard in shards if (values := of(shard)) is not None), None)
+        return None if some is None else torch.empty(0, dtype=some.dtype, device=device)
+    if all(values is None for values, _, _ in parts):
+        return None
+    if len(parts) == 1 and isinstance(parts[0][0], Tensor):
+        values, at, count = parts[0]
+        if isinstance(values, Tensor):
+            return values[at : at + count].to(device)
+    sample = next(values for values, _, _ in parts if values is not None)
+    out = torch.zeros(numel, dtype=sample.dtype, device=device)
+    done = 0
+    for values, at, count in parts:
+        if values is not None:
+            out[done : done + count].copy_(fetch(values[at : at + count]))
+        done += count
+    return out
+
+
+__all__ = ["BLOCK_NUMEL", "MASTER", "Fields", "Shard", "Storage", "assembled", "cut", "is_elementwise"]

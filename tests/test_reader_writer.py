@@ -1,0 +1,144 @@
+"""Byte ranges between files and values at rest in memory or on disk: the same files, the same values, either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hf_zero as zero
+from hf_zero.comm import SoloWire
+from hf_zero.held import Held
+from hf_zero.loading import find_weights
+from hf_zero.manifest import SEGMENT_BYTES, Manifest
+from hf_zero.reader import Reader, Wanted
+from hf_zero.saving import Saving
+from hf_zero.staging import verify
+from hf_zero.tiers import Disk, FileSource, Meter, OnDisk, Records, Values
+from hf_zero.weights import Entry, Run, WeightFile
+
+SIZES = {"large": 2 * SEGMENT_BYTES // 4 + 4321, "small": 37, "other": 1001, "empty": 0, "last": 5}
+"""Elements of each parameter; in float32 the first takes more than two segments."""
+BLOCK_NUMEL = 300_000
+NUMEL = sum(SIZES.values())
+CUT = 4097
+"""Where the pieces of a parameter part: within a record."""
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Records]:
+    disk = Disk(str(tmp_path / "tier"), "test", 0, Meter())
+    yield Records(disk, NUMEL, BLOCK_NUMEL, [("master", torch.float32), ("exp_avg", torch.float32)])
+    disk.close()
+
+
+@pytest.fixture
+def values() -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+
+
+def pieces(values: Values) -> dict[str, list[Held]]:
+    """Parameters lie end to end in `values`; each is held in two pieces."""
+    out: dict[str, list[Held]] = {}
+    start = 0
+    for name, numel in SIZES.items():
+        cut = min(CUT, numel // 2)
+        out[name] = [Held(0, values[start : start + cut]), Held(cut, values[start + cut : start + numel])]
+        start += numel
+    return out
+
+
+def save(folder: Path, held: dict[str, list[Held]], dtype: str) -> Saving:
+    """A save of `held` that is ready to commit."""
+    entries = tuple(Entry(name, dtype, (numel,), (Run(name, 0, numel),)) for name, numel in SIZES.items())
+    saving = Saving(SoloWire(), folder)
+    saving._jobs += saving._create(WeightFile("model.safetensors", entries)).jobs(held)
+    return saving
+
+
+def split(values: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    return dict(zip(SIZES, values.to(dtype).split(list(SIZES.values()))))
+
+
+def assert_saved(folder: Path, expected: dict[str, Tensor]) -> None:
+    verify(folder)
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_values_on_disk_are_saved_like_those_in_memory(tmp_path, records, values, dtype, behind):
+    at_rest = records.values("exp_avg").copy_(values)
+    saving = save(tmp_path / "out", pieces(at_rest), dtype)
+    if behind:
+        saving.freeze(SoloWire())
+        at_rest.zero_()  # training goes on
+    saving.commit()
+    assert_saved(tmp_path / "out", split(values, getattr(torch, dtype)))
+    save(tmp_path / "same", pieces(values), dtype).commit()
+    one, two = (tmp_path / name / "model.safetensors" for name in ("out", "same"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_file_may_hold_values_from_memory_and_from_disk(tmp_path, records, values):
+    on_disk, held = pieces(records.values("master").copy_(values)), pieces(values)
+    mixed = {name: [on_disk[name][0], held[name][1]] for name in SIZES}
+    save(tmp_path / "out", mixed, "float32").commit()
+    assert_saved(tmp_path / "out", split(values, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("verified", [False, True])
+def test_values_are_loaded_to_disk_like_into_memory(tmp_path, records, values, dtype, verified):
+    save(tmp_path / "out", pieces(values), str(dtype).removeprefix("torch.")).commit()
+    manifest = Manifest.read(tmp_path / "out") if verified else None
+    stored = find_weights(tmp_path / "out", "model", manifest)
+    at_rest = records.values("exp_avg").zero_()
+    records.values("master").zero_()
+    wanted = [Wanted(stored[name], item.param_start, item.values) for name in SIZES for item in pieces(at_rest)[name]]
+    reader = Reader(tmp_path / "out", manifest)
+    reader.read(wanted)
+    assert torch.equal(at_rest.read(), values.to(dtype).float())
+    assert not records.values("master").read().any()
+    assert reader.bytes_read >= NUMEL * dtype.itemsize
+
+
+def test_damage_is_found_before_it_comes_to_rest(tmp_path, records, values):
+    save(tmp_path / "out", pieces(values), "float32").commit()
+    manifest = Manifest.read(tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    stored = find_weights(tmp_path / "out", "model", manifest)
+    place = records.values("exp_avg").zero_()[: SIZES["last"]]
+    with pytest.raises(zero.CheckpointError, match=r"model\.safetensors is damaged"):
+        Reader(tmp_path / "out", manifest).read([Wanted(stored["last"], 0, place)])
+    assert not place.read().any()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_values_that_cannot_be_read_end_the_save(tmp_path, values, behind):
+    save_file({"values": values}, tmp_path / "base.safetensors")
+    offset = (tmp_path / "base.safetensors").stat().st_size - 4 * NUMEL
+    at_rest = OnDisk(FileSource(tmp_path / "base.safetensors", offset, torch.float32, NUMEL, Meter()))
+    save(tmp_path / "out", pieces(at_rest), "float32").commit()
+    assert_saved(tmp_path / "out", split(values, torch.float32))
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with open(tmp_path / "base.safetensors", "r+b") as file:
+        file.truncate(offset + 4 * NUMEL // 2)
+    saving = save(tmp_path / "out", pieces(at_rest), "float32")
+    with pytest.raises(zero.TierError, match=r"base\.safetensors"), saving:
+        saving.freeze(SoloWire()) if behind else saving.commit()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    verify(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base.safetensors", "out"]
+    assert not list((tmp_path / "out").glob(".*"))
