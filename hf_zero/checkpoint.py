@@ -93,6 +93,8 @@ def load(
         loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict)
         if wanted and engine.optimizer is not None:
             loading.optimizer(engine.units, engine.optimizer, engine.group_options())
+        if wanted or engine.optimizer is None:
+            engine.recover()
     finally:
         engine.refresh()
     _take_objects(loading, engine.wire, objects or {})

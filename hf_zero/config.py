@@ -127,6 +127,11 @@ class ZeroConfig:
         """Whether anything may rest elsewhere than on the device."""
         return (self.offload_optimizer, self.offload_params) != ("none", "none")
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the plan chooses a tier."""
+        return "auto" in (self.offload_optimizer, self.offload_params)
+
     def check_world_size(self, world_size: int) -> None:
         """Raises:
         ConfigError: an offload that this stage does not allow on that many ranks.

@@ -103,7 +103,7 @@ def master_bytes(span: Span, placement: Placement, tier: Tier) -> int:
     if same and placement.parameters is tier:
         return 0
     numel = placement.numel(tier)
-    if not span.trainable and not same and placement.parameters is tier:
+    if not span.is_updated and not same and placement.parameters is tier:
         numel = span.slice_numel  # a frozen span keeps its own values beside those it computes with
     return numel * itemsize(span.spec.master_dtype)
 
@@ -163,14 +163,14 @@ def communication_bytes(layout: Layout, setup: Setup) -> int:
             return fresh
         return fresh + span.numel * reduce_size + span.slice_numel * itemsize(span.spec.master_dtype)
 
-    return max((sum(of(span) for span in unit.spans if span.trainable) for unit in layout.units), default=0)
+    return max((sum(of(span) for span in unit.spans if span.is_updated) for unit in layout.units), default=0)
 
 
 def local_gradient_bytes(layout: Layout, setup: Setup) -> int:
     """Whole gradients that add up on this rank between backwards, where the stage does not send them each time."""
     if setup.world_size == 1 or setup.policy.reduce_each_backward or setup.backward_per_step == 1:
         return 0
-    return sum(span.used_numel * itemsize(span.spec.master_dtype) for span in layout.spans if span.trainable)
+    return sum(span.used_numel * itemsize(span.spec.master_dtype) for span in layout.spans if span.is_updated)
 
 
 def scratch_bytes(layout: Layout, placements: Sequence[Placement]) -> int:
@@ -217,7 +217,7 @@ def landing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
             sum(
                 (span.slice_numel - placements[span.index].numel(Tier.DEVICE)) * itemsize(span.spec.master_dtype)
                 for span in unit.spans
-                if span.trainable
+                if span.is_updated
             )
             for unit in layout.units
         ),
@@ -314,13 +314,13 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     slice_numel = span.slice_numel
     if span.shards > 1 and not setup.policy.keep_full:
         add(PASSES, "gather", used * others * slice_numel, compute)
-    elif span.shards > 1 and span.trainable:
+    elif span.shards > 1 and span.is_updated:
         add(AFTER, "gather", others * slice_numel, compute)
     if own is not Tier.DEVICE:
         add(PASSES, "up", used * slice_numel, compute)
     if own is Tier.DISK:
         add(PASSES, "read", used * slice_numel, compute)
-    if not span.trainable:
+    if not span.is_updated:
         return work
 
     sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1

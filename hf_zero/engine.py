@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -20,10 +21,11 @@ from .checkpoint import Behind, load, save
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
 from .costs import Placement
-from .errors import ConfigError, LayoutError, StateError, TierError
+from .errors import ConfigError, LayoutError, StateError, TierError, ZeroError
 from .guard import unguard
 from .layout import Layout, ParamSpec
-from .machine import Machine
+from .machine import Machine, here
+from .monitor import Monitor
 from .objects import Stateful
 from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
 from .plan import Plan, plan
@@ -57,8 +59,10 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         config: ZeroConfig,
         mixed_precision: str | None,
+        machine: Machine | None = None,
     ) -> None:
         self.model = model
+        self._machine = machine or Machine()
         self.config = config
         self.optimizer: torch.optim.Optimizer | None = None
         self.precision = Precision.of(mixed_precision, config.reduce_dtype)
@@ -90,6 +94,7 @@ class Engine:
         self._storage.transient = config.step_in_backward
         self._stepper: Stepper | None = None
         self._away: Arrangement | None = None
+        self._monitor: Monitor | None = None
         self._stepped: set[Unit] = set()  # in this backward already
         self._twin: Twin | None = None
         with agree.on_errors(self._wire, "zero.shard"):
@@ -102,7 +107,9 @@ class Engine:
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
-        self._reads = any(placement.parameters is Tier.DISK for placement in self.plan.placements)
+        reach = set(tiers_of(self.plan.placements)) | ({Tier.DISK} if config.is_auto else set())
+        self._uses_disk = Tier.DISK in reach  # or may come to
+        self._reads = self._uses_disk and config.offload_params != "none"
         self._assembly.build(specs, weakref.ref(self), self._storage, self.plan.placements, fields)
         unguard(model)
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
@@ -116,6 +123,8 @@ class Engine:
         if optimizer is not None:
             self._bind(optimizer, originals)
         self._install()
+        if config.is_auto:
+            self._monitor = Monitor(self, self._wire.ranks_here())
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
@@ -343,7 +352,10 @@ class Engine:
             CheckpointError: on every rank, naming the file and what is wrong. The model may hold part of it then: load
                 another one before going on.
         """
-        self.quiesce()
+        self._schedule.quiesce()
+        for unit in self.units:
+            with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
+                unit.finish_step()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 
     def wait_for_save(self) -> None:
@@ -374,7 +386,9 @@ class Engine:
         """
         names = set(include)
         if not names <= set(STATES):
-            raise ConfigError(f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}")
+            raise ConfigError(
+                f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}"
+            )
         if self._away is not None:
             raise StateError("offload_states: states are in host memory already; call reload_states() first")
         self.flush()
@@ -418,6 +432,11 @@ class Engine:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self._schedule.quiesce()
         self.finish_step()
+
+    def recover(self) -> None:
+        """Weights and optimizer state have been written anew: a step that broke off is forgotten."""
+        if self._stepper is not None:
+            self._stepper.recover()
 
     def finish_step(self) -> None:
         """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
@@ -470,12 +489,20 @@ class Engine:
     def _new_plan(self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None) -> Plan:
         return plan(
             self._assembly.lay_out(specs),
-            Machine(),
+            self._machine_now() if self.config.is_auto else Machine(),
             self.config,
             world_size=self.world_size,
             precision=self.precision,
             optimizer_tensors=state_tensors(optimizer),
         )
+
+    def _machine_now(self) -> Machine:
+        """What every rank has free at least, with the speeds that are known. A collective."""
+        held = sum(p.untyped_storage().nbytes() for p in self._assembly.names if p.device == self.device)
+        ranks = self._wire.ranks_here()
+        free = here(self.device, ranks=ranks, offload_dir=self.config.offload_dir, held_bytes=held)
+        found: list[Machine] = self._wire.exchange(free.with_speeds_of(self._machine))
+        return Machine.least(found)
 
     def _fields_of(self, optimizer: torch.optim.Optimizer | None) -> list[Fields]:
         """What records on disk need room for."""
@@ -598,7 +625,7 @@ class Engine:
         if unit in self._stepped:
             raise StateError(
                 f"unit {unit.name!r} got more gradients after it was updated: with step_in_backward every backward but "
-                "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit may be used in one pass only"
+                "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit used in one pass only"
             )
         if not self._stepped:
             self._twin = self._new_twin(self.optimizer)
@@ -635,14 +662,14 @@ class Engine:
             for flat in unit.trained:
                 for shard in flat.shards:
                     shard.show_grad()
-        if self._storage.has_disk:
+        if self._uses_disk:
             self._agree_on_step()
+        if self._monitor is not None:
+            self._monitor.look()
 
     def _agree_on_reads(self) -> None:
         """Parameters that one rank could not read from disk are an error on all of them."""
-        if not self._reads or not self._wire.max_scalar(
-            torch.tensor(float(any(unit.failure for unit in self.units)), device=self.device)
-        ):
+        if not self._reads or not self._any_rank(any(unit.failure for unit in self.units)):
             return
 
         def tell() -> None:
@@ -655,12 +682,23 @@ class Engine:
 
     def _agree_on_step(self) -> None:
         """With state on disk a step can fail on one rank: then it does on all of them."""
+        failure: ZeroError | None = None
+        try:
+            self.finish_step()
+        except ZeroError as error:
+            failure = error
+        if not self._any_rank(failure is not None):
+            return
 
-        def finish() -> None:
-            for unit in self.units:
-                unit.finish_step()
+        def tell() -> None:
+            self.stepper().fail("an optimizer step over offloaded state failed on another rank")
+            if failure is not None:
+                raise failure
 
-        agree.together(self._wire, "an optimizer step over offloaded state", finish, answer=False, kind=TierError)
+        agree.together(self._wire, "an optimizer step over offloaded state", tell, answer=False, kind=TierError)
+
+    def _any_rank(self, mine: bool) -> bool:
+        return bool(self._wire.max_scalar(torch.tensor(float(mine), device=self.device)))
 
     def stepper(self) -> Stepper:
         if self._stepper is None:
@@ -748,6 +786,7 @@ def shard(
     config: ZeroConfig | None = None,
     *,
     mixed_precision: str | None = "no",
+    machine: Machine | None = None,
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
 
@@ -760,6 +799,7 @@ def shard(
         optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state. None to
             evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
+        machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
 
     Raises:
         ConfigError: settings; a model that is sharded already.
@@ -769,7 +809,7 @@ def shard(
     """
     if engine_of(model) is not None:
         raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
-    engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision)
+    engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision, machine)
     return engine
 
 

@@ -111,6 +111,11 @@ class Span:
     def trainable(self) -> bool:
         return self.slots[0].spec.trainable
 
+    @property
+    def is_updated(self) -> bool:
+        """Whether an optimizer has it."""
+        return self.slots[0].spec.trainable and self.slots[0].spec.group >= 0
+
     def overlaps(self, rank: int) -> Iterator[Overlap]:
         """The parts of this span's parameters that `rank` owns, in order."""
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel

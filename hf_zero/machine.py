@@ -68,6 +68,11 @@ class Machine:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def with_speeds_of(self, other: Machine) -> Machine:
+        """These bytes, and the speeds that `other` knows."""
+        bytes_ = ("device_memory", "host_memory", "disk_free", "shares_memory")
+        return replace(other, **{name: getattr(self, name) for name in bytes_})
+
     @staticmethod
     def of(values: Mapping[str, Any], source: str) -> Machine:
         """From `to_dict`'s values, or some of them; `source` is for messages.
@@ -134,9 +139,14 @@ def here(device: torch.device, *, ranks: int = 1, offload_dir: str | None = None
     if device.type != "cuda":
         host += held_bytes
         return Machine(device_memory=host, host_memory=host, disk_free=disk, shares_memory=True)
+    free = int(free_device_bytes(device) * (1 - MARGIN))
+    return Machine(device_memory=free + held_bytes, host_memory=host, disk_free=disk)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Of a CUDA device: what is free, and what torch's allocator keeps without using it."""
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Machine(device_memory=int((free + cached) * (1 - MARGIN)) + held_bytes, host_memory=host, disk_free=disk)
+    return int(free) + int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def free_host_bytes(ranks: int = 1) -> int:

@@ -148,19 +148,32 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     """
     sums: list[Tensor] = []
     rows: list[Tensor] = []
+    rest: list[Tensor] = []  # the beginning of a row that the next part goes on with
     for part in parts:
         if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
             sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
             continue
-        whole = part.numel() // ROW_NUMEL * ROW_NUMEL
-        for low in range(0, whole, BLOCK_NUMEL):  # a narrow type is widened block by block
-            block = part[low : min(low + BLOCK_NUMEL, whole)].float().view(-1, ROW_NUMEL)
-            rows.append(torch.linalg.vector_norm(block, dim=1).double().square())
+        begun = sum(map(Tensor.numel, rest))
+        head = min(part.numel(), ROW_NUMEL - begun) if begun else 0
+        if begun + head == ROW_NUMEL:
+            rows.append(_row_squares(torch.cat([*rest, part[:head].float()])))
+            rest = []
+        elif head:
+            rest.append(part[:head].float())
+        whole = head + (part.numel() - head) // ROW_NUMEL * ROW_NUMEL
+        for low in range(head, whole, BLOCK_NUMEL):  # a narrow type is widened block by block
+            rows.append(_row_squares(part[low : min(low + BLOCK_NUMEL, whole)].float()))
         if whole < part.numel():
-            sums.append(torch.linalg.vector_norm(part[whole:].float(), dtype=torch.float64).square())
+            rest.append(part[whole:].float())
+    if rest:
+        sums.append(torch.linalg.vector_norm(torch.cat(rest), dtype=torch.float64).square())
     if rows:
         sums.append(torch.cat(rows).sum())
     return sums[0] if len(sums) == 1 else torch.stack([value.cpu() for value in sums]).sum()
+
+
+def _row_squares(flat: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(flat.view(-1, ROW_NUMEL), dim=1).double().square()
 
 
 class Binding:
@@ -377,7 +390,7 @@ def total_norm(
     """The norm of the gradients over all ranks: 0-dim float32 on the spans' device.
 
     `pieces` restricts it to views of each shard's gradient (a subset of the parameters). It does not depend on how slices are
-    cut into shards, as long as cuts are at multiples of `ROW_NUMEL`.
+    cut into shards of host memory.
     """
     tensors: list[list[Tensor]] = []  # by span
     shared = True

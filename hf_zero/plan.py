@@ -153,7 +153,7 @@ def _as_asked(problem: Problem) -> tuple[Placement, ...]:
     """Everything in the one tier that the settings name."""
     placements = []
     for span in problem.layout.spans:
-        stretches = ((problem.optimizer[0], span.slice_numel),) if span.trainable else ()
+        stretches = ((problem.optimizer[0], span.slice_numel),) if span.is_updated else ()
         placements.append(Placement(together(problem.parameters[0], span, stretches), stretches))
     return tuple(placements)
 
@@ -173,7 +173,7 @@ class _Request:
 
     @property
     def is_auto(self) -> bool:
-        return "auto" in (self.config.offload_optimizer, self.config.offload_params)
+        return self.config.is_auto
 
     def problem(self) -> Problem:
         """Raises:

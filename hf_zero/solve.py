@@ -57,6 +57,7 @@ GAP = 1e-4
 """Relative distance from the optimum at which branch and bound stops."""
 NODES = 256
 _SMALL = 1e-10
+_MARGINS = tuple(mib << 20 for mib in (0, 1, 4, 16, 64, 256))
 ATTEMPTS = 4
 
 
@@ -121,11 +122,18 @@ def solve(problem: Problem) -> tuple[Placement, ...] | None:
 
 
 def lacking(problem: Problem) -> dict[str, int]:
-    """By budget: the bytes by which that one alone would have to grow for something to fit; left out where it cannot help."""
-    out: dict[str, int] = {}
+    """By budget: bytes by which that one alone would have to grow for something to fit; left out where it cannot help."""
+    least: dict[str, int] = {}
     for regime in _regimes(problem):
         for name, value in regime.lacking().items():
-            out[name] = min(value, out.get(name, value))
+            least[name] = min(value, least.get(name, value))
+    out: dict[str, int] = {}
+    for name, value in least.items():
+        for margin in _MARGINS:  # the cuts fall on whole blocks
+            limit = getattr(problem.budgets, name) + value + margin
+            if solve(replace(problem, budgets=replace(problem.budgets, **{name: limit}))) is not None:
+                out[name] = value + margin
+                break
     return out
 
 
@@ -336,7 +344,7 @@ def _cut(spans: Sequence[Span], parameters: Tier, shares: Mapping[Tier, float]) 
             if end > start:
                 stretches.append((tier, end - start))
                 start = end
-        cut = tuple(stretches) if span.trainable else ()
+        cut = tuple(stretches) if span.is_updated else ()
         yield span.index, Placement(together(parameters, span, cut), cut)
 
 
@@ -347,7 +355,7 @@ def _regimes(problem: Problem) -> Iterator[_Regime]:
     for unit, used in zip(layout.units, uses(layout, setup)):
         for span in unit.spans:
             spec = span.spec
-            key = (spec.compute_dtype, spec.master_dtype, span.trainable, span.slice_numel, span.numel, used)
+            key = (spec.compute_dtype, spec.master_dtype, span.is_updated, span.slice_numel, span.numel, used)
             groups.setdefault(key, []).append((span, used))
     speeds = replace(machine, **{name: getattr(machine, name) or getattr(NOMINAL, name) for name in _SPEEDS})
     for p, o in product(range(len(problem.parameters)), range(len(problem.optimizer))):
@@ -359,7 +367,7 @@ def _regimes(problem: Problem) -> Iterator[_Regime]:
         for kind, members in enumerate(groups.values()):
             span, used = members[0]
             for mode in _modes(span, parameters, optimizer):
-                placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.trainable else ())
+                placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.is_updated else ())
                 columns.append((kind, mode))
                 states = state_bytes(span, placement, setup)
                 for tier in TIERS:
@@ -388,7 +396,7 @@ _SPEEDS = ("device_bandwidth", "host_bandwidth", "link_down", "link_up", "disk_r
 
 def _modes(span: Span, parameters: Sequence[Tier], optimizer: Sequence[Tier]) -> tuple[Mode, ...]:
     """Where one memory is both, the parameters are never in a slower tier than the master."""
-    if not span.trainable:
+    if not span.is_updated:
         return tuple((tier, tier) for tier in parameters)
     modes = list(product(parameters, optimizer))
     if span.spec.compute_dtype == span.spec.master_dtype:
@@ -400,7 +408,7 @@ def _reserved(problem: Problem, parameters: Tier, optimizer: Tier) -> Memory:
     """What is there whichever spans use the tiers: everything but states, as with all spans in the slowest ones."""
     slowest = []
     for span in problem.layout.spans:
-        stretches = ((optimizer, span.slice_numel),) if span.trainable else ()
+        stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
         slowest.append(Placement(together(parameters, span, stretches), stretches))
     memory = memory_of(problem.layout, slowest, problem.setup, problem.activations)
     peak = {

@@ -210,6 +210,10 @@ class Stepper:
                 "one step. Load the last checkpoint (engine.load, or resume) to go on"
             ) from self.failure
 
+    def fail(self, reason: str) -> None:
+        """Refuse further steps, for a reason from outside."""
+        self.failure = self.failure or TierError(reason)
+
     def recover(self) -> None:
         """All state has been written anew."""
         self.failure = None

@@ -492,7 +492,6 @@ class Unit:
         self.gathered_bytes = layout.gathered_bytes
         self.state = State.GATHERED
         self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
-        self._borrows = any(flat.rest is not Tier.DEVICE for flat in flats)
         self.stepping: Step | None = None
         """The update of this unit that another thread is busy with."""
         self.failure: TierError | None = None
@@ -562,7 +561,7 @@ class Unit:
             return
         if self.state is State.GATHERING:
             self.wait()
-        if self._borrows:
+        if any(flat.rest is not Tier.DEVICE for flat in self.flats):
             self.close()  # peers are still being sent what `full` holds
         for flat in self.flats:
             flat.point(flat.sentinels)

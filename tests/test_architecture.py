@@ -52,6 +52,7 @@ LAYERS = {
         "loading",
         "checkpoint",
         "assembly",
+        "monitor",
         "engine",
         "access",
     ),

@@ -1,0 +1,186 @@
+"""Under `auto`: watch memory from step to step, move state away before it runs out, and back when there is room.
+
+The plan is a prediction, and others use the machine too. After every step the monitor compares what is free with what the
+next step will still need beyond what rests now. Where that is too little, optimizer state of some units (the last ones first,
+which the next forward needs last) goes one tier down; where there has been room for a while, it comes back, never further
+than the plan had it. Moves are local to a rank and bounded per step. Values are moved, not computed: results stay the same to
+the bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .machine import MARGIN, free_device_bytes, free_host_bytes
+from .optim import state_tensors
+from .shard import Shard
+from .tiers import Tier
+from .unit import Flat, Unit
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Movable = tuple[Unit, Flat, Shard | None]
+"""A shard, or (None) a span's parameters."""
+MOVES_PER_STEP = 4
+"""Shards or spans that are moved between two steps at most."""
+CALM_STEPS = 10
+"""So many steps there must have been room before something comes back."""
+
+
+class Monitor:
+    """One engine's monitor. `look` after every step.
+
+    Attributes:
+        moves: what was moved, one line each.
+    """
+
+    def __init__(self, engine: Engine, ranks_here: int) -> None:
+        self._engine = engine
+        self._ranks = ranks_here
+        self._states = state_tensors(engine.optimizer)
+        self._step = 0
+        self._calm = 0
+        self.moves: list[str] = []
+        config = engine.config
+        self._movable = [
+            *(item for item in self._shards() if config.offload_optimizer == "auto"),
+            *(item for item in self._parameters() if config.offload_params == "auto"),
+        ]
+        self._planned = [_tier_of(flat, shard) for _, flat, shard in self._movable]
+
+    def look(self) -> None:
+        """Move what must go, or may come back."""
+        self._step += 1
+        device, host = self.missing_bytes(Tier.DEVICE), self.missing_bytes(Tier.HOST)
+        if device > 0 or host > 0:
+            self._calm = 0
+            self.make_room(Tier.HOST, host)
+            self.make_room(Tier.DEVICE, device)
+            return
+        self._calm += 1
+        if self._calm > CALM_STEPS:
+            self._bring_back({Tier.DEVICE: -device, Tier.HOST: -host})
+
+    def missing_bytes(self, tier: Tier) -> int:
+        """What the next step needs in a tier beyond what is free there; negative where there is room."""
+        engine = self._engine
+        memory = engine.plan.memory
+        grows = max(0, memory.at_peak(tier) - memory.at_rest(tier))
+        config = engine.config
+        budget = config.device_memory if tier is Tier.DEVICE else config.host_memory
+        if budget is not None:
+            free = int(budget) - self.resting_bytes(tier)
+        elif tier is Tier.DEVICE and engine.device.type != "cpu":
+            free = free_device_bytes(engine.device)
+        else:
+            free = free_host_bytes(self._ranks)
+            grows = grows + int(free * MARGIN) if tier is Tier.HOST or engine.device.type == "cpu" else grows
+        return grows - free
+
+    def make_room(self, tier: Tier, bytes_: int) -> int:
+        """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed."""
+        freed = moved = 0
+        for unit, flat, shard in self._last_first():
+            if freed >= bytes_ or moved >= MOVES_PER_STEP:
+                break
+            size = self._bytes_of(flat, shard)
+            if _tier_of(flat, shard) is not tier or not size:
+                continue
+            target = self._next_below(tier, size)
+            if target is None:
+                break
+            self._move(unit, flat, shard, target, f"{_mib(bytes_ - freed)} are missing on the {tier.value}")
+            freed += size
+            moved += 1
+        return freed
+
+    def _last_first(self) -> Iterator[Movable]:
+        """Optimizer state before parameters, late units before early ones."""
+        yield from (item for item in reversed(self._movable) if item[2] is not None)
+        yield from (item for item in reversed(self._movable) if item[2] is None)
+
+    def _next_below(self, tier: Tier, size: int) -> Tier | None:
+        if tier is Tier.DEVICE and self.missing_bytes(Tier.HOST) + size <= 0:
+            return Tier.HOST
+        free = shutil.disk_usage(_existing(self._engine.config.offload_dir)).free
+        return Tier.DISK if free > 2 * size else None
+
+    def _bring_back(self, room: dict[Tier, int]) -> None:
+        moved = 0
+        for (unit, flat, shard), planned in zip(self._movable, self._planned):
+            if _tier_of(flat, shard) is planned:
+                continue
+            size = self._bytes_of(flat, shard)
+            # Twice: what comes back must not be what is missing next.
+            if moved >= MOVES_PER_STEP or room.get(planned, 0) < 2 * size:
+                return
+            room[planned] -= size
+            moved += 1
+            self._move(unit, flat, shard, planned, f"there is room on the {planned.value} again")
+
+    def _move(self, unit: Unit, flat: Flat, shard: Shard | None, tier: Tier, why: str) -> None:
+        unit.finish_step()
+        before = _tier_of(flat, shard)
+        rest = tier if shard is None else flat.rest
+        tiers = [tier if other is shard else other.tier for other in flat.shards]
+        what = "parameters" if shard is None else "optimizer state"
+        line = (
+            f"step {self._step}: {what} of {unit.name!r} ({_mib(self._bytes_of(flat, shard))}) "
+            f"from the {before.value} to the {tier.value}: {why}"
+        )
+        flat.move(rest, tiers, self._engine.optimizer, keep_full=unit.policy.keep_full)
+        self.moves.append(line)
+        print(f"hf_zero: rank {self._engine.rank}: {line}", file=sys.stderr)
+
+    def _shards(self) -> Iterator[Movable]:
+        for unit in self._engine.units:
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    yield unit, flat, shard
+
+    def _parameters(self) -> Iterator[Movable]:
+        for unit in self._engine.units:
+            for flat in unit.flats:
+                if not flat.resident:
+                    yield unit, flat, None
+
+    def resting_bytes(self, tier: Tier) -> int:
+        """What this rank's parameters, gradients and optimizer state take in a tier between backward and step."""
+        total = 0
+        for unit in self._engine.units:
+            for flat in unit.flats:
+                if flat.rest is tier:
+                    total += flat.full_bytes if flat.resident else flat.span.slice_numel * flat.compute_dtype.itemsize
+                for shard in flat.shards:
+                    total += self._bytes_of(flat, shard) if shard.tier is tier else 0
+                    if flat.span.trainable and (shard.tier is tier or (tier is Tier.HOST and shard.tier is Tier.DISK)):
+                        total += shard.numel * shard.dtype.itemsize
+        return total
+
+    def _bytes_of(self, flat: Flat, shard: Shard | None) -> int:
+        """Master and optimizer state of one shard, or a span's parameters, where they are no master's memory."""
+        if shard is None:
+            return flat.span.slice_numel * flat.compute_dtype.itemsize
+        states = self._states if shard.master.requires_grad else 0
+        return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
+
+
+def _tier_of(flat: Flat, shard: Shard | None) -> Tier:
+    return flat.rest if shard is None else shard.tier
+
+
+def _existing(folder: str | None) -> Path:
+    path = Path(folder or tempfile.gettempdir())
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _mib(bytes_: int) -> str:
+    return f"{bytes_ / (1 << 20):,.1f} MiB"

@@ -1,0 +1,344 @@
+"""Plans: known tables, formulas by hand, budgets, refusals that say what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_zero as zero
+from hf_zero.activations import Architecture, Batch, activation_bytes, layer_bytes, logits_bytes
+from hf_zero.config import STAGES, ZeroConfig
+from hf_zero.costs import BLOCK_NUMEL, SLABS, TIERS, Placement, compute_flops, paper_states_bytes
+from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
+from hf_zero.machine import Machine
+from hf_zero.outline import from_number
+from hf_zero.plan import Drafter, Plan, plan
+from hf_zero.precision import Precision
+from hf_zero.tiers import SLAB_NUMEL, Tier
+
+DEVICE, HOST, DISK = TIERS
+GIB = 1 << 30
+MB = 10**6
+FP32, BF16 = Precision.of("no", None), Precision.of("bf16", None)
+
+
+def layout_of(model: nn.Module, shards: int, precision: Precision) -> Layout:
+    drafter = Drafter(model, precision)
+    return drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), shards)
+
+
+def blocks(count: int, numel: int, shards: int, compute: str = "float32", **changes) -> Layout:
+    """Units of one span each."""
+    specs = [ParamSpec((f"h.{i}.w",), (numel,), "float32", compute, "float32", **changes) for i in range(count)]
+    return Layout.build(((f"h.{i}", [spec]) for i, spec in enumerate(specs)), shards)
+
+
+def make(layout: Layout, ranks: int, machine: Machine | None = None, precision: Precision = FP32, **settings) -> Plan:
+    extra = {key: settings.pop(key) for key in ("batch", "backward_per_step", "optimizer_tensors") if key in settings}
+    config = ZeroConfig(**{"stage": 3, **settings})
+    return plan(layout, machine or Machine(), config, world_size=ranks, precision=precision, **extra)
+
+
+def on_meta(config: transformers.PretrainedConfig, cls: type) -> nn.Module:
+    with torch.device("meta"):
+        return cls(config)
+
+
+# Known tables -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, "120.0"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
+def test_the_zero_papers_table(stage, gigabytes):
+    """arXiv 1910.02054, figure 1: 7.5B parameters on 64 ranks, K = 12."""
+    assert f"{paper_states_bytes(7_500_000_000, STAGES[stage], 64) / 1e9:.1f}" == gigabytes
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_7_5b_on_64_ranks_as_this_library_keeps_it(stage):
+    """bf16 parameters, and at their owner float32 gradients, masters and two moments: 2 + 16 bytes, sharded by the stage."""
+    policy = STAGES[stage]
+    layout = Layout.build(from_number(7_500_000_000, BF16), 64 if policy.shard else 1)
+    made = make(layout, 64, precision=BF16, stage=stage)
+    whole = 2 * 7.5e9 / (1 if policy.keep_full else 64) + 16 * 7.5e9 / (64 if policy.shard else 1)
+    assert made.memory.states == pytest.approx(whole, rel=1e-6)
+    assert made.to_dict()["states_bytes_per_rank"] == made.memory.states
+
+
+def test_100_mb_on_5_nodes_of_20_mb():
+    """25M float32 parameters; each node has 20 MB of memory in all. Shards and slabs' worth stays, the rest is on disk."""
+    layout = blocks(200, 125_000, 5)
+    node = Machine(host_memory=20 * MB, disk_free=10_000 * MB, shares_memory=True)
+    assert "What would fit" in make(layout, 5, node).shortfall
+    made = make(layout, 5, node, offload_optimizer="auto", offload_params="auto", step_in_backward=True)
+    memory = made.memory
+    assert memory.at_peak(DEVICE) + memory.at_peak(HOST) <= 20 * MB
+    assert memory.at_peak(DISK) > 0
+    # Three float32 per element, wherever they are (records on disk are padded to pages); memory is used to its end.
+    states = memory.rest[DEVICE], memory.rest[HOST], memory.rest[DISK]
+    assert sum(kinds["parameters"] + kinds["optimizer"] for kinds in states) == pytest.approx(3 * 20 * MB, rel=0.03)
+    assert memory.at_peak(DEVICE) + memory.at_peak(HOST) > 19 * MB
+
+
+def test_175b_on_1024_ranks_in_a_second():
+    config = transformers.GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257)
+    model = on_meta(config, transformers.GPT2LMHeadModel)
+    batch = Batch(1, 2048, True, architecture=Architecture.of(config))
+    started = time.perf_counter()
+    layout = layout_of(model, 1024, BF16)
+    made = make(layout, 1024, precision=BF16, offload_optimizer="auto", offload_params="auto", batch=batch,
+                device_memory="80GiB", host_memory="64GiB")  # fmt: skip
+    assert time.perf_counter() - started < 1.0
+    assert made.layout.numel == pytest.approx(175e9, rel=0.01)
+    assert made.fits
+    assert made.memory.states == pytest.approx(18 * 175e9 / 1024, rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "memory", "fits"), [(1, "8GiB", True), (1, "4GiB", False), (4, "4GiB", True)])
+def test_bert_large_on_small_clusters(ranks, memory, fits):
+    """340M parameters in float32: 16 bytes each on one card is 5 GiB."""
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    layout = layout_of(on_meta(config, transformers.BertForMaskedLM), ranks, FP32)
+    batch = Batch(4, 128, architecture=Architecture.of(config))
+    made = make(layout, ranks, batch=batch, device_memory=memory)
+    assert made.memory.states == pytest.approx(16 * 335e6 / ranks, rel=0.01)
+    assert made.fits == fits
+    assert ("offload_optimizer='auto'" in made.shortfall) == (not fits)
+
+
+# Formulas by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_offload_counts_by_hand():
+    """Two ranks, bf16, 4 units of 2 Mi elements: all but the parameters on the host, gradients in float32."""
+    n = 1 << 20  # of a slice
+    made = make(blocks(4, 2 * n, 2, "bfloat16"), 2, precision=BF16, offload_optimizer="cpu")
+    device, host = made.memory.peak[DEVICE], made.memory.peak[HOST]
+    assert device["parameters"] == 4 * n * 2
+    assert device["gradients"] == device["optimizer"] == 0
+    assert device["gathered"] == 2 * 2 * n * 2
+    assert device["communication"] == 2 * n * 2 + 2 * n * 4 + n * 4  # one unit's gradients, its bucket, its mean
+    assert (host["parameters"], host["gradients"], host["optimizer"]) == (0, 4 * n * 4, 4 * n * 12)
+    assert host["staging"] == BLOCK_NUMEL * (4 + 2 * 2)
+    traffic = made.traffic
+    assert (traffic.down, traffic.up, traffic.read, traffic.write) == (4 * n * 4, 4 * n * 2, 0, 0)
+    assert traffic.gather == (2 * 4 - 1) * n * 2  # the unit that ends the forward is still there in backward
+    assert traffic.reduce == 4 * n * 4
+    assert traffic.down + traffic.up == 6 * 4 * n
+
+
+def test_alone_the_gradient_keeps_its_type():
+    n = 1 << 20
+    layout = blocks(2, n, 1, "bfloat16")
+    once = make(layout, 1, precision=BF16, offload_optimizer="cpu")
+    assert once.memory.rest[HOST]["gradients"] == 2 * n * 2
+    assert once.traffic.down + once.traffic.up == 4 * 2 * n
+    twice = make(layout, 1, precision=BF16, offload_optimizer="cpu", backward_per_step=2)
+    assert twice.memory.rest[HOST]["gradients"] == 2 * n * 4
+    assert twice.traffic.down == 2 * once.traffic.down
+    stepped = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True)
+    assert stepped.memory.rest[HOST]["gradients"] == 0
+    assert stepped.memory.rest[HOST]["staging"] == BLOCK_NUMEL * 8 + 2 * n * 4
+
+
+def test_disk_records_by_hand():
+    n = SLAB_NUMEL * 2 + 1000 * ALIGN_NUMEL
+    made = make(blocks(1, n, 1, "bfloat16"), 1, precision=BF16, offload_optimizer="disk", offload_params="disk")
+    last = 3 * -(-1000 * ALIGN_NUMEL * 4 // 4096) * 4096
+    assert made.memory.rest[DISK]["optimizer"] == 2 * SLAB_NUMEL * 12 + last
+    assert made.memory.rest[DISK]["parameters"] == 2 * n
+    assert made.memory.rest[HOST]["staging"] == BLOCK_NUMEL * 8 + SLABS * SLAB_NUMEL * 12 + 2 * 2 * n
+    assert made.traffic.write == 2 * SLAB_NUMEL * 12 + last + 2 * n
+    assert made.traffic.read == 2 * SLAB_NUMEL * 12 + last + 2 * n  # its one unit is brought in once
+
+
+def test_in_float32_one_memory_is_parameter_and_master():
+    n = 1 << 20
+    for offload, tier in (("none", DEVICE), ("cpu", HOST)):
+        made = make(blocks(2, 2 * n, 2), 2, offload_optimizer=offload, offload_params=offload)
+        assert made.memory.rest[tier]["parameters"] == 2 * n * 4
+        assert made.memory.rest[tier]["optimizer"] == 2 * n * 8
+    # Parameters that were to rest slower than their masters rest with them.
+    made = make(blocks(2, 2 * n, 2), 2, offload_params="disk")
+    assert made.placements == (Placement(DEVICE, ((DEVICE, n),)),) * 2
+    assert any("rest with it" in reason for reason in made.reasons)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_volumes_are_the_papers(stage):
+    """2 per parameter at stages 1 and 2, 3 at stage 3 less the last unit, times (N-1)/N; accumulation as each stage has it."""
+    n, ranks = 1 << 16, 4
+    for micros in (1, 3):
+        traffic = make(blocks(8, ranks * n, ranks), ranks, stage=stage, backward_per_step=micros).traffic
+        others = (ranks - 1) * n * 4
+        assert traffic.gather == ((16 - 1) * micros if stage == 3 else 8) * others
+        assert traffic.reduce == (8 if stage == 1 else 8 * micros) * others
+
+
+def test_frozen_spans_have_no_state():
+    made = make(blocks(3, 1 << 16, 1, trainable=False), 1, offload_optimizer="cpu", offload_params="cpu")
+    assert made.placements == (Placement(HOST, ()),) * 3
+    assert made.memory.states == 3 * (1 << 16) * 4
+    assert made.traffic.down == made.traffic.reduce == 0
+
+
+def test_every_offload_covers_every_element():
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=64, n_head=2, vocab_size=997))
+    for p in model.transformer.h[0].parameters():
+        p.requires_grad_(False)
+    for ranks, precision in ((1, FP32), (4, BF16)):
+        layout = layout_of(model, ranks, precision)
+        for optimizer in ("none", "cpu", "disk", "auto"):
+            for params in ("none", "cpu", "disk", "auto"):
+                made = make(layout, ranks, precision=precision, offload_optimizer=optimizer, offload_params=params)
+                for span, placement in zip(layout.spans, made.placements):
+                    total = sum(numel for _, numel in placement.optimizer)
+                    assert total == (span.slice_numel if span.trainable else 0)
+                    assert all(numel % ALIGN_NUMEL == 0 for _, numel in placement.optimizer)
+                json.dumps(made.to_dict())
+
+
+# Time and activations -----------------------------------------------------------------------------------------------
+
+
+def test_time_is_the_busiest_resource_of_each_phase():
+    n = 1 << 20
+    speeds = {"host_bandwidth": 28e6, "link_down": 1e6, "link_up": 2e6, "collective": 1e6}
+    batch = Batch(1, 100)
+    layout = blocks(4, 2 * n, 2)
+    made = make(layout, 2, Machine(**speeds, flops={"float32": 1e9}), offload_optimizer="cpu", batch=batch)
+    compute = compute_flops(layout, 100, False) / 1e9
+    assert made.parts["passes compute"] == pytest.approx(compute)
+    assert made.parts["step host"] == pytest.approx(4 * n * 28 / 28e6)
+    passes = max(compute, (7 * n * 4 + 4 * n * 4) / 1e6, 4 * n * 4 / 1e6)
+    step = max(4 * n * 28 / 28e6, 4 * n * 4 / 2e6)
+    assert made.step_s == pytest.approx(passes + step)
+    together = make(
+        layout,
+        2,
+        Machine(**speeds, flops={"float32": 1e9}),
+        offload_optimizer="cpu",
+        batch=batch,
+        step_in_backward=True,
+    )
+    assert together.step_s == pytest.approx(max(passes, step))
+    cpu = Machine(**speeds, flops={"float32": 1e9}, shares_memory=True)
+    alone = make(layout, 2, cpu, offload_optimizer="cpu", batch=batch)
+    assert alone.step_s == pytest.approx(sum(alone.parts.values()))  # one processor does it all
+
+
+def test_an_unknown_speed_leaves_the_time_open():
+    made = make(blocks(2, 1 << 16, 2), 2, Machine(link_down=1e9), offload_optimizer="cpu")
+    assert made.step_s is None
+    assert made.parts["passes down"] is not None
+    assert any("step host" in reason for reason in made.reasons)
+
+
+def test_activations_are_korthikantis():
+    """34 s b h per layer in 16 bits without scores (arXiv 2205.05198, section 4.1), 2 s b h per layer with checkpointing."""
+    architecture = Architecture(hidden=1024, layers=24, heads=16, intermediate=4096, vocab=1)
+    assert layer_bytes(architecture, 2, 2) == 34 * 1024
+    kept, _ = activation_bytes(Batch(2, 512, checkpointing=True, architecture=architecture), 2, False)
+    assert kept == 2 * 512 * (24 * 2 + 34) * 1024
+    device, host = activation_bytes(Batch(2, 512, True, True, architecture), 2, False)
+    assert (device, host) == (2 * 512 * 34 * 1024, 2 * 512 * 24 * 2 * 1024)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_against_what_autograd_keeps(checkpointing):
+    """The estimate against the bytes that autograd saves for a real model, parameters aside."""
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, intermediate_size=688,
+        vocab_size=512, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(0, 512, (4, 128))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids)
+    found = sum(storage.nbytes() for storage in saved.values())
+    names = [name for name, _ in model.named_parameters()]
+    batch = Batch(4, 128, architecture=Architecture.of(config, names))
+    estimate, _ = activation_bytes(dataclasses.replace(batch, checkpointing=checkpointing), 4, False)
+    if checkpointing:  # the hooks see the forward alone: the layers' inputs and the logits, no layer computed again
+        estimate += 4 * 128 * (logits_bytes(batch.architecture, 4) - layer_bytes(batch.architecture, 4, 4))
+    assert estimate == pytest.approx(found, rel=0.4)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_says_what_would():
+    layout = blocks(24, 1 << 22, 2, "bfloat16")
+    machine = Machine(disk_free=0)
+    settings = {"precision": BF16, "offload_optimizer": "auto", "device_memory": "400MiB", "host_memory": "300MiB"}
+    with pytest.raises(zero.ConfigError) as refused:
+        make(layout, 2, machine, **settings)
+    text = str(refused.value)
+    for part in (
+        "100,663,296 parameters",
+        "stage 3 on 2 ranks",
+        "device_memory of",
+        "host_memory of",
+        " ranks with the same",
+    ):
+        assert part in text, text
+    ranks = int(text.split(" ranks with the same")[0].split()[-1])
+    assert make(blocks(24, 1 << 22, ranks, "bfloat16"), ranks, machine, **settings).fits
+    with pytest.raises(zero.ConfigError):
+        make(blocks(24, 1 << 22, ranks - 1, "bfloat16"), ranks - 1, machine, **settings)
+    needed = text.split("host_memory of ")[1].split(",")[0].replace(" ", "")
+    assert make(layout, 2, machine, **{**settings, "host_memory": needed}).fits
+
+
+def test_budgets_of_one_memory_are_one():
+    """On a CPU device both tiers draw on the same bytes, unless each has a budget."""
+    layout = blocks(8, 1 << 20, 1)
+    machine = Machine(device_memory=150 << 20, host_memory=150 << 20, disk_free=1 << 40, shares_memory=True)
+    made = make(layout, 1, machine, offload_optimizer="auto", offload_params="auto")
+    assert made.memory.at_peak(DEVICE) + made.memory.at_peak(HOST) <= 150 << 20
+    assert made.budgets.together == 150 << 20
+    apart = make(layout, 1, machine, offload_optimizer="cpu", device_memory="150MiB", host_memory="150MiB")
+    assert apart.budgets.together is None
+
+
+def test_settings_that_cannot_work_are_refused():
+    layout = blocks(2, 1 << 10, 2)
+    with pytest.raises(zero.ConfigError, match="stage 3"):
+        make(layout, 2, stage=2, offload_params="cpu")
+    with pytest.raises(zero.ConfigError, match="1 shards, found one of 2"):
+        make(layout, 2, stage=0)
+    with pytest.raises(zero.ConfigError, match="backward_per_step"):
+        make(layout, 2, backward_per_step=0)
+    with pytest.raises(zero.ConfigError, match="0 x 5"):
+        Batch(0, 5)
+
+
+def test_a_budget_that_a_fixed_placement_misses_is_said_not_raised():
+    made = make(blocks(4, 1 << 20, 1), 1, device_memory="1MiB")
+    assert not made.fits
+    assert "device_memory is short of" in made.shortfall
+
+
+def test_tiers_in_json_have_their_names():
+    values = make(blocks(2, 1 << 12, 1), 1, offload_optimizer="cpu").to_dict()
+    assert list(values["peak"]) == [tier.value for tier in Tier] == ["device", "host", "disk"]
+    assert values["parameters"] == 2 << 12
+    assert values["peak_bytes"]["host"] == sum(values["peak"]["host"].values())
