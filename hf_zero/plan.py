@@ -32,7 +32,6 @@ from .errors import ConfigError, LayoutError
 from .layout import Layout, ParamSpec, itemsize
 from .machine import Machine
 from .precision import Precision, castable_params, dtype_name
-from .report import Report, data_parallel, predict, unit_rows
 from .solve import Budgets, Problem, lacking, solve
 from .tiers import Tier
 
@@ -427,29 +426,3 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to shard")
     return names
-
-
-def sketch(model: nn.Module, config: ZeroConfig, world_size: int, mixed_precision: str | None = "no") -> Report:
-    """What `shard` would give each of `world_size` ranks under AdamW; the model may be on the meta device.
-
-    Raises:
-        ConfigError, LayoutError: as `shard`.
-    """
-    if world_size < 1:
-        raise ConfigError(f"world_size must be at least 1, found {world_size}")
-    precision = Precision.of(mixed_precision, config.reduce_dtype)
-    drafter = Drafter(model, precision)
-    group_of = dict.fromkeys(drafter.names, 0)
-    layout = drafter.layout(drafter.specs(group_of), world_size if config.policy.shard else 1)
-    return Report(
-        stage=config.stage,
-        world_size=world_size,
-        precision=str(precision),
-        parameters=layout.numel,
-        trainable=layout.trainable_numel,
-        predicted=predict(layout, config.policy, 2),
-        data_parallel=data_parallel(layout, 2),
-        measured={},
-        traffic={},
-        units=unit_rows(layout),
-    )

@@ -1,4 +1,7 @@
-"""What lives where, in bytes per rank: predicted from the layout alone, beside plain data parallel and what is measured."""
+"""What lives where, in bytes per rank, what moves and what is waited for: predicted beside measured, beside plain data parallel.
+
+Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of `costs.KINDS` and `costs.ROADS`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,39 @@ class UnitRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TierRow:
+    """Bytes of one kind in one tier."""
+
+    tier: str
+    kind: str
+    predicted: int
+    """At rest; gradients as between backward and step."""
+    measured: int
+    """Now."""
+    predicted_peak: int
+    measured_peak: int | None
+    """Highest since recording began; None where nobody records, or where only the sum of a tier can be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoadRow:
+    """What goes one way: collectives, the link, the disk; and the thread that steps, which only makes others wait."""
+
+    road: str
+    predicted_bytes: int | None
+    """Per step; None where no prediction is made."""
+    measured_bytes: float | None
+    """Per step, the median of the recorded ones; None where nobody records."""
+    wait_s: float | None
+    """Per step, the median: how long training stood still for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class States:
-    """Bytes on one rank. `gathered` comes and goes within a step; the rest stays from backward to step."""
+    """Bytes on one rank, over all tiers. `gathered` comes and goes within a step; the rest stays from backward to step.
+
+    Masters of another type than the parameters count as optimizer state.
+    """
 
     parameters: int
     gradients: int
@@ -49,14 +83,31 @@ class Report:
     predicted: States
     data_parallel: States
     measured: Mapping[str, int]
-    """Bytes that this rank's tensors take now: parameters, gradients, optimizer."""
+    """Bytes that this rank's parameters (gathered ones too), gradients and optimizer state take now, over all tiers."""
     traffic: Mapping[str, Mapping[str, int]]
     units: tuple[UnitRow, ...] = field(default=())
+    tiers: tuple[TierRow, ...] = ()
+    """Every kind in every tier where something is predicted or measured."""
+    roads: tuple[RoadRow, ...] = ()
+    steps: int = 0
+    """Steps recorded."""
+    step_s: float | None = None
+    """Seconds per step, the median of the recorded ones."""
+    predicted_step_s: float | None = None
+    process: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the whole process as the system counts them, what is not ours included."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
+        return "\n".join([*self._head(), *self._of_tiers(), *self._of_roads(), "", *self._of_units()])
+
+    def comparison(self) -> str:
+        """Predicted against measured alone: the second half of `str(report)`."""
+        return "\n".join([*self._of_tiers(), *self._of_roads()]).lstrip("\n")
+
+    def _head(self) -> list[str]:
         lines = [
             f"ZeRO stage {self.stage} on {self.world_size} rank{'s' if self.world_size > 1 else ''}: "
             f"{self.parameters:,} parameters ({self.trainable:,} trained) in {len(self.units)} units",
@@ -74,13 +125,48 @@ class Report:
             f"{sum(self.measured.values()) / _MIB:>12.1f}",
             f"{'in passing':<16}{'':>12}{self.predicted.gathered / _MIB:>12.1f}{'':>12}"
             "  (two largest units gathered, or one and its gradients)",
-            "",
-            f"{'unit':<40}{'parameters':>14}{'spans':>7}{'MiB gathered':>14}",
         ]
+        return lines
+
+    def _of_tiers(self) -> list[str]:
+        if not self.tiers:
+            return []
+        lines = ["", f"{'MiB by tier':<24}{'predicted':>12}{'now':>12}{'predicted peak':>16}{'peak':>12}"]
+        for tier in dict.fromkeys(row.tier for row in self.tiers):
+            rows = [row for row in self.tiers if row.tier == tier]
+            for name, some in [(f"{tier}: {row.kind}", [row]) for row in rows[:-1]] + [(f"{tier}, all", rows[-1:])]:
+                row = some[0]
+                lines.append(
+                    f"{name:<24}{row.predicted / _MIB:>12.1f}{row.measured / _MIB:>12.1f}"
+                    f"{row.predicted_peak / _MIB:>16.1f}{_mib(row.measured_peak):>12}"
+                )
+        return lines
+
+    def _of_roads(self) -> list[str]:
+        lines = []
+        if self.roads:
+            lines += ["", f"{'per step':<24}{'MiB predicted':>14}{'MiB':>10}{'waited, ms':>14}"]
+            for row in self.roads:
+                waited = "" if row.wait_s is None else f"{row.wait_s * 1e3:.1f}"
+                lines.append(f"{row.road:<24}{_mib(row.predicted_bytes):>14}{_mib(row.measured_bytes):>10}{waited:>14}")
+        if self.step_s is not None:
+            told = "" if self.predicted_step_s is None else f" (predicted {self.predicted_step_s * 1e3:,.1f} ms)"
+            lines.append(f"{self.steps} steps recorded, {self.step_s * 1e3:,.1f} ms each{told}")
+        if self.process:
+            texts = (f"{name} {value / _MIB:,.0f} MiB" for name, value in self.process.items())
+            lines.append(f"the whole process: {', '.join(texts)}")
+        return lines
+
+    def _of_units(self) -> list[str]:
+        lines = [f"{'unit':<40}{'parameters':>14}{'spans':>7}{'MiB gathered':>14}"]
         for row, count in _collapse(self.units):
             name = row.name if count == 1 else f"{row.name} and {count - 1} alike"
             lines.append(f"{name:<40}{row.numel:>14,}{row.spans:>7}{row.gathered_bytes / _MIB:>14.2f}")
-        return "\n".join(lines)
+        return lines
+
+
+def _mib(bytes_: float | None) -> str:
+    return "" if bytes_ is None else f"{bytes_ / _MIB:.1f}"
 
 
 def predict(layout: Layout, policy: StagePolicy, optimizer_tensors: int) -> States:
@@ -90,7 +176,7 @@ def predict(layout: Layout, policy: StagePolicy, optimizer_tensors: int) -> Stat
         compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
         parameters += (span.numel if policy.keep_full else span.slice_numel) * compute
         if span.spec.compute_dtype != span.spec.master_dtype:
-            parameters += span.slice_numel * master
+            optimizer += span.slice_numel * master
         if span.trainable:
             gradients += span.slice_numel * master
             optimizer += span.slice_numel * master * optimizer_tensors

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class Step:
     stepper: Stepper
     moving: int = 0  # transfers out of host buffers that have not been waited for
     worked: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Event = field(default_factory=Event)
     error: BaseException | None = None
 
     def wait(self) -> None:

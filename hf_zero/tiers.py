@@ -5,6 +5,7 @@
   file system lets us (O_DIRECT).
 * `Records`: arrays of equal length at rest in a file, cut so that one read brings a stretch of all of them.
 * `OnDisk`: one 1-D array at rest in a file, sliced like a tensor.
+* `FileSource`, `FilePieces`: arrays at rest in files that are somebody else's, and stay there until they are written.
 
 Every road counts into a `Meter`.
 """
@@ -37,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, StateError, TierError
+from .errors import ConfigError, StateError, TierError, ZeroError
 from .inflight import DONE, Inflight
 
 BLOCK_NUMEL = 1 << 19
@@ -729,6 +730,10 @@ class OnDisk:
             )
         return self._each(self._source.read, target)
 
+    def begin_write(self, values: Tensor) -> Inflight:
+        """Start to write `values`: CPU, contiguous, of this type and length; they must not change until waited for."""
+        return self._each(self._source.write, values)
+
     def read_into(self, target: Tensor) -> Tensor:
         """Fill `target` (this length; any type and device), chunk by chunk.
 
@@ -757,10 +762,10 @@ class OnDisk:
                 chunk = slice(start, start + self._chunk_numel)
                 self[chunk].copy_(values[chunk].read())
         elif values.dtype == self.dtype and values.device.type == "cpu" and values.is_contiguous():
-            self._each(self._source.write, values).wait()
+            self.begin_write(values).wait()
         else:
             for part, place in self._chunks(values):
-                part._each(self._source.write, place.to(device="cpu", dtype=self.dtype).contiguous()).wait()
+                part.begin_write(place.to(device="cpu", dtype=self.dtype).contiguous()).wait()
         return self
 
     def zero_(self) -> OnDisk:
@@ -796,20 +801,49 @@ def fetch(values: Values) -> Tensor:
     return values.read() if isinstance(values, OnDisk) else values
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells a file from another that took its place, and from itself after it was written to."""
+
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+    @staticmethod
+    def of(file: int | str | os.PathLike[str]) -> Stamp:
+        """Of a path or a descriptor.
+
+        Raises:
+            OSError: it is not there.
+        """
+        about = os.stat(file)
+        return Stamp(about.st_ino, about.st_size, about.st_mtime_ns)
+
+
 class FileSource:
     """`numel` elements from byte `offset` of a file that is somebody else's, read-only: weights in a safetensors file.
 
     Opened for each read, so that thousands of tensors hold no descriptors.
+
+    Args:
+        stamp: the file's when `offset` was found. Reading it raises TierError once it has another.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], offset: int, dtype: torch.dtype, numel: int, meter: Meter | None = None
+        self,
+        path: str | os.PathLike[str],
+        offset: int,
+        dtype: torch.dtype,
+        numel: int,
+        meter: Meter | None = None,
+        stamp: Stamp | None = None,
     ) -> None:
         self.path = Path(path)
         self.dtype = dtype
         self.numel = numel
         self._offset = offset
         self._meter = meter or Meter()
+        self._stamp = stamp
 
     def extents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield self._offset + start * self.dtype.itemsize, stop - start
@@ -831,11 +865,63 @@ class FileSource:
             ) from error
         try:
             _move("read", fd, array, offset, 1, str(self.path))
+            found = Stamp.of(fd)  # after the read: also what changed meanwhile is noticed
         finally:
             os.close(fd)
+        if self._stamp is not None and found != self._stamp:
+            raise TierError(
+                f"{self.path} is not what the model was loaded from any more (found {found}, expected {self._stamp}); weights "
+                "rest in this file while training runs: leave it as it is, or load the model again"
+            )
 
     def write(self, offset: int, values: Tensor) -> Inflight:
         raise StateError(f"{self.path}: frozen values at rest in a model's own file cannot be written")
+
+
+class FilePieces:
+    """`numel` elements put together from other arrays at rest, read-only: parameters in a model's own files. Gaps are zeros.
+
+    Args:
+        parts: of each its first element here, and its values, of type `dtype`; in order, without overlap.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, parts: Sequence[tuple[int, OnDisk]], meter: Meter | None = None
+    ) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._parts = parts
+        self._meter = meter or Meter()
+
+    def extents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        yield start, stop - start
+
+    def read(self, offset: int, values: Tensor) -> Inflight:
+        stop, done = offset + values.numel(), offset
+        transfers = []
+        for at, part in self._parts:
+            low, high = max(offset, at), min(stop, at + part.numel())
+            if low < high:
+                values[done - offset : low - offset].zero_()
+                transfers.append(part[low - at : high - at].begin_read(values[low - offset : high - offset]))
+                self._meter.moved("read", (high - low) * self.dtype.itemsize)
+                done = high
+        values[done - offset :].zero_()
+
+        def wait() -> None:
+            failure: ZeroError | None = None
+            for transfer in transfers:  # all, so that after an error `values` is not in use any more
+                try:
+                    transfer.wait()
+                except ZeroError as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+
+        return Inflight((_Waiting(wait, self._meter, "read"),))
+
+    def write(self, offset: int, values: Tensor) -> Inflight:
+        raise StateError("frozen values at rest in a model's own files cannot be written")
 
 
 class Records:
@@ -846,12 +932,21 @@ class Records:
 
     Args:
         fields: name and type of each array.
+        base: the values of the one array there is, at rest elsewhere and read there. They move here, and take space, when
+            they are first written.
 
     Raises:
         TierError: no space.
     """
 
-    def __init__(self, disk: Disk, numel: int, block_numel: int, fields: Sequence[tuple[str, torch.dtype]]) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        numel: int,
+        block_numel: int,
+        fields: Sequence[tuple[str, torch.dtype]],
+        base: Source | None = None,
+    ) -> None:
         if block_numel < 1 and numel:
             raise StateError(f"records of {block_numel} elements cannot hold {numel}")
         self.disk = disk
@@ -860,9 +955,15 @@ class Records:
         self.fields = dict(fields)
         self.count = -(-numel // self.block_numel)
         self.record_bytes = self._bytes_of(self.block_numel)
-        self._region: Region | None = disk.take(
-            records_bytes(numel, block_numel, [dtype.itemsize for dtype in self.fields.values()])
-        )
+        if base is not None and [*self.fields.values()] != [base.dtype]:
+            raise StateError(f"records of {self.fields} cannot begin as one array of {base.dtype}")
+        self._base = base
+        self._lock = threading.Lock()
+        self._region = self._take() if base is None else None
+
+    def _take(self) -> Region:
+        itemsizes = [dtype.itemsize for dtype in self.fields.values()]
+        return self.disk.take(records_bytes(self.numel, self.block_numel, itemsizes))
 
     def numel_of(self, index: int) -> int:
         """Elements of each field in record `index`."""
@@ -895,10 +996,36 @@ class Records:
 
     def values(self, field: str) -> OnDisk:
         """One array, whole. It must not be written while transfers of records are under way."""
-        return OnDisk(_Field(self, field))
+        return OnDisk(_Field(self, field) if self._base is None else _Based(self, field))
+
+    @property
+    def base(self) -> Source | None:
+        """Where the values are as long as nothing was written."""
+        return self._base
+
+    def settle(self) -> None:
+        """The base's values rest here from now on.
+
+        Raises:
+            TierError: no space, or the base cannot be read; it stays the base then.
+        """
+        with self._lock:
+            base = self._base
+            if base is None:
+                return
+            self._region = self._take()
+            try:
+                for name in self.fields:
+                    OnDisk(_Field(self, name)).copy_(OnDisk(base))
+            except ZeroError:
+                region, self._region = self._region, None
+                self.disk.give_back(region)
+                raise
+            self._base = None
 
     def close(self) -> None:
         """Give the space back. Transfers must be over. Safe to call again."""
+        self._base = None
         region, self._region = self._region, None
         if region is not None:
             self.disk.give_back(region)
@@ -940,3 +1067,24 @@ class _Field:
             base = sum(padded(records.numel_of(index) * itemsize) for itemsize in self._before)
             yield records._offset(index) + base + inside * self.dtype.itemsize, numel
             start += numel
+
+
+class _Based:
+    """The array of `Records` with a base: read there until it is written, here from then on. Offsets are elements."""
+
+    def __init__(self, records: Records, name: str) -> None:
+        self.dtype = records.fields[name]
+        self.numel = records.numel
+        self._records = records
+        self._name = name
+
+    def extents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        yield start, stop - start
+
+    def read(self, offset: int, values: Tensor) -> Inflight:
+        source = self._records.base or _Field(self._records, self._name)
+        return OnDisk(source, offset, offset + values.numel()).begin_read(values)
+
+    def write(self, offset: int, values: Tensor) -> Inflight:
+        self._records.settle()
+        return OnDisk(_Field(self._records, self._name), offset, offset + values.numel()).begin_write(values)

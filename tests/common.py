@@ -59,6 +59,20 @@ class Case:
     steps: int = 10
     groups: int = 1
     reduce_dtype: str | None = None
+    offload_optimizer: str = "none"  # also mixed: every span split between tiers
+    offload_params: str = "none"
+    step_in_backward: bool = False
+    checkpointing: bool = False
+
+    def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
+        return zero.ZeroConfig(
+            stage=self.stage,
+            reduce_dtype=self.reduce_dtype,
+            offload_optimizer="cpu" if self.offload_optimizer == "mixed" else self.offload_optimizer,
+            offload_params=self.offload_params,
+            offload_dir=offload_dir,
+            step_in_backward=self.step_in_backward,
+        )
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
@@ -94,12 +108,13 @@ class Result:
     scale: float
 
 
-def train_engine(rank: int, world: int, case: Case) -> tuple[Result, zero.Engine]:
+def train_engine(rank: int, world: int, case: Case, offload_dir: str | None = None) -> tuple[Result, zero.Engine]:
     """The plain loop a user of the engine writes."""
     model = MODELS[case.model]()
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
-    config = zero.ZeroConfig(stage=case.stage, reduce_dtype=case.reduce_dtype)
-    engine = zero.shard(model, optimizer, config, mixed_precision=case.dtype)
+    engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
     losses, norms = [], []
     for step in range(case.steps):

@@ -435,9 +435,9 @@ def other_steps(rank: int, world: int, folder: Path) -> None:
         optimizer.state.clear()
     with pytest.raises(zero.CheckpointError, match="not every rank has made the same steps"):
         engine.save(folder)
-    engine.exchange(None)  # rank 0 removes what was staged
-    assert verify(folder).facts["world_size"] == 2
-    assert not [*folder.parent.glob(".*"), *folder.glob(".*")]
+    if rank == 0:  # which removes what was staged; verifying puts a lock there for a moment
+        assert not [*folder.parent.glob(".*"), *folder.glob(".*")]
+        assert verify(folder).facts["world_size"] == 2
 
 
 def test_ranks_with_other_optimizer_states_are_refused(two, tmp_path):
