@@ -162,6 +162,7 @@ def _place_of(param: nn.Parameter, what: str) -> _Place:
         )
     if not holder.flat.span.trainable:
         raise StateError(f"{what}: {holder.slot.spec.name!r} is frozen: it has neither gradient nor optimizer state")
+    holder.engine.finish_step()
     return holder
 
 

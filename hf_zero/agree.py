@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .birth import birth_of
+from .birth import birth_of, wire_device
 from .comm import SoloWire
 from .config import ZeroConfig
 from .errors import CheckpointError, RankMismatchError, ZeroError
@@ -137,7 +137,7 @@ def same_values(wire: SoloWire, names: dict[nn.Parameter, list[str]]) -> None:
         stacklevel=4,
     )
     for param in wrong:
-        value = values[param].contiguous()
+        value = values[param].contiguous().to(wire_device(wire, values[param].device))
         wire.broadcast(value)
         with torch.no_grad():
             values[param].copy_(value)

@@ -38,14 +38,21 @@ class Assembly:
         ConfigError: it was born on another number of ranks.
     """
 
-    def __init__(self, model: nn.Module, wire: SoloWire, policy: StagePolicy, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        wire: SoloWire,
+        policy: StagePolicy,
+        precision: Precision,
+        device: torch.device | None = None,
+    ) -> None:
         self._wire, self._policy, self._precision = wire, policy, precision
         self._storage: Storage | None = None
         self._placements: Sequence[Placement] = ()
         self._fields: Sequence[Fields] = ()
         self._drafter = Drafter(model, precision)
         self._owner: weakref.ref[Engine] | None = None
-        self.device = _device_of(model)
+        self.device = _device_of(model, device)
         self.names = self._drafter.names
         self.first_names = {param: names[0] for param, names in self.names.items()}
         _check_births(self.names, wire)
@@ -177,7 +184,8 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
             )
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is."""
     found: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)
@@ -187,4 +195,10 @@ def _device_of(model: nn.Module) -> torch.device:
     device, name = next(iter(found.items()))
     if device.type == "meta":
         raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
-    return device
+    if wanted is None or wanted == device:
+        return device
+    if device.type != "cpu":
+        raise LayoutError(
+            f"the model is on {device} and is to compute on {wanted}: move it there, or to host memory, first"
+        )
+    return wanted

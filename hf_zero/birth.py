@@ -4,6 +4,9 @@ A born parameter is *closed* or *open*. Closed, each rank has `own`, its equal p
 parameter's `.data` is one NaN expanded to the true shape and type (as a released parameter of an engine). Open, `.data`
 is whole, the same on every rank, and is the truth. Opening is a collective, closing needs no communication: so whether a
 parameter is open must be the same on every rank, and follows from the program alone.
+
+A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
+to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .comm import SoloWire
-from .errors import StateError
+from .errors import StateError, TierError
+from .tiers import OnDisk
 
 _TAG = 1 << 20  # above every span's index
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -63,8 +67,26 @@ def born(
             f"born(): expected a 1-D {dtype} tensor of {high - low} elements on {device} (rank {wire.rank} of "
             f"{wire.size}, shape {tuple(shape)}), found {own.dtype} {tuple(own.shape)} on {own.device}"
         )
+    return _closed(Birth(wire, own.detach()), shape, requires_grad)
+
+
+def born_at_rest(
+    shape: Sequence[int],
+    origin: OnDisk,
+    wire: SoloWire,
+    *,
+    device: torch.device | str,
+    requires_grad: bool = True,
+) -> nn.Parameter:
+    """A closed parameter of `shape` and of `origin`'s type, whose row-major elements are at rest in `origin`.
+
+    The same on every rank, and each can read all of it.
+    """
+    return _closed(Birth(wire, origin=origin, device=torch.device(device)), shape, requires_grad)
+
+
+def _closed(birth: Birth, shape: Sequence[int], requires_grad: bool) -> nn.Parameter:
     with torch._C.DisableTorchFunction():
-        birth = Birth(wire, own.detach())
         param = nn.Parameter(birth.new_sentinel(shape), requires_grad=requires_grad)
     adopt(param, birth)
     return param
@@ -109,9 +131,9 @@ def _copy(reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Para
             f"a parameter of shape {tuple(source.shape)} that was born under zero.Init() cannot be copied before its model "
             "is sharded: copy inside `with zero.Init():`, or build the second model there"
         )
-    own = birth.slice_of(source).clone()
-    with torch._C.DisableTorchFunction():
-        copy = born(source.shape, own.dtype, own, birth.wire, device=own.device, requires_grad=source.requires_grad)
+    own = None if birth.at_rest else birth.slice_of(source).clone()
+    origin = None if birth.is_open else birth.origin
+    copy = _closed(Birth(birth.wire, own, origin, source.device), source.shape, source.requires_grad)
     memo[id(source)] = copy
     return copy
 
@@ -126,13 +148,24 @@ def _refuse_pickle(protocol: Any) -> Any:
 class Birth:
     """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak."""
 
-    __slots__ = ("__weakref__", "_alias", "_guard", "_own", "_shape", "_stride", "is_open", "pins", "wire")
+    __slots__ = (
+        "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_stride", "is_open", "origin", "pins", "wire",
+    )  # fmt: skip
 
-    def __init__(self, wire: SoloWire, own: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        wire: SoloWire,
+        own: Tensor | None = None,
+        origin: OnDisk | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.wire = wire
-        self.is_open = own is None
+        self.is_open = own is None and origin is None
+        self.origin = origin
+        """All elements of the parameter, where they came from; None once it may have been written while it was open."""
         self.pins = 0  # `GatheredParameters` that need it open
-        self._own = own
+        self._own = own  # with an origin: None until it is asked for, then the truth
+        self._device = device  # of what is read from the origin
         self._guard: Tensor | None = None
         self._shape: tuple[int, ...] = ()  # when it was closed last
         self._stride: tuple[int, ...] | None = None  # of a parameter that is not row-major in memory
@@ -143,10 +176,48 @@ class Birth:
     @property
     def own(self) -> Tensor:
         """1-D, this rank's elements. Only while closed."""
+        if self.at_rest:
+            self._own = self.values()
         if self._own is None or self.is_open:
             raise StateError("a born parameter's slice was asked for while it is whole")
         self._follow_alias()
         return self._own
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the values are in the origin alone. Closed."""
+        return self._own is None and self.origin is not None and not self.is_open
+
+    def values(self) -> Tensor:
+        """`own`, to look at only: what is at rest stays there, and is read anew. While closed.
+
+        Raises:
+            TierError: it cannot be read.
+        """
+        if not self.at_rest or self.origin is None:
+            return self.own
+        low, high = slice_bounds(self.origin.numel(), self.wire.rank, self.wire.size)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return self.origin[low:high].read_into(
+                torch.empty(high - low, dtype=self.origin.dtype, device=self._device)
+            )
+
+    def _values_together(self) -> Tensor:
+        """`values`; a collective where there is an origin: what one rank cannot read is an error on all of them."""
+        if self.origin is None or self.wire.size == 1:
+            return self.values()
+        found, failure = torch.empty(0), None
+        try:
+            found = self.values()
+        except TierError as error:
+            failure = error
+        answers = self.wire.exchange(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, theirs in enumerate(answers):
+            if theirs is not None:
+                raise TierError(f"rank {rank} could not read a parameter: {theirs}")
+        return found
 
     def slice_of(self, param: nn.Parameter) -> Tensor:
         """1-D, this rank's elements, in either state; may be a view."""
@@ -158,14 +229,21 @@ class Birth:
 
     def new_sentinel(self, shape: Sequence[int]) -> Tensor:
         """What a closed parameter points at."""
-        if self._own is None:
-            raise StateError("a born parameter has no slice yet")
-        own = self._own
-        if self._guard is None or self._guard.dtype != own.dtype or self._guard.device != own.device:
-            value = float("nan") if own.dtype in _GUARDED else 0
-            self._guard = torch.full((), value, dtype=own.dtype, device=own.device)
+        dtype, device = self._kind
+        if self._guard is None or self._guard.dtype != dtype or self._guard.device != device:
+            value = float("nan") if dtype in _GUARDED else 0
+            self._guard = torch.full((), value, dtype=dtype, device=device)
         self._shape = tuple(shape)
         return self._guard.expand(self._shape)
+
+    @property
+    def _kind(self) -> tuple[torch.dtype, torch.device]:
+        """Type of the values, and where they are or will be read to."""
+        if self._own is not None:
+            return self._own.dtype, self._own.device
+        if self.origin is None or self._device is None:
+            raise StateError("a born parameter has no slice yet")
+        return self.origin.dtype, self._device
 
     def check_guard(self, what: str) -> None:
         """Raise if the parameter was written to while it was closed."""
@@ -199,15 +277,15 @@ class Birth:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.check_guard(f"a parameter of shape {tuple(param.shape)}")
-            own, shape = self.own, param.shape
+            shape, (dtype, device) = param.shape, self._kind
             if whole is not None:
                 pass
-            elif self.wire.size == 1 and self._stride is None:
-                whole = own.view(shape)
+            elif self.wire.size == 1 and self._stride is None and self.origin is None:
+                whole = self.own.view(shape)
             elif self._alias is None and self._stride is None and fill:
                 whole = self.read(shape)
             else:
-                fresh = partial(torch.empty_strided, shape, self._strides(shape), dtype=own.dtype, device=own.device)
+                fresh = partial(torch.empty_strided, shape, self._strides(shape), dtype=dtype, device=device)
                 whole = fresh() if self._alias is None else self._alias
                 if fill:  # also into an alias, which another rank may not have: every rank takes part
                     whole.copy_(self.read(shape))
@@ -221,9 +299,10 @@ class Birth:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             whole = param.data
-            keep = keep or self._own is None
+            keep = keep or (self._own is None and self.origin is None)
             if keep:
                 self._cut(whole)
+                self.origin = None
                 contiguous = whole.is_contiguous()
                 # Only strides that a fresh tensor can have; others (overlapping) come back row-major.
                 self._stride = None if contiguous else tuple(torch.empty_like(whole, device="meta").stride())
@@ -262,17 +341,28 @@ class Birth:
         """Apply `fn`, which may change type and device but no value's place, to the slice; the parameter's new `.data`."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.check_guard(f"a parameter of shape {tuple(param.shape)}")
-            self._own, self._alias = fn(self.own), None
+            device = self._only_moves(fn) if self.at_rest else None
+            if device is not None:
+                self._device = device
+            else:
+                self._own, self._alias = fn(self.own), None
             return self.new_sentinel(param.shape)
+
+    def _only_moves(self, fn: Callable[[Tensor], Tensor]) -> torch.device | None:
+        """Where `fn` takes a tensor of this type to; None if it does more than that."""
+        dtype, device = self._kind
+        sample = torch.arange(1, 4).to(dtype=dtype, device=device)
+        moved = fn(sample.clone())
+        return moved.device if moved.dtype == dtype and torch.equal(moved.to(device), sample) else None
 
     # Whole values -----------------------------------------------------------------------------------------------------
 
     def read(self, shape: Sequence[int]) -> Tensor:
         """The whole values as a new tensor of `shape`; a collective. Only while closed."""
-        own = self.own
         numel = torch.Size(shape).numel()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            room = torch.empty(self.room_numel(numel), dtype=own.dtype, device=own.device)
+            dtype, device = self._kind
+            room = torch.empty(self.room_numel(numel), dtype=dtype, device=device)
             self.read_into(room, numel)
             return room[:numel].view(tuple(shape))
 
@@ -303,7 +393,7 @@ class Birth:
         if self.is_open:
             room[:numel].copy_(param.detach().reshape(-1))
             return
-        if room.dtype == self.own.dtype and room.numel() >= self.room_numel(numel):
+        if room.dtype == self._kind[0] and room.numel() >= self.room_numel(numel):
             self.read_into(room, numel)
         else:
             room[:numel].copy_(self.read((numel,)))
@@ -317,7 +407,7 @@ class Birth:
 
         What lies between `numel` and `room_numel` is overwritten.
         """
-        own, wire = self.own, self.wire
+        own, wire = self._values_together(), self.wire
         if wire.size == 1:
             room[:numel].copy_(own)
             return

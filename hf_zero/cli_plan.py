@@ -20,7 +20,7 @@ from .config import OFFLOADS, STAGES, ZeroConfig, parse_bytes
 from .costs import KINDS, ROADS, TIERS, paper_states_bytes
 from .errors import ConfigError
 from .layout import Layout
-from .machine import Machine, here, host_name, probe
+from .machine import Machine, here, host_name, kept, probe
 from .outline import Units, from_files, from_number
 from .plan import Drafter, Plan, plan, size_text
 from .precision import Precision
@@ -194,8 +194,8 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, str]:
     if options.machine is not None:
         machine, source = Machine.load(options.machine), options.machine
     else:
-        kept = options.cache / _cache_name()
-        machine, source = (Machine.load(kept), f"hf-zero probe on {host_name()}") if kept.exists() else (Machine(), "")
+        path = kept(options.cache)
+        machine, source = (Machine.load(path), f"hf-zero probe on {host_name()}") if path.exists() else (Machine(), "")
         device = _device()
         wants = "auto" in (options.zero_offload_optimizer, options.zero_offload_params)
         present = here(device, ranks=max(1, min(options.world_size, torch.cuda.device_count() or options.world_size)))
@@ -205,7 +205,7 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, str]:
             source += "memory that is free on this machine"
         else:
             sizes = {"device_memory": None, "host_memory": None}
-        shares = machine.shares_memory if kept.exists() else present.shares_memory and wants
+        shares = machine.shares_memory if path.exists() else present.shares_memory and wants
         machine = Machine(
             **{**machine.to_dict(), **sizes, "shares_memory": shares, "disk_free": present.disk_free if wants else None}
         )
@@ -381,27 +381,25 @@ def _draw(rows: Sequence[dict[str, Any]], model: _Model, path: str) -> None:
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    styles, least = {"none": "-", "cpu": "--", "disk": ":"}, 1.0
-    for (stage, offload), by_ranks in _series(rows).items():
+    names: dict[tuple[tuple[int, float], ...], list[tuple[int, str]]] = {}
+    for key, by_ranks in _series(rows).items():
         points = [(ranks, row["states_bytes_by_tier"]["device"] / 1e9) for ranks, row in by_ranks.items()]
-        points = [point for point in points if point[1] > 0]
-        if points:
-            label = f"stage {stage}" + ("" if offload == "none" else f", offload to {offload}")
-            axes.plot(*zip(*points), styles[offload], color=f"C{stage}", marker="o", markersize=3, label=label)
-            least = min(least, *(value for _, value in points))
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="model states per rank on the device, GB")
+        shown = tuple(point for point in points if point[1] > 0)  # the axis is logarithmic
+        if shown:
+            names.setdefault(shown, []).append(key)
+    for line, keys in names.items():  # what coincides is one line
+        label = "; ".join(f"stage {stage}" + (f", {offload}" if offload != "none" else "") for stage, offload in keys)
+        style = "-" if any(offload == "none" for _, offload in keys) else "--"
+        axes.plot(*zip(*line), style, marker="o", markersize=3, label=label)
+    axes.set(yscale="log", xlabel="ranks", ylabel="model states per rank on the device, GB")
     axes.set_xscale("log", base=2)
-    axes.set_title(f"{model.name}: {rows[0]['parameters']:,} parameters")
+    axes.set_title(f"{model.name} ({rows[0]['parameters']:,})")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 
 # probe --------------------------------------------------------------------------------------------------------------
-
-
-def _cache_name() -> str:
-    return f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"
 
 
 def _device() -> torch.device:
@@ -428,7 +426,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _keep(machine: Machine, cache: Path) -> Path:
     """Into the cache, at once or not at all. A probe of one rank does not forget what several measured."""
-    path = cache / _cache_name()
+    path = kept(cache)
     values = machine.to_dict()
     if machine.collective is None and path.exists():
         values["collective"] = Machine.load(path).collective

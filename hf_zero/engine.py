@@ -24,19 +24,20 @@ from .costs import Placement
 from .errors import ConfigError, LayoutError, StateError, TierError, ZeroError
 from .guard import unguard
 from .layout import Layout, ParamSpec
-from .machine import Machine, here
+from .machine import Machine, device_bytes_in_use, here
 from .monitor import Monitor
 from .objects import Stateful
 from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
-from .plan import Plan, plan
+from .plan import Plan, alternatives, plan
 from .precision import Precision, all_finite, computes_in_float16
-from .report import Report, data_parallel, predict, unit_rows
+from .report import Report
 from .schedule import Schedule
-from .shard import Fields, Shard, Storage, cut
+from .shard import Fields, Shard, Storage, cut, is_out_of_memory
 from .statedict import FullState
 from .stepping import Stepper, Twin, fields_of
 from .tiers import Tier, empty_cache
 from .unit import Flat, State, Unit
+from .usage import Recorder, report
 
 STATES = ("parameters", "gradients", "optimizer")
 _RESIZE = "resize_token_embeddings"
@@ -60,14 +61,17 @@ class Engine:
         config: ZeroConfig,
         mixed_precision: str | None,
         machine: Machine | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self._machine = machine or Machine()
         self.config = config
         self.optimizer: torch.optim.Optimizer | None = None
         self.precision = Precision.of(mixed_precision, config.reduce_dtype)
-        self._wire: SoloWire = open_wire(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._wire: SoloWire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._binding: Binding | None = None
+        self.recorder: Recorder | None = None
+        """What measures every step, see `record`."""
         self._side: SoloWire | None = None
         self.pending_save: Behind | None = None
         """The save that is being written behind training."""
@@ -80,7 +84,7 @@ class Engine:
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
-            self._assembly = Assembly(model, self._wire, self.policy, self.precision)
+            self._assembly = Assembly(model, self._wire, self.policy, self.precision, device)
             self.device = self._assembly.device
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
             if optimizer is not None and (self._cuts or config.offload_optimizer != "none"):
@@ -112,6 +116,10 @@ class Engine:
         self._reads = self._uses_disk and config.offload_params != "none"
         self._assembly.build(specs, weakref.ref(self), self._storage, self.plan.placements, fields)
         unguard(model)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._autocasts: list[Any] = []
             self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
@@ -125,6 +133,8 @@ class Engine:
         self._install()
         if config.is_auto:
             self._monitor = Monitor(self, self._wire.ranks_here())
+        self._storage.make_room, self._storage.explain = self._make_room, self.advice
+        self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
@@ -244,44 +254,21 @@ class Engine:
         self._schedule.unsynced = False
 
     def report(self) -> Report:
-        """What lives where, in bytes per rank: predicted from the layout, and measured now."""
-        tensors = state_tensors(self.optimizer)
-        return Report(
-            stage=self.config.stage,
-            world_size=self.world_size,
-            precision=str(self.precision),
-            parameters=self.layout.numel,
-            trainable=self.layout.trainable_numel,
-            predicted=predict(self.layout, self.config.policy, tensors),
-            data_parallel=data_parallel(self.layout, tensors),
-            measured=self._measure(),
-            traffic=self.traffic.to_dict(),
-            units=unit_rows(self.layout),
-        )
+        """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
+        return report(self)
 
-    def _measure(self) -> dict[str, int]:
-        """Bytes of storage that this rank's parameters, gradients and optimizer state take now."""
-        parameters: dict[int, int] = {}
-        gradients: dict[int, int] = {}
-        optimizer: dict[int, int] = {}
-        for unit in self.units:
-            for flat in unit.flats:
-                for values in (flat.full, flat.own, *(shard.values for shard in flat.shards)):
-                    if isinstance(values, Tensor):
-                        _count(parameters, values)
-                for grad in (*(param.grad for param in flat.params), *(shard.grad for shard in flat.shards)):
-                    if grad is not None:
-                        _count(gradients, grad)
-                if self.optimizer is not None:
-                    for shard in flat.shards:
-                        for value in shard.entries(self.optimizer).values():
-                            if isinstance(value, Tensor):
-                                _count(optimizer, value)
-        return {
-            "parameters": sum(parameters.values()),
-            "gradients": sum(gradients.values()),
-            "optimizer": sum(optimizer.values()),
-        }
+    def record(self, folder: str | os.PathLike[str] | None = None, *, first_step: int = 0) -> Recorder:
+        """Measure every step from now on: `report()` shows peaks, traffic and waits then. Ended by `Recorder.close`.
+
+        Args:
+            folder: where every step is appended to `zero_steps.jsonl` (other ranks: `zero_steps.rank1.jsonl`, …), for
+                `hf-zero report`. None: no file.
+            first_step: steps before this one, for a run that goes on.
+        """
+        if self.recorder is not None:
+            self.recorder.close()
+        self.recorder = Recorder(self, folder, first_step)
+        return self.recorder
 
     def group_options(self) -> list[dict[str, Any]]:
         """The optimizer's groups: their options, and under `params` the parameters' names."""
@@ -470,6 +457,9 @@ class Engine:
         """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
         self.quiesce()
         self._assembly.dissolve()
+        if self._stepper is not None:
+            self._stepper.close()
+        self._storage.close()
         self._schedule.detach()
         self._full_state.detach()
         for handle in self._handles:
@@ -554,6 +544,8 @@ class Engine:
             self.bind(self._binding.optimizer)
         if not self._float16 and computes_in_float16(self.device):
             self._float16 = True
+        if self.recorder is not None:
+            self.recorder.forward()
 
     def _after_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
@@ -590,8 +582,15 @@ class Engine:
             infinite = torch.where(found > 0, float("inf"), 0.0)
             grads[0][:1].add_(infinite.to(device=grads[0].device, dtype=grads[0].dtype))
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_while_away("optimizer.step()")
+        arguments = None
+        closure = kwargs.get("closure", args[0] if args else None)
+        if closure is not None and self.config.offloads:
+            # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
+            with torch.enable_grad():
+                loss = closure()
+            arguments = ((lambda: loss), *args[1:]), {key: value for key, value in kwargs.items() if key != "closure"}
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
@@ -617,6 +616,7 @@ class Engine:
                     )
 
         self._begin_step()
+        return arguments
 
     def _step_unit(self, unit: Unit) -> None:
         """In backward: this unit's gradients are final."""
@@ -664,6 +664,8 @@ class Engine:
                     shard.show_grad()
         if self._uses_disk:
             self._agree_on_step()
+        if self.recorder is not None:
+            self.recorder.step()
         if self._monitor is not None:
             self._monitor.look()
 
@@ -696,6 +698,28 @@ class Engine:
                 raise failure
 
         agree.together(self._wire, "an optimizer step over offloaded state", tell, answer=False, kind=TierError)
+
+    def _make_room(self, bytes_: int) -> None:
+        """In the middle of a pass: other units' optimizer state may go."""
+        empty_cache(self.device)
+        if self._monitor is not None:
+            self._monitor.make_room(Tier.DEVICE, bytes_)
+            empty_cache(self.device)
+
+    def advice(self) -> str:
+        """What of the settings would have made this model fit on the device as it is now. Without communication."""
+        held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
+        ways = alternatives(self.plan, held, self.precision, state_tensors(self.optimizer))
+        text = "; or ".join(ways)
+        return (
+            f"{held} bytes of it are in use; at peak the plan counts {self.plan.memory.at_peak(Tier.DEVICE)} and activations. "
+            f"What would take less: {text or 'more ranks'}; or a smaller batch, or gradient checkpointing"
+        )
+
+    def _explain_out_of_memory(self, *_: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
+            error.add_note(f"hf_zero: {self.advice()}. The model's state is whole: the next forward starts afresh")
 
     def _any_rank(self, mine: bool) -> bool:
         return bool(self._wire.max_scalar(torch.tensor(float(mine), device=self.device)))
@@ -787,6 +811,7 @@ def shard(
     *,
     mixed_precision: str | None = "no",
     machine: Machine | None = None,
+    device: torch.device | None = None,
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
 
@@ -795,10 +820,12 @@ def shard(
     parameter values are sent around when ranks differ.
 
     Args:
-        model: on its final device, in its final type.
+        model: on its final device (see `device`), in its final type.
         optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state. None to
             evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
+        device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
+            does. None: where the model is.
         machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
 
     Raises:
@@ -809,7 +836,7 @@ def shard(
     """
     if engine_of(model) is not None:
         raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
-    engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision, machine)
+    engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision, machine, device)
     return engine
 
 
@@ -827,12 +854,6 @@ def tiers_of(placements: Iterable[Placement]) -> Iterator[Tier]:
     for placement in placements:
         yield placement.parameters
         yield from (tier for tier, _ in placement.optimizer)
-
-
-def _count(storages: dict[int, int], tensor: Tensor) -> None:
-    storage = tensor.untyped_storage()
-    if storage.nbytes():
-        storages[storage.data_ptr()] = storage.nbytes()
 
 
 def _override(target: object, name: str, method: Callable[..., Any]) -> None:

@@ -33,3 +33,7 @@ class CheckpointError(ZeroError, RuntimeError):
 
 class TierError(ZeroError, RuntimeError):
     """Bytes that could not be moved: a disk that is full, fails, or was cut short."""
+
+
+class OutOfMemoryError(ZeroError, MemoryError):
+    """Memory that the engine could not have. Says what was needed and which setting would have fit."""

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .birth import HOLDERS, INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds, wire_device
 from .comm import SoloWire, home_device, open_wire
+from .config import OFFLOADS
 from .errors import ConfigError
 from .guard import guard
 
@@ -84,18 +85,28 @@ class Init:
             every number (rank 0's, where the ranks were seeded differently; each then has its own state again). `fast`: what
             initialises element by element is drawn by each rank for its own slice alone, and depends on the number of ranks;
             what does not (`orthogonal_`, `trunc_normal_`) is done as in `exact`.
+        offload_params: as in the `ZeroConfig` that the model will be sharded with. With `disk` or `auto`, `from_pretrained`
+            leaves the values of parameters where they are, in their safetensors files, until something changes or needs them;
+            those that are frozen when `shard` puts them on disk are read from these files from then on, and never copied. The
+            files must stay as they are; a change is an error. Parameters that are converted or cast in loading are read.
         enabled: False to do nothing.
 
     Attributes:
         wire: the ranks.
         peak_numel: the most parameter elements that were whole at once so far.
         bytes_read: by this rank, of weight files, by what loads them.
+        leaves_at_rest: whether values may stay in their files.
     """
 
-    def __init__(self, *, init: str = "exact", enabled: bool = True) -> None:
+    def __init__(self, *, init: str = "exact", offload_params: str = "none", enabled: bool = True) -> None:
         if init not in ("exact", "fast"):
             raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
+        if offload_params not in OFFLOADS:
+            raise ConfigError(
+                f"zero.Init: offload_params must be one of {', '.join(OFFLOADS)}, found {offload_params!r}"
+            )
         self.init = init
+        self.leaves_at_rest = offload_params in ("disk", "auto")
         self.enabled = enabled
         self.wire: SoloWire = SoloWire()
         self.peak_numel = 0

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import tempfile
@@ -122,6 +123,11 @@ class Machine:
         )
 
 
+def kept(cache: Path) -> Path:
+    """The file in the folder `cache` that holds what was measured on this host."""
+    return cache / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"
+
+
 # Bytes --------------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +153,11 @@ def free_device_bytes(device: torch.device) -> int:
     """Of a CUDA device: what is free, and what torch's allocator keeps without using it."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def device_bytes_in_use(device: torch.device) -> int:
+    """What torch has allocated on a CUDA device; 0 elsewhere."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 def free_host_bytes(ranks: int = 1) -> int:

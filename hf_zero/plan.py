@@ -5,6 +5,7 @@ A plan is a layout, a tier for every state, and the bytes and seconds that follo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,7 +127,7 @@ def plan(
     """
     request = _Request(layout, machine, config, world_size, precision, optimizer_tensors, batch, backward_per_step)
     problem = request.problem()
-    placements = solve(problem) if request.is_auto else _as_asked(problem)
+    placements = solve(problem) if config.is_auto else _as_asked(problem)
     if placements is None:
         raise ConfigError(request.shortfall(problem))
     memory = memory_of(layout, placements, problem.setup, problem.activations)
@@ -169,10 +170,6 @@ class _Request:
     optimizer_tensors: int
     batch: Batch | None
     backward_per_step: int
-
-    @property
-    def is_auto(self) -> bool:
-        return self.config.is_auto
 
     def problem(self) -> Problem:
         """Raises:
@@ -286,6 +283,10 @@ class _Request:
         return high
 
 
+OFFLOAD_STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("offload_optimizer='cpu'", {"offload_optimizer": "cpu", "offload_params": "none"}),
+    ("offload_optimizer='cpu' and offload_params='cpu'", {"offload_optimizer": "cpu", "offload_params": "cpu"}),
+)
 NAMES = {
     "device": "device_memory",
     "host": "host_memory",
@@ -303,6 +304,25 @@ ALTERNATIVES: tuple[tuple[str, dict[str, Any]], ...] = (
         {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto", "step_in_backward": True},
     ),
 )
+
+
+def alternatives(made: Plan, device_bytes: int, precision: Precision, optimizer_tensors: int) -> Iterator[str]:
+    """Other settings than a plan's, with the device memory that each would save at peak, the cheapest first."""
+    now = made.memory.at_peak(Tier.DEVICE)
+    for text, changes in OFFLOAD_STEPS:
+        config = replace(made.config, **changes, device_memory=None, host_memory=None)
+        with contextlib.suppress(ConfigError):
+            other = plan(
+                made.layout,
+                Machine(),
+                config,
+                world_size=made.world_size,
+                precision=precision,
+                optimizer_tensors=optimizer_tensors,
+            )
+            saved = now - other.memory.at_peak(Tier.DEVICE)
+            if saved > 0:
+                yield f"{text} ({size_text(min(saved, max(device_bytes, 1)))} less)"
 
 
 def recut(layout: Layout, shards: int) -> Layout:

@@ -1,4 +1,4 @@
-"""What lives where, in bytes per rank, what moves and what is waited for: predicted beside measured, beside plain data parallel.
+"""What lives where, in bytes per rank, what moves and what is waited for: predicted, measured, and under plain data parallel.
 
 Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of `costs.KINDS` and `costs.ROADS`.
 """
@@ -31,13 +31,14 @@ class TierRow:
 
     tier: str
     kind: str
+    """`all`: their sum, whose peak is that of one moment."""
     predicted: int
     """At rest; gradients as between backward and step."""
     measured: int
     """Now."""
     predicted_peak: int
     measured_peak: int | None
-    """Highest since recording began; None where nobody records, or where only the sum of a tier can be measured."""
+    """Highest since recording began, on its own; None where nobody records, and for activations, which nobody counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,11 @@ class Report:
         if not self.tiers:
             return []
         lines = ["", f"{'MiB by tier':<24}{'predicted':>12}{'now':>12}{'predicted peak':>16}{'peak':>12}"]
-        for tier in dict.fromkeys(row.tier for row in self.tiers):
-            rows = [row for row in self.tiers if row.tier == tier]
-            for name, some in [(f"{tier}: {row.kind}", [row]) for row in rows[:-1]] + [(f"{tier}, all", rows[-1:])]:
-                row = some[0]
-                lines.append(
-                    f"{name:<24}{row.predicted / _MIB:>12.1f}{row.measured / _MIB:>12.1f}"
-                    f"{row.predicted_peak / _MIB:>16.1f}{_mib(row.measured_peak):>12}"
-                )
+        for row in self.tiers:
+            lines.append(
+                f"{f'{row.tier}, {row.kind}':<24}{row.predicted / _MIB:>12.1f}{row.measured / _MIB:>12.1f}"
+                f"{row.predicted_peak / _MIB:>16.1f}{_mib(row.measured_peak):>12}"
+            )
         return lines
 
     def _of_roads(self) -> list[str]:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .errors import StateError
+from .errors import OutOfMemoryError, StateError
 from .inflight import Inflight
 from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Disk, Link, Meter, OnDisk, Records, Tier, Values, fetch
 
@@ -29,6 +29,14 @@ MASTER = "master"
 
 Fields = tuple[tuple[str, torch.dtype], ...]
 """Element-wise states of an optimizer group: name, type."""
+
+
+T = TypeVar("T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch, on any device, could not allocate."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 class Storage:
@@ -52,6 +60,10 @@ class Storage:
         self._landing: Shard | None = None
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
+        self.make_room: Callable[[int], None] = lambda bytes_: None
+        """Asked to free device memory before an allocation is tried a second time."""
+        self.explain: Callable[[], str] = lambda: ""
+        """What would have fitted, for the message of one that failed twice."""
 
     @property
     def disk(self) -> Disk:
@@ -65,6 +77,27 @@ class Storage:
     @property
     def has_disk(self) -> bool:
         return self._disk is not None
+
+    def allocate(self, what: str, bytes_: int, make: Callable[[], T]) -> T:
+        """`make()`, which allocates device memory; once more, after making room, where there was none.
+
+        Raises:
+            OutOfMemoryError: there is none.
+        """
+        try:
+            return make()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.make_room(bytes_)
+        try:
+            return make()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"{what}: {bytes_} bytes could not be had on {self.device}. {self.explain()}"
+            ) from error
 
     def land(self, shard: Shard | None) -> None:
         """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""

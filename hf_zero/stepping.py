@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -69,8 +70,8 @@ class Twin:
 def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key, value in options.items():
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            options[key] = value.cpu()
+        if isinstance(value, Tensor):  # a copy: a scheduler writes to it while the step goes on
+            options[key] = value.detach().to("cpu", copy=True)
     if options.get("capturable"):
         options["capturable"] = False  # of graphs on the device
     if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
@@ -157,8 +158,9 @@ class Stepper:
         self.storage = storage
         self.failure: BaseException | None = None
         self.wait_s = 0.0
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._start)
+        # A function that knows nothing of this object: an idle thread must not keep it.
+        start = partial(torch.set_num_threads, threads) if threads is not None else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=start)
         self._lock = threading.Lock()
         self._queued = 0
         self._ahead: deque[tuple[Records, int]] = deque()  # records that will be needed, in order
@@ -171,10 +173,6 @@ class Stepper:
         self._lanes: list[Tensor] = []
         self._lanes_made = 0
         self._current: Step | None = None
-
-    def _start(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
 
     @property
     def memory_bytes(self) -> int:
@@ -245,6 +243,8 @@ class Stepper:
                 self._queued -= 1
                 idle = self._queued == 0
             step.worked = True
+            step.claims.clear()
+            self._current = None
             self._drain(0 if idle or step.error else SLABS)
             if step.error is not None:
                 self._abandon(step)

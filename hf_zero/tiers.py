@@ -12,6 +12,7 @@ Every road counts into a `Meter`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -31,7 +32,7 @@ from concurrent.futures import wait as wait_for_all
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -252,34 +253,50 @@ def empty_cache(device: torch.device) -> None:
 # Threads that move bytes --------------------------------------------------------------------------------------------
 
 
+_Job = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
+
+
 class _Workers:
     """A few threads for blocking calls. They start when first needed and never hold up the end of the process."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._started = False
+        self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
         with self._lock:
-            if not self._started:
-                for index in range(THREADS):
-                    threading.Thread(target=self._run, name=f"hf_zero-disk-{index}", daemon=True).start()
-                self._started = True
+            while len(self._threads) < THREADS:
+                self._threads.append(threading.Thread(target=self._run, name="hf_zero disk", daemon=True))
+                self._threads[-1].start()
         future: Future[None] = Future()
         self._queue.put((future, function, args))
         return future
 
+    def stop(self) -> None:
+        """Forget what has not begun and see what has to its end, unless the disk hangs.
+
+        A thread that frees a tensor while the interpreter is taken down aborts the process.
+        """
+        with self._lock, contextlib.suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+        self._threads.clear()
+
     def _run(self) -> None:
-        while True:
-            future, function, args = self._queue.get()
+        while (job := self._queue.get()) is not None:
+            future, function, args = job
             try:
                 function(*args)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del future, function, args  # an idle thread holds no buffer
+            del job, future, function, args  # an idle thread holds no buffer
 
 
 _workers = _Workers()
@@ -290,6 +307,7 @@ def _renew_workers() -> None:
     _workers = _Workers()
 
 
+atexit.register(lambda: _workers.stop())
 os.register_at_fork(after_in_child=_renew_workers)  # threads do not survive a fork
 
 

@@ -10,7 +10,7 @@ Storage of one span (class `Flat`), in elements of the compute dtype unless said
            because autograd keeps views of it (`weight.t()`) between forward and backward.
 * `views`  `full` cut into parameter shapes; a gathered parameter's `.data` is its view.
 * `own`    1-D, this rank's slice at rest: a slice of `full` where that stays, else a buffer of its own, on the device, in
-           host memory or on disk (`rest`).
+           host memory or on disk (`rest`). Frozen values that stay in the model's own files are in the type they have there.
 * `shards` the slice in the master dtype, the optimizer's parameters, in one stretch or several, each in a tier of its own
            (see `shard`). The same memory as `own` when the two types and tiers are equal.
 * `guards` one NaN per parameter; a released parameter's `.data` is its guard expanded to the true shape. A stray read
@@ -36,8 +36,8 @@ from .errors import StateError, TierError
 from .inflight import Inflight
 from .layout import Span, UnitLayout
 from .precision import Precision, dtype_of
-from .shard import Fields, Shard, Storage, assembled, is_elementwise
-from .tiers import BLOCK_NUMEL, OnDisk, Records, Tier, Values, fetch
+from .shard import MASTER, Fields, Shard, Storage, assembled, is_elementwise
+from .tiers import BLOCK_NUMEL, SLAB_NUMEL, FilePieces, OnDisk, Records, Tier, Values, fetch
 
 
 class Step(Protocol):
@@ -83,14 +83,18 @@ class Flat:
         self.storage = storage
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
-        self.device = params[0].device
+        self.device = storage.device
         spec = span.spec
         self.compute_dtype, self.master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
         self.rest = placement.parameters
         with torch.no_grad():
-            whole = self._whole()
-            self.full = whole if self.compute_dtype == self.master_dtype else whole.to(self.compute_dtype)
+            at_rest = self._at_rest(wire)
+            if at_rest is None:
+                whole = self._whole()
+                self.full = whole if self.compute_dtype == self.master_dtype else whole.to(self.compute_dtype)
+            else:
+                self.full = whole = torch.empty(span.numel, dtype=self.compute_dtype, device=self.device)
             begin = self.rank * span.slice_numel
             self.place = self.full[begin : begin + span.slice_numel]
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
@@ -98,7 +102,7 @@ class Flat:
             self._region: Records | None = None
             self.shards: list[Shard] = []
             self.own: Values = self.place
-            self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields)
+            self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
         self.views = self._cut(self.full)
         self.full_bytes = self.full.numel() * self.full.element_size()
         # A released parameter shows its own type, whatever it is gathered in.
@@ -128,8 +132,36 @@ class Flat:
         whole[self.span.used_numel :].zero_()
         return whole
 
-    def _settle_in(self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields) -> None:
-        """`own` and the shards, each in its tier, from the slice's values."""
+    def _at_rest(self, wire: SoloWire) -> Records | None:
+        """The slice of a frozen span on disk, where its values are at rest in the model's own files: no copy is made of them.
+
+        A collective for parameters with an origin.
+        """
+        births = [birth for param in self.params if (birth := birth_of(param)) is not None and birth.origin is not None]
+        if self.rest is not Tier.DISK or self.span.trainable or len(births) < len(self.params):
+            return None
+        if not all(wire.exchange(all(birth.at_rest for birth in births))):
+            return None  # some rank was given its part, and may have written to it
+        origins = {slot.spec.name: birth.origin for slot, birth in zip(self.span.slots, births)}
+        parts = [
+            (part.slice_start, origin[part.param_start : part.param_start + part.numel])
+            for part in self.span.overlaps(self.rank)
+            if (origin := origins[part.slot.spec.name]) is not None
+        ]
+        for param in self.params:
+            hand_over(param, None)
+        numel = self.span.slice_numel
+        pieces = FilePieces(numel, self.master_dtype, parts, self.storage.meter)
+        return Records(self.storage.disk, numel, SLAB_NUMEL, ((MASTER, self.master_dtype),), pieces)
+
+    def _settle_in(
+        self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields, at_rest: Records | None
+    ) -> None:
+        """`own` and the shards, each in its tier, from the slice's values; `mine` is undefined where they are at rest."""
+        if at_rest is not None:
+            self.shards.append(_shard_of(self.storage, at_rest))
+            self.own = self.shards[0].values
+            return
         equal = self.compute_dtype == self.master_dtype
         shares = equal and self.rest is Tier.DISK and len(stretches) == 1 and stretches[0][0] is Tier.DISK
         if not shares:
@@ -162,7 +194,7 @@ class Flat:
         if self.rest is Tier.HOST:
             return self.storage.link.empty(numel, self.compute_dtype).copy_(values)
         if not self.resident:
-            return values.to(self.device, copy=True)
+            return values.to(self.device, self.compute_dtype, copy=True)
         return self.place if values is self.place else self.place.copy_(values)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
@@ -179,8 +211,7 @@ class Flat:
 
     def open(self) -> None:
         """Give `full` its storage back; a gather fills it."""
-        if not self.resident:
-            self.full.untyped_storage().resize_(self.full_bytes)
+        self.full.untyped_storage().resize_(self.full_bytes)
 
     def close(self) -> None:
         if not self.resident:
@@ -209,8 +240,12 @@ class Flat:
 
             def finish() -> None:
                 read.close()
-                link.up(landing, self.place).close()
-                self.storage.give_back(landing)
+                values = landing
+                if landing.dtype != self.compute_dtype:
+                    values = self.storage.scratch(own.numel(), self.compute_dtype).copy_(landing)
+                    self.storage.give_back(landing)
+                link.up(values, self.place).close()
+                self.storage.give_back(values)
 
             return Inflight((), (), finish)
         return link.up(own, self.place)
@@ -387,7 +422,7 @@ class Flat:
         """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
         wanted = dtype or self.reduce_dtype
         if self._bucket is None or self._bucket.dtype != wanted:
-            self._bucket = torch.empty(self.span.numel, dtype=wanted, device=self.device)
+            self._bucket = self.allocate(self.span.numel, wanted)
             self._bucket_views = self._cut(self._bucket)
             self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
         else:
@@ -395,6 +430,15 @@ class Flat:
         if self.span.used_numel < self.span.numel:
             self._bucket[self.span.used_numel :].zero_()
         return self._bucket, self._bucket_views
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Device memory for gradients, 1-D."""
+
+        def make() -> Tensor:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+        what = f"gradients of {self.span.spec.name!r} and what is with it"
+        return self.storage.allocate(what, numel * dtype.itemsize, make)
 
     def drop_bucket(self) -> None:
         if self._bucket is not None:
@@ -460,6 +504,15 @@ class Flat:
             shard.drop_grad()
 
 
+def _shard_of(storage: Storage, records: Records) -> Shard:
+    """A frozen shard whose values are in `records` already, and serve as the parameters' slice, too."""
+    dtype = records.fields[MASTER]
+    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(records.numel)
+    shard = Shard(storage, 0, nothing, Tier.HOST, trainable=False, alias=nothing)
+    shard.tier, shard.records = Tier.DISK, records
+    return shard
+
+
 def _fill(views: list[Tensor], grads: list[Tensor | None]) -> None:
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(views):
@@ -516,7 +569,8 @@ class Unit:
         self.close()
         self.finish_step()
         for flat in self.flats:
-            flat.open()
+            if not flat.resident:
+                flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
         if not any(flat.rest is Tier.DISK for flat in self.flats):
@@ -626,7 +680,7 @@ class Unit:
                 flat.add_local()
                 continue
             source = flat.source(self.wire)
-            mean = torch.empty(flat.span.slice_numel, dtype=flat.master_dtype, device=source.device)
+            mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 

@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py                                   # every engine that is installed, 50M parameters, fp32
     python scripts/benchmark.py --engines zero3 fsdp2 --dtype bf16 --output runs/benchmark.json
+    python scripts/benchmark.py --offload                         # optimizer and parameters elsewhere (benchmark_offload.py)
 
 Each measurement is a launch of its own (`benchmark_worker.py` says how each number is taken and why so). Step times are
 ratios to DDP, which runs in turn with each engine in the same processes; DDP's own row is such a pair too, so how far
@@ -22,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,9 +73,16 @@ def threads(world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-def launch(job: Job, timeout: float, malloc: str = "default") -> list[dict[str, Any]]:
+def launch(
+    job: Job,
+    timeout: float,
+    malloc: str = "default",
+    *,
+    worker: Path = WORKER,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
     """Run `job` on its ranks and return each rank's result; if one rank fails or time is up, none is left behind."""
-    environment = (
+    common = (
         os.environ
         | MALLOC[malloc]
         | {
@@ -84,6 +93,7 @@ def launch(job: Job, timeout: float, malloc: str = "default") -> list[dict[str, 
             "OMP_NUM_THREADS": str(threads(job.world_size)),
             "HF_HUB_OFFLINE": "1",
         }
+        | environment
     )
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         ranks: list[subprocess.Popen[bytes]] = []
@@ -91,12 +101,12 @@ def launch(job: Job, timeout: float, malloc: str = "default") -> list[dict[str, 
         logs = [Path(folder, f"{rank}.log") for rank in range(job.world_size)]
         try:
             for rank, (result, log) in enumerate(zip(results, logs)):
-                command = [sys.executable, str(WORKER), json.dumps(asdict(job)), str(result)]
+                command = [sys.executable, str(worker), json.dumps(asdict(job)), str(result)]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as stream:
                     # A rank ends when the pipe that is its stdin closes, so none outlives this process.
                     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stream, "stderr": stream}
-                    ranks.append(subprocess.Popen(command, env=environment | own, start_new_session=True, **streams))
+                    ranks.append(subprocess.Popen(command, env=common | own, start_new_session=True, **streams))
             await_ranks(job, ranks, logs, timeout)
             return [json.loads(result.read_text()) for result in results]
         finally:
@@ -343,6 +353,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a row")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a launch is given up")
     parser.add_argument("--output", type=Path, help="write the results as JSON to this file")
+    parser.add_argument(
+        "--offload",
+        nargs="*",
+        metavar="KIND",
+        help="measure offloading instead, with options of its own: --offload --help",
+    )
     values = parser.parse_args(arguments)
     for name in ("world_size", "rounds", "blocks", "steps", "accumulation", "batch", "sequence", "timeout"):
         if getattr(values, name) <= 0:
@@ -378,6 +394,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if "--offload" in (sys.argv[1:] if arguments is None else arguments):
+        import benchmark_offload
+
+        return benchmark_offload.main(arguments)
     options = parse(arguments)
     console = Console(width=max(140, Console().width))
     skipped = {engine: f"{module} is not installed" for engine in options.engines if (module := missing(engine))}

@@ -99,6 +99,7 @@ PUBLIC = [
     "GatheredParameters",
     "Init",
     "LayoutError",
+    "OutOfMemoryError",
     "RankMismatchError",
     "Report",
     "StateError",

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,7 +32,15 @@ from ..birth import birth_of
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, UnsupportedOptimizerError
+from ..machine import Machine, kept
 from .accelerate_state import ZeroStateMixin
+
+
+def _probed() -> Machine | None:
+    """The speeds that `hf-zero probe` has measured on this host, if it has."""
+    path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
+    return Machine.load(path) if path.exists() else None
+
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -245,9 +254,15 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
                 return None
             self._zero_check_model(model)
             _adopt_trainer()  # one that was given an Accelerator from elsewhere
+            device = None
             if self.device_placement if placement is None else placement:
-                model.to(self.device)
-            engine = shard(model, optimizer, config, mixed_precision=self._zero_precision())
+                if config.offloads and next(model.parameters()).device.type == "cpu":
+                    device = self.device  # unit by unit: the whole may not fit there
+                else:
+                    model.to(self.device)
+            engine = shard(
+                model, optimizer, config, mixed_precision=self._zero_precision(), machine=_probed(), device=device
+            )
             _SHARDED.discard(model)
         elif engine.config != config:
             raise ConfigError(

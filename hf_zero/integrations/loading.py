@@ -1,9 +1,10 @@
 """`from_pretrained` inside `zero.Init`: each rank reads its own elements of every parameter, and no others.
 
 The stock loader says what belongs where (`planned_load`); the bytes are read here. What a file holds as it is needed is
-read in ranges; what must be computed from whole tensors is computed group by group and cut at once; buffers are read
-whole. Before and after, everything is transformers' own: its report, missing keys, ties. Files that are not safetensors,
-state dicts and quantised models take the stock path, parameter by parameter under the eyes of `zero.Init`.
+read in ranges, or left there (`Init(offload_params="disk")`); what must be computed from whole tensors is computed group by
+group and cut at once; buffers are read whole. Before and after, everything is transformers' own: its report, missing keys,
+ties. Files that are not safetensors, state dicts and quantised models take the stock path, parameter by parameter under the
+eyes of `zero.Init`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
 from ..agree import together
-from ..birth import birth_of
+from ..birth import birth_of, born_at_rest
 from ..comm import SoloWire
 from ..errors import ConfigError, LayoutError
 from ..init import Init, born, slice_bounds
 from ..placement import Replay, Segment
+from ..precision import dtype_of
 from ..reader import Reader, Wanted
 from ..safetensors_io import read_header
+from ..tiers import FilePieces, FileSource, Meter, OnDisk, Stamp
 from ..weights import Stored
 from .recording import swapped
 from .weights import EXTRA_STATE, PlannedLoad, planned_load
@@ -121,9 +124,12 @@ def _readable(model: PreTrainedModel, files: Sequence[str], config: Any) -> bool
 def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
     what = f"from_pretrained of {type(model).__name__}"
 
+    stamps: dict[Path, Stamp] = {}
+
     def plan() -> tuple[dict[str, Stored], PlannedLoad]:
         stored = {}
-        for path in map(Path, files):
+        for path in (Path(file).absolute() for file in files):
+            stamps[path] = Stamp.of(path)
             header = read_header(path)
             init.bytes_read += header.header_bytes
             for key, place in header.tensors.items():
@@ -133,24 +139,38 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
     with torch.no_grad():
         stored, planned = together(init.wire, what, plan, answer=False)[0]
         wrong = {item[0] for item in planned.info.mismatched_keys}
-        filling = _Filling(init.wire, model, stored, config.device_map)
+        filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)
         try:
             together(init.wire, what, lambda: filling.read(planned, wrong))
         finally:
             init.bytes_read += filling.reader.bytes_read
-        _tie(init.wire, model, planned)
+        _tie(init.wire, model, planned, what)
     return planned.info
 
 
 class _Filling:
-    """The stand-ins that a planned load left in a model become born parameters and buffers with values."""
+    """The stand-ins that a planned load left in a model become born parameters and buffers with values.
 
-    def __init__(self, wire: SoloWire, model: Any, stored: Mapping[str, Stored], device_map: Any) -> None:
+    Args:
+        stamps: of the files, to leave there what can be; None: everything is read.
+    """
+
+    def __init__(
+        self,
+        wire: SoloWire,
+        model: Any,
+        stored: Mapping[str, Stored],
+        device_map: Any,
+        stamps: Mapping[Path, Stamp] | None,
+    ) -> None:
         self._wire, self._model, self._stored = wire, model, stored
         self._device_map = device_map or {"": "cpu"}
+        self._stamps = stamps
         self._stand_ins: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
+        self._origins: dict[str, OnDisk] = {}
         self.reader = Reader(Path(), None)
+        self._meter = Meter()
 
     def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
         """Without communication. Names in `wrong` are left as they are: their shapes do not fit."""
@@ -160,24 +180,45 @@ class _Filling:
             if name in wrong:
                 continue
             segments = planned.trace.segments(result)
+            origin = self._origin(name, result, segments)
             if segments is None:
                 computed[name] = result
+            elif origin is not None:
+                self._stand_ins[name], self._origins[name] = result, origin
             else:
                 wanted += self._ranges(name, result, segments)
         self.reader.read(wanted)
         for replay in planned.trace.replays(computed):
             self._compute(replay, computed)
         self.reader.close()
-        for name in self._own:
+        for name in (*self._own, *self._origins):
             self._plant(name)
+
+    def _origin(self, name: str, stand_in: Tensor, segments: Sequence[Segment] | None) -> OnDisk | None:
+        """A parameter's elements in the files; None where they must be read now."""
+        if self._stamps is None or not segments or not self._is_parameter(name):
+            return None
+        if any(dtype_of(self._stored[item.source].dtype) != stand_in.dtype for item in segments):
+            return None
+        size, parts = stand_in.element_size(), []
+        for item in segments:
+            stored = self._stored[item.source]
+            offset, stamp = stored.start + item.source_start * size, self._stamps[stored.file]
+            source = FileSource(stored.file, offset, stand_in.dtype, item.numel, self._meter, stamp)
+            parts.append((item.start, OnDisk(source)))
+        if len(parts) == 1:
+            return parts[0][1]
+        return OnDisk(FilePieces(stand_in.numel(), stand_in.dtype, parts, self._meter))
+
+    def _device_of(self, name: str) -> torch.device:
+        return torch.device(get_device(self._device_map, name, valid_torch_device=True))
 
     def _room(self, name: str, stand_in: Tensor) -> tuple[Tensor, int, int]:
         """1-D memory for what this rank holds of a parameter or buffer, and which elements these are."""
         self._stand_ins[name] = stand_in
         numel = stand_in.numel()
         low, high = slice_bounds(numel, self._wire.rank, self._wire.size) if self._is_parameter(name) else (0, numel)
-        device = torch.device(get_device(self._device_map, name, valid_torch_device=True))
-        own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=device)
+        own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
         return own, low, high
 
     def _ranges(self, name: str, stand_in: Tensor, segments: Sequence[Segment]) -> list[Wanted]:
@@ -201,21 +242,26 @@ class _Filling:
         return last in self._model.get_submodule(path)._parameters
 
     def _plant(self, name: str) -> None:
-        own, stand_in = self._own[name], self._stand_ins[name]
+        stand_in, origin = self._stand_ins[name], self._origins.get(name)
         path, _, last = name.rpartition(".")
         module = self._model.get_submodule(path)
         if last == EXTRA_STATE:
-            module.set_extra_state(own.view(stand_in.shape))
+            module.set_extra_state(self._own[name].view(stand_in.shape))
             return
-        value: Any = own.view(stand_in.shape) if last not in module._parameters else None
-        if value is None:
-            trained = module._parameters[last].requires_grad
+        value: Any
+        if last not in module._parameters:
+            value = self._own[name].view(stand_in.shape)
+        elif origin is not None:
+            device, trained = self._device_of(name), module._parameters[last].requires_grad
+            value = born_at_rest(stand_in.shape, origin, self._wire, device=device, requires_grad=trained)
+        else:
+            own, trained = self._own[name], module._parameters[last].requires_grad
             value = born(stand_in.shape, own.dtype, own, self._wire, device=own.device, requires_grad=trained)
         value._is_hf_initialized = True  # transformers' own word for: not to be drawn again
         setattr(module, last, value)
 
 
-def _tie(wire: SoloWire, model: Any, planned: PlannedLoad) -> None:
+def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
     """Tied parameters that the files have under both names: one parameter if equal, as the stock loader finds.
 
     It would compare whole values. Where the slices are equal it is told that one of the two is missing; where they are not,
@@ -228,8 +274,13 @@ def _tie(wire: SoloWire, model: Any, planned: PlannedLoad) -> None:
         for target, source in getattr(model, "all_tied_weights_keys", {}).items()
         if {target, source} <= planned.results.keys() - wrong
     ]
-    mine = [_equal_slices(model.get_parameter(target), model.get_parameter(source)) for target, source in pairs]
-    for (target, source), answers in zip(pairs, zip(*wire.exchange(mine)) if pairs else ()):
+    if not pairs:
+        return
+
+    def compare() -> list[bool]:
+        return [_equal_slices(model.get_parameter(target), model.get_parameter(source)) for target, source in pairs]
+
+    for (target, source), answers in zip(pairs, zip(*together(wire, what, compare))):
         if all(answers):
             path, _, last = target.rpartition(".")
             setattr(model.get_submodule(path), last, model.get_parameter(source))
@@ -240,7 +291,7 @@ def _equal_slices(one: nn.Parameter, other: nn.Parameter) -> bool:
     first, second = birth_of(one), birth_of(other)
     if one.shape != other.shape or first is None or second is None:
         return False
-    return torch.equal(first.own, second.own)
+    return torch.equal(first.values(), second.values())
 
 
 __all__ = ["reading"]

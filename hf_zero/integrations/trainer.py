@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
@@ -35,7 +36,7 @@ from ..loading import Loading
 from ..manifest import MANIFEST
 from ..saving import Saving
 from ..staging import SUFFIX, Occupancy, recover
-from .accelerate import ZeroAcceleratorMixin, bare_optimizer
+from .accelerate import ZeroAcceleratorMixin, ZeroPlugin, bare_optimizer
 from .checkpoints import (
     MAX_SHARD_SIZE,
     Desk,
@@ -94,6 +95,11 @@ class ZeroTrainerMixin(_TrainerBase):
                 "between the arguments and the Trainer, and accelerate keeps its settings: build it later or drop it"
             )
         check_arguments(self.args)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # What is offloaded goes there unit by unit, when the model is sharded; the whole may not fit.
+        if not self.accelerator.zero_plugin.config.offloads:
+            super()._move_model_to_device(model, device)
 
     def _zero_engine(self) -> Engine | None:
         return engine_of(self.model)
@@ -435,6 +441,15 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ConfigError(
                 f"{name} casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
             )
+    plugin = args.parallelism_config
+    if isinstance(plugin, ZeroPlugin) and plugin.step_in_backward:
+        if args.max_grad_norm:
+            raise ConfigError(
+                f"step_in_backward updates parameters before all gradients are there, so max_grad_norm={args.max_grad_norm} "
+                "cannot be honoured: set max_grad_norm=0, or turn step_in_backward off"
+            )
+        if args.fp16:
+            raise ConfigError("step_in_backward does not go with fp16: use bf16, or turn it off")
     if args.save_on_each_node:
         raise ConfigError("save_on_each_node: all ranks write one folder together; save to a shared one")
     if str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"):

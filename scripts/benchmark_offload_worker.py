@@ -1,0 +1,463 @@
+"""One rank of one launch of `benchmark_offload.py`: measure one case, write what was seen as JSON.
+
+A measurement is a list of *subjects* that take turns in the same processes, in the order A B, B A, …, so that what else the
+machine does hits all alike. In a turn all ranks start together, and the slowest rank's time counts. Each subject comes
+with the bytes that one turn of it must move through memory or to and from the disk, so that speeds can be compared.
+
+* `step-host`: `optimizer.step()` until the last parameter is where it rests, against two references over as many elements:
+  in-place torch operators with the same reads and writes (no arithmetic to speak of: the bandwidth there is), and torch's fused
+  AdamW over one tensor.
+* `step-disk`: the same step with the optimizer's state on disk, against plain positional O_DIRECT reads and writes of as many
+  bytes, at the same time, in a file beside it.
+* `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
+* `gpu`: whole steps of a Llama-class model on one GPU, each engine in processes of its own.
+* `plan`: `hf_zero.plan` for GPT-3's shapes on 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmark_engines import LEARNING_RATE, Job, Step, build_model, setup
+from benchmark_worker import Batches, end_with_parent, synchronize
+from torch import Tensor, nn
+
+import hf_zero as zero
+
+WARM_UP = 2
+LAYERS = 16
+REQUEST_BYTES = 4 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadJob(Job):
+    """What one launch measures. `measure` is the kind, `engine` the case's name within it."""
+
+    config: Mapping[str, Any]
+    """Of `ZeroConfig`, or the engine's own."""
+    numel: int = 1 << 26
+    """Elements of optimizer state per rank, about, of the kinds that step without a real model."""
+    folder: str | None = None
+
+    def but(self, **changes: Any) -> OffloadJob:
+        return replace(self, **changes)
+
+
+@dataclass
+class Subject:
+    """What takes turns. `ready` comes before each turn and is not timed."""
+
+    turn: Callable[[], Any]
+    bytes: float = 0.0
+    """That one turn must read and write; 0 where only times are compared."""
+    ready: Callable[[], Any] = lambda: None
+
+
+def take_turns(subjects: Mapping[str, Subject], job: Job, device: torch.device) -> dict[str, Any]:
+    """Seconds of every turn by subject, of the slowest rank, and of the very first turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    order = list(subjects)
+    for _ in range(WARM_UP + job.steps):
+        for name in order:
+            subject = subjects[name]
+            subject.ready()
+            synchronize(device)
+            dist.barrier()
+            start = time.perf_counter()
+            subject.turn()
+            synchronize(device)
+            taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            seconds[name].append(float(taken))
+        order.reverse()
+    return {
+        "first_seconds": {name: times[0] for name, times in seconds.items()},
+        "seconds": {name: times[WARM_UP:] for name, times in seconds.items()},
+        "bytes": {name: subject.bytes for name, subject in subjects.items()},
+    }
+
+
+# Steps without a model to speak of ------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """`LAYERS` square matrices for each rank: gradients of every element at next to no cost."""
+
+    def __init__(self, numel: int, world_size: int) -> None:
+        super().__init__()
+        width = max(8, math.isqrt(numel // LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS * world_size))
+        self.batch = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+
+    def forward(self) -> Tensor:
+        x = self.batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@dataclass
+class Stepped:
+    """An engine over `Layers`: gradients, the step over them, and what the step holds per rank."""
+
+    backward: Callable[[], Any]
+    step: Callable[[], Any]
+    numel: int
+    """Per rank."""
+
+
+def _hf_zero_step(job: OffloadJob) -> Stepped:
+    torch.manual_seed(0)
+    model = Layers(job.numel, job.world_size)
+    numel = sum(parameter.numel() for parameter in model.parameters()) // job.world_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    config = zero.ZeroConfig(offload_dir=job.folder, **job.config)
+    engine = zero.shard(model, optimizer, config, mixed_precision="bf16" if job.mixed else "no")
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model().backward()
+
+    def step() -> None:
+        optimizer.step()
+        engine.finish_step()
+
+    return Stepped(backward, step, numel)
+
+
+def _deepspeed_step(job: OffloadJob) -> Stepped:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = Layers(job.numel, job.world_size)
+    numel = sum(parameter.numel() for parameter in model.parameters()) // job.world_size
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": job.mixed},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "aio": {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "single_submit": False, "overlap_events": True},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": job.numel // 8,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": job.folder,
+                "buffer_count": 4,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+        },
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return Stepped(lambda: engine.backward(engine()), engine.step, numel)
+
+
+STEPPED = {"hf_zero": _hf_zero_step, "deepspeed": _deepspeed_step}
+
+
+def step_host(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
+    stepped = _hf_zero_step(job)
+    numel = stepped.numel
+    plain = nn.Parameter(torch.ones(numel))
+    plain.grad = torch.full((numel,), 1e-3)
+    fused = torch.optim.AdamW([plain], lr=LEARNING_RATE, fused=True)
+    fused.step()
+    master, gradient = plain.detach(), plain.grad
+    first, second = fused.state[plain]["exp_avg"], fused.state[plain]["exp_avg_sq"]
+    low = [torch.ones(numel if job.mixed else 0, dtype=torch.bfloat16) for _ in range(2)]
+    narrow = job.mixed and job.world_size == 1  # the gradient comes in the type it was computed in
+
+    def streams() -> None:
+        first.mul_(0.999)
+        second.mul_(0.999)
+        if narrow:
+            master.mul_(0.999)
+        else:
+            master.add_(gradient, alpha=1e-9)
+        if narrow:
+            low[1].copy_(low[0])
+        elif job.mixed:
+            low[1].fill_(1.0)
+
+    # Master and two moments are read and written, the gradient is read, a parameter of another type or tier is written.
+    separate = job.mixed or job.config["offload_params"] == "none"
+    gradient_bytes, parameter_bytes = (2 if narrow else 4), (2 if job.mixed else 4) * separate
+    streamed = 24 + (4 if narrow else 6 if job.mixed else 4)
+    subjects = {
+        "step": Subject(stepped.step, (24 + gradient_bytes + parameter_bytes) * numel, stepped.backward),
+        "streams": Subject(streams, streamed * numel),
+        "fused": Subject(fused.step, 28 * numel),
+    }
+    return take_turns(subjects, job, device) | {"numel": numel}
+
+
+class RawDisk:
+    """A file, and plain loops over all of it: half of the threads read while the other half write."""
+
+    def __init__(self, folder: str | None, nbytes: int) -> None:
+        self.nbytes = nbytes - nbytes % REQUEST_BYTES or REQUEST_BYTES
+        self._file = tempfile.NamedTemporaryFile(dir=folder, prefix="benchmark-raw-")  # noqa: SIM115
+        self._fd = self._file.fileno()
+        os.posix_fallocate(self._fd, 0, self.nbytes)
+        mode = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        buffer = mmap.mmap(-1, REQUEST_BYTES)
+        self.direct = True
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, mode | os.O_DIRECT)
+            os.preadv(self._fd, [buffer], 0)
+        except OSError:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, mode)
+            self.direct = False
+
+    def move(self, threads: int) -> None:
+        """Read and write `nbytes` each, with so many threads for either."""
+        requests = range(0, self.nbytes, REQUEST_BYTES)
+
+        def loop(call: Callable[..., int], part: int) -> None:
+            with mmap.mmap(-1, REQUEST_BYTES) as buffer:
+                buffer.write(b"\1" * REQUEST_BYTES)
+                for offset in requests[part::threads]:
+                    if call(self._fd, [buffer], offset) != REQUEST_BYTES:
+                        raise OSError(f"a transfer of {REQUEST_BYTES} bytes at byte {offset} was cut short")
+
+        running = [
+            threading.Thread(target=loop, args=(call, part)) for part in range(threads) for call in (os.preadv, os.pwritev)
+        ]  # fmt: skip
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+
+
+def step_disk(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
+    stepped = STEPPED[job.engine.split()[0]](job)
+    each = 12 * stepped.numel  # master and two moments, read and written
+    raw = RawDisk(job.folder, each)
+    subjects = {
+        "step": Subject(stepped.step, 2 * each, stepped.backward),
+        "raw, 1 + 1": Subject(lambda: raw.move(1), 2 * raw.nbytes),
+        "raw, 2 + 2": Subject(lambda: raw.move(2), 2 * raw.nbytes),
+    }
+    return take_turns(subjects, job, device) | {"numel": stepped.numel, "direct": raw.direct}
+
+
+# Whole training steps -------------------------------------------------------------------------------------------------
+
+
+def _loop(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], finish: Callable[[], Any]
+) -> Step:
+    """One optimizer step, until the parameters are where they rest; nothing is clipped."""
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for index, batch in enumerate(batches):
+            with no_sync() if index + 1 < len(batches) else torch.enable_grad():
+                loss = model(input_ids=batch, labels=batch).loss
+                (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        finish()
+        return torch.stack(losses).mean()
+
+    return step
+
+
+def _hf_zero(job: OffloadJob, model: nn.Module) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    config = zero.ZeroConfig(offload_dir=job.folder, **job.config)
+    engine = zero.shard(model, optimizer, config, mixed_precision="bf16" if job.mixed else "no")
+    # Where all micro-batches leave by themselves there is nothing to hold back; to step in backward needs to know the last.
+    no_sync = engine.no_sync if config.step_in_backward else torch.enable_grad
+    return _loop(job, model, optimizer, no_sync, lambda: None)
+
+
+def _fsdp2(job: OffloadJob, model: nn.Module) -> Step:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    bf16 = torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, output_dtype=bf16)
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": CPUOffloadPolicy()}
+    blocks = set(model._no_split_modules or ())  # type: ignore[arg-type]
+    for module in model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return _loop(job, model, optimizer, torch.enable_grad, lambda: None)
+
+
+def _deepspeed(job: OffloadJob, model: nn.Module) -> Step:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": job.accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for batch in batches:
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return step
+
+
+ENGINES: dict[str, Callable[[OffloadJob, nn.Module], Step]] = {
+    "hf_zero": _hf_zero,
+    "fsdp2": _fsdp2,
+    "deepspeed": _deepspeed,
+}
+
+
+class Trained:
+    """An engine with its batches and losses."""
+
+    def __init__(self, job: OffloadJob, model: nn.Module, rank: int, device: torch.device) -> None:
+        self.numel = sum(parameter.numel() for parameter in model.parameters())
+        self.batches = Batches(job, model.config.vocab_size, rank, device)  # type: ignore[union-attr, arg-type]
+        self.losses: list[float] = []
+        self._step = ENGINES[job.engine.split()[0]](job, model)
+
+    def __call__(self) -> None:
+        self.losses.append(float(self._step(self.batches())))
+
+
+def train(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
+    stage = {"stage": job.config["stage"]}
+    offloaded, plain = (
+        Trained(job.but(config=config), build_model(job.model, job.sequence), rank, device)
+        for config in (job.config, stage)
+    )
+    found = take_turns({"step": Subject(offloaded), "in memory": Subject(plain)}, job, device)
+    difference = max(abs(a - b) for a, b in zip(offloaded.losses, plain.losses))
+    return found | {"numel": plain.numel, "losses": offloaded.losses, "loss_difference": difference}
+
+
+LLAMAS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "3b": {"hidden_size": 3200, "intermediate_size": 8640, "num_hidden_layers": 26, "num_attention_heads": 32},
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+"""Llama shapes, smallest first; the rest as in Llama 2."""
+
+
+def llama(size: str, sequence: int, device: torch.device) -> nn.Module:
+    """Random weights, made on the device in float32; activation checkpointing on."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **LLAMAS[size], vocab_size=32_000, max_position_embeddings=max(2048, sequence), use_cache=False
+    )
+    torch.manual_seed(1234)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()  # type: ignore[no-any-return]
+
+
+def available_bytes() -> int:
+    """Of host memory: page-locked memory counts here, which a process' resident bytes leave out."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("the kernel does not report MemAvailable")
+
+
+def gpu(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
+    model = llama(job.model, job.sequence, device)
+    before = least = available_bytes()
+    trained = Trained(job, model, rank, device)
+
+    def ready() -> None:
+        nonlocal least
+        least = min(least, available_bytes())
+
+    found = take_turns({"step": Subject(trained, ready=ready)}, job, device)
+    ready()
+    return found | {
+        "numel": trained.numel,
+        "losses": trained.losses,
+        "host_bytes": before - least,
+        "device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+    }
+
+
+# The plan -------------------------------------------------------------------------------------------------------------
+
+
+def plan_time(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
+    """GPT-3 175B (arXiv 2005.14165, table 2.1) on the meta device; what is timed starts from the model object."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    from hf_zero.machine import Machine
+    from hf_zero.plan import Drafter, plan
+    from hf_zero.precision import Precision
+
+    config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    settings = zero.ZeroConfig(**job.config)
+    precision = Precision.of("bf16", None)
+    machine = Machine(
+        disk_free=1 << 42, host_bandwidth=4e10, link_down=1e10, link_up=1e10, disk_read=2e9, disk_write=1e9
+    )
+    made: list[Any] = []
+
+    def turn() -> None:
+        drafter = Drafter(model, precision)
+        layout = drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), 1024)
+        made.append(plan(layout, machine, settings, world_size=1024, precision=precision))
+
+    found = take_turns({"step": Subject(turn)}, job, device)
+    shares = {tier: round(share, 4) for tier, share in made[-1].to_dict()["optimizer_share"].items()}
+    return found | {"numel": made[-1].layout.numel, "optimizer_share": shares}
+
+
+KINDS: dict[str, Callable[[OffloadJob, int, torch.device], dict[str, Any]]] = {
+    "step-host": step_host,
+    "step-disk": step_disk,
+    "train": train,
+    "gpu": gpu,
+    "plan": plan_time,
+}
+
+
+def main() -> None:
+    end_with_parent()
+    job = OffloadJob(**json.loads(sys.argv[1]))
+    rank = int(os.environ["RANK"])
+    device = setup(job, rank)
+    result = asdict(job) | KINDS[job.measure](job, rank, device)
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
