@@ -1,5 +1,5 @@
 """hf-zero plan: what each rank will hold. probe: how fast this machine is. verify: is every byte of a checkpoint there.
-export: a clean model of it."""
+export: a clean model of it. report: what a run took, against what was predicted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from .cli_plan import add_commands
+from .cli_report import add_command
 from .errors import ZeroError
 from .export import DTYPES, export, verified
 from .export import Progress as Note
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_commands(commands, _cache_folder())
     _add_verify(commands)
     _add_export(commands)
+    add_command(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

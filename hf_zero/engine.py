@@ -585,12 +585,12 @@ class Engine:
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_while_away("optimizer.step()")
         arguments = None
-        closure = kwargs.get("closure", args[0] if args else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is not None and self.config.offloads:
             # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
             with torch.enable_grad():
                 loss = closure()
-            arguments = ((lambda: loss), *args[1:]), {key: value for key, value in kwargs.items() if key != "closure"}
+            arguments = (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "

@@ -206,6 +206,7 @@ class Recorder:
         self._places: tuple[object, ...] = ()  # the units, and where everything of theirs rests
         self._states = 0
         self._staging = 0
+        self._transient = engine.config.step_in_backward
         self._gathered = self._moving = self._held = self._on_device = self._on_host = 0
         self._passed = self._settled = 0
         self._high = dict.fromkeys(("gathered", "communication", "gradients", "host gradients", "total"), 0)
@@ -305,9 +306,12 @@ class Recorder:
         if not records:
             return {}
         gib = 1 << 30
-        out = {f"{tier}_gib": max(record["peak"][tier] for record in records) / gib for tier in (_DEVICE, _HOST, _DISK)}
+        out = {
+            f"{tier.value}_gib": max(record["peak"][tier.value].get("all", 0) for record in records) / gib
+            for tier in TIERS
+        }
         process = records[-1]["process"]
-        out |= {f"{name.replace(' ', '_')}_gib": value / gib for name, value in process.items() if name != "disk file"}
+        out |= {f"{name.replace(' ', '_')}_gib": value / gib for name, value in process.items()}
 
         def mean(of: Callable[[dict[str, Any]], float]) -> float:
             return sum(map(of, records)) / len(records)
@@ -483,25 +487,25 @@ class Recorder:
         table[_DEVICE]["gradients"] = self._on_device + self._held
         table[_DEVICE]["gathered"] = self._gathered
         table[_DEVICE]["communication"] = self._moving
-        transient = self._engine.config.step_in_backward
-        table[_HOST]["gradients"] = 0 if transient else self._on_host
-        table[_HOST]["staging"] = self._staging + (self._on_host if transient else 0)
+        table[_HOST]["gradients"] = 0 if self._transient else self._on_host
+        table[_HOST]["staging"] = self._staging + (self._on_host if self._transient else 0)
         return table
 
-    def _peaks(self, kinds: Table) -> dict[str, int]:
-        """Highest sums per tier in this step; the highest of each kind go into `peak`. Then the next step begins."""
+    def _peaks(self, kinds: Table) -> Table:
+        """The highest of each kind in this step and, as `all`, of their sum in each tier. Then the next step begins."""
         self._mark()
         high = self._high
-        device = kinds[_DEVICE]["parameters"] + kinds[_DEVICE]["optimizer"] + high["total"]
-        host = sum(kinds[_HOST].values()) - self._on_host + high["host gradients"]
-        totals = {_DEVICE: device, _HOST: host, _DISK: sum(kinds[_DISK].values())}
-        kinds[_DEVICE] |= {kind: high[kind] for kind in ("gathered", "communication", "gradients")}
-        for tier, values in kinds.items():
-            peak = self.peak[tier]
-            for kind, value in (*values.items(), ("all", totals[tier])):
-                peak[kind] = max(peak.get(kind, 0), value)
+        sums = {tier: sum(values.values()) for tier, values in kinds.items()}
+        sums[_DEVICE] += high["total"] - self._gathered - self._moving - self._on_device - self._held
+        sums[_HOST] += high["host gradients"] - self._on_host
+        table = {tier: {**values, "all": sums[tier]} for tier, values in kinds.items()}
+        table[_DEVICE] |= {kind: high[kind] for kind in ("gathered", "communication", "gradients")}
+        table[_HOST]["staging" if self._transient else "gradients"] += high["host gradients"] - self._on_host
+        for tier, values in table.items():
+            for kind, value in values.items():
+                self.peak[tier][kind] = max(self.peak[tier].get(kind, 0), value)
         self._high = dict.fromkeys(high, 0)
-        return totals
+        return {tier: {kind: value for kind, value in values.items() if value} for tier, values in table.items()}
 
     # Roads ------------------------------------------------------------------------------------------------------------
 
