@@ -93,6 +93,7 @@ class Engine:
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
+        self._ranks_here = self._wire.ranks_here() if config.offloads else 1
         self._storage = Storage(self.device, self.rank, config.offload_dir)
         self._storage.wide = self._float16
         self._storage.transient = config.step_in_backward
@@ -132,7 +133,7 @@ class Engine:
             self._bind(optimizer, originals)
         self._install()
         if config.is_auto:
-            self._monitor = Monitor(self, self._wire.ranks_here())
+            self._monitor = Monitor(self, self._ranks_here)
         self._storage.make_room, self._storage.explain = self._make_room, self.advice
         self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
         if self.rank == 0:
@@ -489,8 +490,7 @@ class Engine:
     def _machine_now(self) -> Machine:
         """What every rank has free at least, with the speeds that are known. A collective."""
         held = sum(p.untyped_storage().nbytes() for p in self._assembly.names if p.device == self.device)
-        ranks = self._wire.ranks_here()
-        free = here(self.device, ranks=ranks, offload_dir=self.config.offload_dir, held_bytes=held)
+        free = here(self.device, ranks=self._ranks_here, offload_dir=self.config.offload_dir, held_bytes=held)
         found: list[Machine] = self._wire.exchange(free.with_speeds_of(self._machine))
         return Machine.least(found)
 
@@ -590,7 +590,10 @@ class Engine:
             # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
             with torch.enable_grad():
                 loss = closure()
-            arguments = (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+            arguments = (
+                (args[0], lambda: loss, *args[2:]),
+                {key: value for key, value in kwargs.items() if key != "closure"},
+            )
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
@@ -733,7 +736,7 @@ class Engine:
         """For the thread that steps: this rank's share of the cores, where the model does not compute on them itself."""
         if self.device.type == "cpu":
             return None
-        return max(1, (os.cpu_count() or 1) // self._wire.ranks_here())
+        return max(1, (os.cpu_count() or 1) // self._ranks_here)
 
     def _refuse_step_in_backward(self, what: str) -> None:
         if self.config.step_in_backward:

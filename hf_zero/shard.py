@@ -141,6 +141,7 @@ class Shard:
         start: its first element in the slice.
         values: 1-D, the initial values.
         alias: memory of the values that rests in `tier` already and is to be the master itself.
+        travels: masters themselves go to the device, being of the type that is used there.
         fields: element-wise states of the optimizer group, for which a record on disk has room.
     """
 
@@ -152,6 +153,7 @@ class Shard:
         tier: Tier,
         *,
         trainable: bool,
+        travels: bool = True,
         alias: Tensor | None = None,
         fields: Fields = (),
     ) -> None:
@@ -167,6 +169,7 @@ class Shard:
         """The records hold the optimizer's state; False before the first step."""
         self.coefficient: Tensor | None = None
         self._fields = fields
+        self._travels = travels
         self._grad: Tensor | None = None  # on the host, for all tiers but DEVICE
         self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
         self._move: Inflight | None = None
@@ -183,7 +186,7 @@ class Shard:
     def _memory(self, tier: Tier) -> Tensor:
         if tier is Tier.DEVICE:
             return torch.empty(self.numel, dtype=self.dtype, device=self.storage.device)
-        return self.storage.link.empty(self.numel, self.dtype)
+        return self.storage.link.empty(self.numel, self.dtype, self._travels)
 
     def _placeholder(self) -> Tensor:
         return torch.full((), float("nan"), dtype=self.dtype).expand(self.numel)

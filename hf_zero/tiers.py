@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -154,13 +155,16 @@ class Link:
         if device.type == "cuda":
             self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, travels: bool = True) -> Tensor:
         """Host memory, 1-D, of exactly the size asked for, page-aligned; page-locked for CUDA, so that copies run on their own.
 
         torch's allocator of page-locked memory rounds up to powers of two and keeps what it has.
+
+        Args:
+            travels: it is copied from or to the device.
         """
         memory = _pages(numel * dtype.itemsize)
-        if self._locks_pages and memory.nbytes:
+        if travels and self._locks_pages and memory.nbytes:
             self._lock_pages(memory)
         return torch.from_numpy(memory).view(dtype)
 
@@ -190,6 +194,10 @@ class Link:
         torch.cuda.cudart().cudaHostUnregister(address)
         with self._lock:
             self.page_locked_bytes -= nbytes
+
+    def behind_up(self) -> AbstractContextManager[object]:
+        """What is started inside comes after all copies up so far, without the current stream's waiting for them."""
+        return torch.cuda.stream(self._up) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def mark(self) -> Any:
         """A point in the current stream's work, for `up(after=)` from another thread; None on a CPU device."""

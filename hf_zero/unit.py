@@ -176,6 +176,7 @@ class Flat:
                     mine[start : start + numel],
                     tier,
                     trainable=self.span.trainable,
+                    travels=equal,
                     alias=alias if isinstance(alias, Tensor) else None,
                     fields=fields,
                 )
@@ -550,6 +551,7 @@ class Unit:
         self.failure: TierError | None = None
         """Parameters could not be read from disk: what was computed since is worthless."""
         self._brings: list[tuple[Flat, Inflight]] = []
+        self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
         self._unsent: list[Inflight] = []
         self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
@@ -578,7 +580,11 @@ class Unit:
         self.state = State.GATHERING
 
     def _send(self) -> None:
+        """Start the gathers, once what rests on disk has arrived; what comes from host memory may still be on its way."""
         for flat, inflight in self._brings:
+            if flat.rest is Tier.HOST:
+                self._arrivals.append(inflight)
+                continue
             try:
                 inflight.wait()
             except TierError as error:
@@ -587,9 +593,13 @@ class Unit:
                 self.failure = self.failure or error
         self._brings.clear()
         for flat in self.flats:
-            if flat.span.shards > 1:
-                own = flat.own if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor) else flat.place
-                self._gathers.append(self.wire.gather(flat.full, own, flat.span.index))
+            if flat.span.shards == 1:
+                continue
+            if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):
+                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index))
+                continue
+            with flat.storage.link.behind_up():
+                self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index))
 
     def wait(self) -> None:
         """Full parameters are readable afterwards."""
@@ -601,6 +611,9 @@ class Unit:
             )
         if self._brings:
             self._send()
+        for inflight in self._arrivals:
+            inflight.wait()
+        self._arrivals.clear()
         for inflight in self._gathers:
             inflight.wait()
         self._unsent += self._gathers

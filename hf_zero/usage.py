@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from .costs import KINDS, ROADS, TIERS, Memory, Setup, Traffic, memory_of, work_in_total
-from .machine import host_name
 from .optim import state_tensors
 from .precision import dtype_name
 from .report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
@@ -204,7 +203,7 @@ class Recorder:
         self._units: dict[Unit, _Sizes] = {}
         self._resting: Table = {}
         self._places: tuple[object, ...] = ()  # the units, and where everything of theirs rests
-        self._states = 0
+        self._states = self._moves = 0
         self._staging = 0
         self._transient = engine.config.step_in_backward
         self._gathered = self._moving = self._held = self._on_device = self._on_host = 0
@@ -272,6 +271,8 @@ class Recorder:
             "peak": self._peaks(kinds),
             "process": process_bytes(self._engine),
         }
+        if moves := self._new_moves():
+            self.last["moves"] = moves
         self._recent.append(self.last)
         self._since_log.append(self.last)
         del self._since_log[:-_RECENT]
@@ -323,6 +324,13 @@ class Recorder:
         return out
 
     # Memory -----------------------------------------------------------------------------------------------------------
+
+    def _new_moves(self) -> list[str]:
+        """What the monitor of `auto` has moved since the last step."""
+        monitor = self._engine._monitor
+        moves = [] if monitor is None else monitor.moves[self._moves :]
+        self._moves += len(moves)
+        return moves
 
     def _watch(self) -> None:
         """Follow the units there are now, and set right what an exception left wrong. Once per step."""
@@ -598,9 +606,9 @@ def facts(engine: Engine, backward_per_step: int) -> dict[str, Any]:
         "precision": str(engine.precision),
         "parameters": engine.layout.numel,
         "trainable": engine.layout.trainable_numel,
-        "config": engine.config.to_dict(),
+        # A run's folder may be shared: no names of hosts or folders.
+        "config": {name: value for name, value in engine.config.to_dict().items() if name != "offload_dir"},
         "machine": {
-            "host": host_name(),
             "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
             "cores": os.cpu_count() or 1,
             "torch": torch.__version__,

@@ -70,16 +70,8 @@ def _step_disk(options: Options) -> Cases:
         yield options.job("step-disk", "hf_zero", config, world_size=ranks)
     if find_spec("deepspeed") is None:
         yield "step-disk: DeepSpeed left out, it is not installed (make peers)"
-    elif find_spec("libaio") is None and not _has_library("aio"):
-        yield "step-disk: DeepSpeed left out, its disk path needs libaio and its headers"
     else:  # on one rank: on two it trains to other numbers
         yield options.job("step-disk", "deepspeed", {}, world_size=1)
-
-
-def _has_library(name: str) -> bool:
-    from ctypes.util import find_library
-
-    return find_library(name) is not None
 
 
 def _train(options: Options) -> Cases:
@@ -132,11 +124,16 @@ LLAMA_NUMEL = {"tiny": 5e6, "1b": 1.35e9, "3b": 3.43e9, "7b": 6.74e9}
 
 def _plan(options: Options) -> Cases:
     auto = {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto"}
-    budgets = {"room for all": ("80GiB", "64GiB"), "host and device": ("2GiB", "2GiB"), "all three": ("2GiB", "1GiB")}
-    yield options.job("plan", "GPT-3 175B, nothing offloaded", {"stage": 3}, world_size=1)
+    # A gathered block takes 17 GiB with its gradients; the states take 2.4 GiB.
+    budgets = {
+        "room for all": ("80GiB", "64GiB"),
+        "device and host": ("18GiB", "64GiB"),
+        "all three": ("18GiB", "2GiB"),
+    }
+    yield options.job("plan", "nothing offloaded", {"stage": 3}, dtype="bf16", world_size=1)
     for name, (device, host) in budgets.items():
         config = {**auto, "device_memory": device, "host_memory": host}
-        yield options.job("plan", f"GPT-3 175B, auto, {name}", config, world_size=1)
+        yield options.job("plan", f"auto, {name}", config, dtype="bf16", world_size=1)
 
 
 KINDS: dict[str, Callable[[Options], Cases]] = {
@@ -145,6 +142,16 @@ KINDS: dict[str, Callable[[Options], Cases]] = {
     "train": _train,
     "gpu": _gpu,
     "plan": _plan,
+}
+
+PEERS = ("step-disk", "gpu")
+"""Kinds in which others than hf_zero run; what does not run here of theirs is left out."""
+TITLES = {
+    "step-host": "optimizer step over host memory, AdamW, one thread per rank: share of the speed of",
+    "step-disk": "optimizer step over the disk, AdamW, one thread per rank: share of the speed of",
+    "train": "training steps on the CPU, optimizer step included: share of the speed of",
+    "gpu": "training steps on one GPU, 4 micro-batches of 2k tokens or 8k",
+    "plan": "GPT-3 175B on 1,024 ranks at stage 3, from the model object to the plan",
 }
 
 
@@ -176,8 +183,8 @@ def summarize(job: OffloadJob, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(kind: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """The share of a reference's speed that was reached: median (lowest … highest)."""
-    out = Table(title=f"{kind}: one thread per rank" if kind.startswith("step") else kind, title_justify="left")
+    """Shares are medians of turns next to each other, with the lowest and the highest."""
+    out = Table(title=TITLES[kind], title_justify="left")
     cells = [_cells(row) for row in rows]
     columns = list(dict.fromkeys(name for row in cells for name in row))
     for name in columns:
@@ -201,7 +208,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     if "tokens_per_second" in row:
         cells["tokens/s"] = f"{row['tokens_per_second']:,.0f}"
     for name, ratios in row["ratios"].items():
-        cells[f"of {name}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
+        cells[name] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
     if "loss_difference" in row:
         cells["loss difference"] = f"{row['loss_difference']:.1e}" if row["loss_difference"] else "0"
     if "host_bytes" in row:
@@ -276,8 +283,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 result = launch_in(job, options)
             except LaunchError as error:
-                failures[name] = str(error)
-                tell(f"{name}: {error}", "red")
+                if job.engine.startswith("hf_zero") or kind not in PEERS:
+                    failures[name] = str(error)
+                    tell(f"{name}: {error}", "red")
+                else:
+                    skipped.append(f"{name}: left out, {str(error).splitlines()[-1]}")
+                    tell(skipped[-1], "yellow")
                 continue
             results.setdefault(kind, []).append(summarize(job, result))
             tell(f"{name}: {results[kind][-1]['seconds']:.3f} s")

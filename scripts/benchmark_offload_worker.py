@@ -1,6 +1,6 @@
 """One rank of one launch of `benchmark_offload.py`: measure one case, write what was seen as JSON.
 
-A measurement is a list of *subjects* that take turns in the same processes, in the order A B, B A, …, so that what else the
+A measurement is a list of *subjects* that take turns in the same processes, in the order A B B A, so that what else the
 machine does hits all alike. In a turn all ranks start together, and the slowest rank's time counts. Each subject comes
 with the bytes that one turn of it must move through memory or to and from the disk, so that speeds can be compared.
 
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ import hf_zero as zero
 
 WARM_UP = 2
 LAYERS = 16
+STEPS_PER_TURN = 3
 REQUEST_BYTES = 4 << 20
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ class Subject:
     bytes: float = 0.0
     """That one turn must read and write; 0 where only times are compared."""
     ready: Callable[[], Any] = lambda: None
+    steps: int = 1
+    """That one turn makes; seconds are of one of them."""
 
 
 def take_turns(subjects: Mapping[str, Subject], job: Job, device: torch.device) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def take_turns(subjects: Mapping[str, Subject], job: Job, device: torch.device) 
             start = time.perf_counter()
             subject.turn()
             synchronize(device)
-            taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+            taken = torch.tensor((time.perf_counter() - start) / subject.steps, dtype=torch.float64, device=device)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             seconds[name].append(float(taken))
         order.reverse()
@@ -259,36 +262,35 @@ def step_disk(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
 # Whole training steps -------------------------------------------------------------------------------------------------
 
 
-def _loop(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], finish: Callable[[], Any]
-) -> Step:
-    """One optimizer step, until the parameters are where they rest; nothing is clipped."""
+Trainable = tuple[Step, Callable[[], Any]]
+"""A step, and what waits until the last one's parameters are where they rest."""
+
+
+def _loop(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any]) -> Step:
+    """The ordinary loop; nothing is clipped."""
 
     def step(batches: Sequence[Tensor]) -> Tensor:
         losses = []
         for index, batch in enumerate(batches):
-            with no_sync() if index + 1 < len(batches) else torch.enable_grad():
+            with no_sync() if index + 1 < len(batches) else nullcontext():
                 loss = model(input_ids=batch, labels=batch).loss
                 (loss / len(batches)).backward()
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        finish()
         return torch.stack(losses).mean()
 
     return step
 
 
-def _hf_zero(job: OffloadJob, model: nn.Module) -> Step:
+def _hf_zero(job: OffloadJob, model: nn.Module) -> Trainable:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     config = zero.ZeroConfig(offload_dir=job.folder, **job.config)
     engine = zero.shard(model, optimizer, config, mixed_precision="bf16" if job.mixed else "no")
-    # Where all micro-batches leave by themselves there is nothing to hold back; to step in backward needs to know the last.
-    no_sync = engine.no_sync if config.step_in_backward else torch.enable_grad
-    return _loop(job, model, optimizer, no_sync, lambda: None)
+    return _loop(job, model, optimizer, engine.no_sync), engine.finish_step
 
 
-def _fsdp2(job: OffloadJob, model: nn.Module) -> Step:
+def _fsdp2(job: OffloadJob, model: nn.Module) -> Trainable:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     bf16 = torch.bfloat16
@@ -300,10 +302,10 @@ def _fsdp2(job: OffloadJob, model: nn.Module) -> Step:
             fully_shard(module, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    return _loop(job, model, optimizer, torch.enable_grad, lambda: None)
+    return _loop(job, model, optimizer, nullcontext), nullcontext
 
 
-def _deepspeed(job: OffloadJob, model: nn.Module) -> Step:
+def _deepspeed(job: OffloadJob, model: nn.Module) -> Trainable:
     import deepspeed
 
     config = {
@@ -324,10 +326,10 @@ def _deepspeed(job: OffloadJob, model: nn.Module) -> Step:
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    return step
+    return step, nullcontext
 
 
-ENGINES: dict[str, Callable[[OffloadJob, nn.Module], Step]] = {
+ENGINES: dict[str, Callable[[OffloadJob, nn.Module], Trainable]] = {
     "hf_zero": _hf_zero,
     "fsdp2": _fsdp2,
     "deepspeed": _deepspeed,
@@ -340,11 +342,18 @@ class Trained:
     def __init__(self, job: OffloadJob, model: nn.Module, rank: int, device: torch.device) -> None:
         self.numel = sum(parameter.numel() for parameter in model.parameters())
         self.batches = Batches(job, model.config.vocab_size, rank, device)  # type: ignore[union-attr, arg-type]
-        self.losses: list[float] = []
-        self._step = ENGINES[job.engine.split()[0]](job, model)
+        self._losses: list[Tensor] = []
+        self._step, self._finish = ENGINES[job.engine.split()[0]](job, model)
 
-    def __call__(self) -> None:
-        self.losses.append(float(self._step(self.batches())))
+    def turn(self) -> None:
+        """Several steps: what is left to do after one goes on in the next one's forward."""
+        for _ in range(STEPS_PER_TURN):
+            self._losses.append(self._step(self.batches()))
+        self._finish()
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in self._losses]
 
 
 def train(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
@@ -353,7 +362,11 @@ def train(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
         Trained(job.but(config=config), build_model(job.model, job.sequence), rank, device)
         for config in (job.config, stage)
     )
-    found = take_turns({"step": Subject(offloaded), "in memory": Subject(plain)}, job, device)
+    subjects = {
+        "step": Subject(offloaded.turn, steps=STEPS_PER_TURN),
+        "in memory": Subject(plain.turn, steps=STEPS_PER_TURN),
+    }
+    found = take_turns(subjects, job, device)
     difference = max(abs(a - b) for a, b in zip(offloaded.losses, plain.losses))
     return found | {"numel": plain.numel, "losses": offloaded.losses, "loss_difference": difference}
 
@@ -398,7 +411,7 @@ def gpu(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
         nonlocal least
         least = min(least, available_bytes())
 
-    found = take_turns({"step": Subject(trained, ready=ready)}, job, device)
+    found = take_turns({"step": Subject(trained.turn, ready=ready, steps=STEPS_PER_TURN)}, job, device)
     ready()
     return found | {
         "numel": trained.numel,

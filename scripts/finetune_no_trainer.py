@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 import hf_zero as zero
+from hf_zero.config import OFFLOADS
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -64,6 +65,9 @@ def perplexity(accelerator: Accelerator, model: PreTrainedModel, loader: DataLoa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--stage", type=int, default=2, help="ZeRO stage, 0 to 3; 0 is plain data parallel")
+    parser.add_argument("--offload-optimizer", choices=OFFLOADS, default="none", help="where optimizer state rests")
+    parser.add_argument("--offload-params", choices=OFFLOADS, default="none", help="where parameters rest (stage 3)")
+    parser.add_argument("--offload-dir", help="folder of the disk tier, on a fast local disk")
     parser.add_argument("--model", default="gpt2-tiny")
     parser.add_argument("--dataset", help="Hub id or local file; without it, Python's standard library")
     parser.add_argument("--output-dir", default="runs/no-trainer")
@@ -83,7 +87,12 @@ def main() -> None:
         step_scheduler_with_optimizer=False,  # it counts steps of this loop, at any number of ranks
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # an order to come back to
-        parallelism_config=zero.ZeroPlugin(stage=args.stage),  # <- all there is to ZeRO
+        parallelism_config=zero.ZeroPlugin(  # <- all there is to ZeRO
+            stage=args.stage,
+            offload_optimizer=args.offload_optimizer,
+            offload_params=args.offload_params,
+            offload_dir=args.offload_dir,
+        ),
     )
     saved = highest(len(list(Path(args.output_dir, "checkpoints").glob("checkpoint_*"))))
     if saved and args.save_steps and not args.resume:

@@ -16,6 +16,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
 
@@ -196,14 +197,24 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class ZeroCallback(TrainerCallback):
-    """Prints the engine's report before and after training. Needed for nothing else.
+    """Measures every step, beside what was predicted: in the logs, in a file, in a table at the end. Needed for nothing else.
+
+    Every log of training gets, beside the loss, `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (highest since the log
+    before), `zero/step_s`, `zero/wait_s` and what else `Recorder.logs` has. Reporters see these if their callbacks come after
+    this one (`trainer.remove_callback`, `add_callback`); the log history has them in any case.
+
+    Args:
+        report: print the engine's report before and after training.
+        record: append every step to `zero_steps.jsonl` in `output_dir` (other ranks: `zero_steps.rank1.jsonl`, …), which
+            `hf-zero report OUTPUT_DIR` shows. With `push_to_hub` they are in `output_dir/_zero`, which is not pushed.
 
     Raises:
         ConfigError: at the start of training, when the model turns out not to be sharded.
     """
 
-    def __init__(self, report: bool = True) -> None:
+    def __init__(self, report: bool = True, record: bool = True) -> None:
         self.report = report
+        self.record = record
         self._shown = False
         self._first_step = 0
         self._sent: dict[str, int] = {}
@@ -224,9 +235,40 @@ class ZeroCallback(TrainerCallback):
                 "arguments and the Trainer (accelerate would keep that one's settings)"
             )
         self._first_step, self._sent = state.global_step, _sent(engine)
+        folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
+        engine.record(folder if self.record else None, first_step=state.global_step)
         if self.report and state.is_world_process_zero and not self._shown:
             self._shown = True  # the Trainer starts again after auto_find_batch_size
             print(engine.report(), flush=True)
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        engine = None if model is None else engine_of(model)
+        if engine is not None and engine.recorder is not None:
+            engine.recorder.steps = state.global_step  # a step that a loss scaler skipped is the Trainer's, not ours
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        engine = None if model is None else engine_of(model)
+        if engine is None or engine.recorder is None or logs is None or "loss" not in logs:
+            return
+        measured = {f"zero/{name}": value for name, value in engine.recorder.logs().items()}
+        logs.update(measured)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(measured)
 
     def on_train_end(
         self,
@@ -237,9 +279,14 @@ class ZeroCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         engine = None if model is None else engine_of(model)
-        if engine is None or not self.report or not state.is_world_process_zero:
+        if engine is None:
             return
         report, steps = engine.report(), state.global_step - self._first_step
+        path = None if engine.recorder is None else engine.recorder.path
+        if engine.recorder is not None:
+            engine.recorder.close()
+        if not self.report or not state.is_world_process_zero:
+            return
         sent = {kind: bytes_ - self._sent.get(kind, 0) for kind, bytes_ in _sent(engine).items()}
         print(
             f"ZeRO stage {report.stage}, {report.world_size} rank(s), {steps} step(s). On this rank now: "
@@ -249,6 +296,9 @@ class ZeroCallback(TrainerCallback):
             + (f"; {_mib(sum(sent.values()) / steps)} per step, evaluations and saves included." if steps else "."),
             flush=True,
         )
+        print(report.comparison(), flush=True)
+        if path is not None:
+            print(f"hf-zero report {path.parent} shows every step", flush=True)
 
 
 def _sent(engine: Engine) -> dict[str, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import hf_zero as zero
 from hf_zero.engine import engine_of
 from hf_zero.layout import Span, itemsize
 from hf_zero.tiers import Tier, padded
+from hf_zero.unit import Flat
 from tests.common import Case, batch, gpt2, optimizer_for
 from tests.offloading import SLAB_NUMEL, mixed, small_blocks, split
 
@@ -33,12 +37,16 @@ def train(case: Case, rank: int, folder: str, steps: int, **changes: Any) -> zer
             engine._schedule.sync = micro == case.accumulation - 1
             ids = batch(step, micro, rank)
             model(input_ids=ids, labels=ids).loss.backward()
-        if case.clip is not None:
-            engine.clip_grad_norm_(case.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.finish_step()
+        finish(engine, case)
     return engine
+
+
+def finish(engine: zero.Engine, case: Case) -> None:
+    if case.clip is not None:
+        engine.clip_grad_norm_(case.clip)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    engine.finish_step()
 
 
 def records(numel: int) -> int:
@@ -88,7 +96,9 @@ def test_bytes_moved_in_a_step(pools, tmp_path, world):
     cases = [
         Case(stage=stage, dtype=dtype, accumulation=accumulation, clip=clip, offload_optimizer=tier)
         for tier in ("cpu", "disk", "mixed")
-        for stage, dtype, accumulation, clip in ((1, "no", 1, None), (2, "bf16", 1, 0.5), (1, "bf16", 2, None), (2, "no", 2, 0.5))
+        for stage, dtype, accumulation, clip in (
+            (1, "no", 1, None), (2, "bf16", 1, 0.5), (1, "bf16", 2, None), (2, "no", 2, 0.5),
+        )
     ]  # fmt: skip
     wrong = [line for lines in pools[world].run(moved_in_a_step, cases, str(tmp_path)) for line in lines]
     assert not wrong, "\n".join(wrong)
@@ -111,37 +121,61 @@ def test_bf16_takes_six_bytes_per_parameter(two, tmp_path):
         assert part > 0.95
 
 
+@contextlib.contextmanager
+def gathers() -> Iterator[Counter[Flat]]:
+    """How often each span is gathered."""
+    opened: Counter[Flat] = Counter()
+    plain = Flat.open
+
+    def count(flat: Flat) -> None:
+        opened[flat] += 1
+        plain(flat)
+
+    Flat.open = count  # type: ignore[method-assign]
+    try:
+        yield opened
+    finally:
+        Flat.open = plain  # type: ignore[method-assign]
+
+
 def parameters_moved(rank: int, world: int, folder: str) -> None:
     """Parameters that rest elsewhere come up with every gather, and on the disk are written once a step."""
     for dtype, optimizer, params in (
-        ("no", "cpu", "cpu"), ("bf16", "cpu", "cpu"), ("bf16", "none", "cpu"), ("bf16", "cpu", "disk"), ("bf16", "disk", "disk"),
-        ("no", "disk", "disk"),
+        ("no", "cpu", "cpu"), ("bf16", "cpu", "cpu"), ("bf16", "none", "cpu"), ("bf16", "cpu", "disk"),
+        ("bf16", "disk", "disk"), ("bf16", "none", "disk"), ("no", "disk", "disk"), ("no", "disk", "cpu"),
     ):  # fmt: skip
         case = Case(stage=3, dtype=dtype, offload_optimizer=optimizer, offload_params=params)
         with small_blocks():
-            engine = train(case, rank, folder, 3)
-        spans, meter = list(engine.layout.spans), engine._storage.meter
-        slices = sum(span.slice_numel * itemsize(span.spec.compute_dtype) for span in spans)
-        # On two ranks each sends its slice once per gather.
-        gathered = engine.traffic.to_dict()["gather"]["bytes"]
-        assert slices < gathered < 2 * slices
-        assert meter["up"].bytes == gathered, (case, meter["up"].bytes, gathered)
-        down = {"none": slices, "cpu": 4, "disk": 4}[optimizer]
-        grads = sum(4 * span.slice_numel for span in spans)
-        assert meter["down"].bytes == (grads if optimizer != "none" else down), case
-        stored = sum(records(span.slice_numel) for span in spans) if optimizer == "disk" else 0
-        # One memory with the master, or a region of its own: that is written as the step makes it.
-        apart = [s for s in spans if s.spec.compute_dtype != s.spec.master_dtype or optimizer != "disk"]
-        own = sum(s.slice_numel * itemsize(s.spec.compute_dtype) for s in apart) if params == "disk" else 0
-        if optimizer == "cpu":  # of one type with their master they rest with it, in host memory
-            apart = [s for s in apart if s.spec.compute_dtype != s.spec.master_dtype]
-            own = sum(s.slice_numel * itemsize(s.spec.compute_dtype) for s in apart) if params == "disk" else 0
-        assert meter["write"].bytes == stored + own, (case, meter["write"].bytes, stored, own)
-        if params == "disk":
-            on_disk = spans if optimizer == "disk" else apart
-            ratio = gathered / slices
-            read = sum(s.slice_numel * itemsize(s.spec.compute_dtype) for s in on_disk)
-            assert stored + read < meter["read"].bytes <= stored + 2 * read, (case, ratio)
+            engine = train(case, rank, folder, 2)
+            meter = engine._storage.meter
+            meter.reset()
+            with gathers() as opened:
+                ids = batch(9, 0, rank)
+                engine.model(input_ids=ids, labels=ids).loss.backward()
+                finish(engine, case)
+        wanted = dict.fromkeys(("down", "up", "read", "write"), 0)
+        for flat in (flat for unit in engine.units for flat in unit.flats):
+            span = flat.span
+            own = span.slice_numel * itemsize(span.spec.compute_dtype)
+            one_type = span.spec.compute_dtype == span.spec.master_dtype
+            assert 1 <= opened[flat] <= 2
+            # Of one type with the master, it is one memory with it where that is the faster place, too.
+            rest = {("none", True): "none", ("cpu", True): "cpu"}.get((optimizer, one_type), params)
+            if rest != "none":
+                wanted["up"] += own * opened[flat]
+            if optimizer != "none":
+                wanted["down"] += 4 * span.slice_numel
+            if optimizer == "disk":
+                wanted["read"] += records(span.slice_numel)
+                wanted["write"] += records(span.slice_numel)
+            if rest == "disk":
+                wanted["read"] += own * opened[flat]
+                if not one_type:
+                    wanted["write"] += own
+            elif rest == "cpu" and optimizer == "none":
+                wanted["down"] += own
+        moved = {kind: int(count["bytes"]) for kind, count in meter.to_dict().items()}
+        assert moved == wanted, (case, moved, wanted)
 
 
 def test_bytes_of_parameters_moved(two, tmp_path):
@@ -164,17 +198,18 @@ def inferred(rank: int, world: int, folder: str) -> None:
         with torch.no_grad():
             assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
         model(input_ids=ids)  # with a graph that nobody uses
+        engine.quiesce()
         report = engine.report()
         slices = sum(4 * span.slice_numel for span in engine.layout.spans)
-        engine.quiesce()
-        assert report.measured["gradients"] == report.measured["optimizer"] == 0
+        assert report.measured["gradients"] == 0
+        assert report.measured["optimizer"] <= 4096 * len(list(engine.layout.spans)) * (params == "disk")  # padding
         if params == "disk":
             assert engine._storage.disk.nbytes == sum(padded(4 * span.slice_numel) for span in engine.layout.spans)
             assert not any(
                 isinstance(shard.values, torch.Tensor) for u in engine.units for f in u.flats for shard in f.shards
             )
         else:
-            assert sum(s.master.untyped_storage().nbytes() for u in engine.units for f in u.flats for s in f.shards) >= slices
+            assert slices <= report.measured["parameters"] <= slices + 4096 * 32
         engine.detach()
 
 
