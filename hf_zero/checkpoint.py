@@ -94,7 +94,7 @@ def load(
         if wanted and engine.optimizer is not None:
             loading.optimizer(engine.units, engine.optimizer, engine.group_options())
         if wanted or engine.optimizer is None:
-            engine.recover()
+            engine.offload.recover()
     finally:
         engine.refresh()
     _take_objects(loading, engine.wire, objects or {})

@@ -1,7 +1,7 @@
 """hf-zero report: a run's steps as they were measured, against what was predicted; tables, warnings, pictures.
 
-A run's file (`usage.Recorder` writes it) has one JSON object per line: facts, then steps. Every start of training appends facts
-of its own; the last start is reported.
+A run's file (`recorder.Recorder` writes it) has one JSON object per line: facts, then steps. Every start of training appends
+facts of its own; the last start is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.table import Table
 from .costs import KINDS, ROADS, TIERS
 from .errors import ConfigError
 from .plan import size_text
-from .usage import FORMAT, WAITS
+from .recorder import FORMAT
+from .usage import WAITS
 
 OFF = 0.05
 """A prediction that is further off is warned of, from `SMALL_BYTES` on."""
@@ -197,6 +198,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "last_step": run.steps[-1]["step"],
         "facts": facts,
         "memory": list(_memory_rows(run)),
+        "process": {name: max(step["process"].get(name, 0) for step in run.steps) for name in run.steps[-1]["process"]},
         "traffic": list(_traffic_rows(run)),
         "time": {
             "step_s": median,
@@ -336,6 +338,9 @@ def _tables(out: dict[str, Any]) -> Iterator[Cells]:
     memory = [
         [f"{row['tier']}, {row['kind']}", size_text(row["predicted"]), size_text(row["measured"]), _percent(row["off"])]
         for row in out["memory"]
+    ]
+    memory += [
+        [f"process, {name}", "", size_text(value), ""] for name, value in out["process"].items() if name != "rss"
     ]
     yield "memory at its peak", ("", "predicted", "measured", "off"), memory
     traffic = [

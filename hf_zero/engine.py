@@ -15,31 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from . import agree
-from .arrangement import Arrangement
 from .assembly import Assembly
 from .checkpoint import Behind, load, save
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
-from .costs import Placement
-from .errors import ConfigError, LayoutError, StateError, TierError, ZeroError
+from .errors import ConfigError, LayoutError, ZeroError
 from .guard import unguard
 from .layout import Layout, ParamSpec
 from .machine import Machine, device_bytes_in_use, here
 from .monitor import Monitor
 from .objects import Stateful
+from .offload import STATES, Offload
 from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
 from .plan import Plan, alternatives, plan
 from .precision import Precision, all_finite, computes_in_float16
+from .recorder import Recorder
 from .report import Report
 from .schedule import Schedule
-from .shard import Fields, Shard, Storage, cut, is_out_of_memory
+from .shard import Shard, cut, is_out_of_memory
 from .statedict import FullState
-from .stepping import Stepper, Twin, fields_of
-from .tiers import Tier, empty_cache
+from .tiers import Tier
 from .unit import Flat, State, Unit
-from .usage import Recorder, report
+from .usage import report
 
-STATES = ("parameters", "gradients", "optimizer")
 _RESIZE = "resize_token_embeddings"
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -93,29 +91,18 @@ class Engine:
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
-        self._ranks_here = self._wire.ranks_here() if config.offloads else 1
-        self._storage = Storage(self.device, self.rank, config.offload_dir)
-        self._storage.wide = self._float16
-        self._storage.transient = config.step_in_backward
-        self._stepper: Stepper | None = None
-        self._away: Arrangement | None = None
-        self._monitor: Monitor | None = None
-        self._stepped: set[Unit] = set()  # in this backward already
-        self._twin: Twin | None = None
+        self.offload = Offload(config, self._wire, self.device, self.units)
+        self.offload.storage.wide = self._float16
         with agree.on_errors(self._wire, "zero.shard"):
             self.plan = self._new_plan(specs, optimizer)
-            fields = self._fields_of(optimizer)
-            if any(tier is Tier.DISK for tier in tiers_of(self.plan.placements)):
-                _ = self._storage.disk  # a folder that cannot be used is refused on every rank
+            self.offload.settle(self.plan.placements)
+            fields = self.offload.fields(optimizer)
             if config.step_in_backward and self._float16:
                 raise ConfigError(
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
-        reach = set(tiers_of(self.plan.placements)) | ({Tier.DISK} if config.is_auto else set())
-        self._uses_disk = Tier.DISK in reach  # or may come to
-        self._reads = self._uses_disk and config.offload_params != "none"
-        self._assembly.build(specs, weakref.ref(self), self._storage, self.plan.placements, fields)
+        self._assembly.build(specs, weakref.ref(self), self.offload.storage, self.plan.placements, fields)
         unguard(model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -126,15 +113,15 @@ class Engine:
             self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
             self._handles.append(model.register_forward_hook(self._leave_autocast, always_call=True))
         self._schedule = self._new_schedule()
-        if self._reads:
+        if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire)
         if optimizer is not None:
             self._bind(optimizer, originals)
         self._install()
         if config.is_auto:
-            self._monitor = Monitor(self, self._ranks_here)
-        self._storage.make_room, self._storage.explain = self._make_room, self.advice
+            self.offload.monitor = Monitor(self, self.offload.ranks_here)
+        self.offload.explain_with(self.advice)
         self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
@@ -178,7 +165,7 @@ class Engine:
             if self._cuts or self.config.offload_optimizer != "none":
                 check_supported(optimizer)
             originals = originals_of(optimizer, self._assembly.first_names, previous)
-            fields = self._fields_of(optimizer)
+            fields = self.offload.fields(optimizer)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             for flat in previous.flats:
@@ -218,7 +205,7 @@ class Engine:
         Returns:
             The norm before clipping, 0-dim float32, the same on every rank. `max_norm=inf` only measures.
         """
-        self._refuse_step_in_backward("clip_grad_norm_")
+        self.offload.refuse_clipping("clip_grad_norm_")
         self.flush()
         flats = [flat for unit in self.units for flat in unit.trained]
         pieces = self._pieces(parameters, flats)
@@ -239,7 +226,7 @@ class Engine:
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
-        self._refuse_step_in_backward("clip_grad_value_")
+        self.offload.refuse_clipping("clip_grad_value_")
         self.flush()
         flats = [flat for unit in self.units for flat in unit.trained]
         pieces = self._pieces(parameters, flats)
@@ -265,6 +252,9 @@ class Engine:
             folder: where every step is appended to `zero_steps.jsonl` (other ranks: `zero_steps.rank1.jsonl`, …), for
                 `hf-zero report`. None: no file.
             first_step: steps before this one, for a run that goes on.
+
+        Raises:
+            ConfigError: the folder cannot be written.
         """
         if self.recorder is not None:
             self.recorder.close()
@@ -372,18 +362,9 @@ class Engine:
             ConfigError: another name.
             StateError: states are away already.
         """
-        names = set(include)
-        if not names <= set(STATES):
-            raise ConfigError(
-                f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}"
-            )
-        if self._away is not None:
-            raise StateError("offload_states: states are in host memory already; call reload_states() first")
         self.flush()
         self.quiesce()
-        self._away = Arrangement.of(self.units)
-        self._away.leave(names, self.optimizer)
-        empty_cache(self.device)
+        self.offload.leave(include, self.optimizer)
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
@@ -391,16 +372,7 @@ class Engine:
         Raises:
             StateError: nothing is away.
         """
-        away, self._away = self._away, None
-        if away is None:
-            raise StateError("reload_states: no states are away; offload_states() comes first")
-        away.restore(self.optimizer)
-        for unit in self.units:
-            unit.gather_if_kept()
-
-    def _refuse_while_away(self, what: str) -> None:
-        if self._away is not None:
-            raise StateError(f"{what}: the model's states are in host memory; call engine.reload_states() first")
+        self.offload.come_back(self.optimizer)
 
     @property
     def wire(self) -> SoloWire:
@@ -421,21 +393,13 @@ class Engine:
         self._schedule.quiesce()
         self.finish_step()
 
-    def recover(self) -> None:
-        """Weights and optimizer state have been written anew: a step that broke off is forgotten."""
-        if self._stepper is not None:
-            self._stepper.recover()
-
     def finish_step(self) -> None:
         """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
 
         Raises:
             StateError, TierError: one broke off.
         """
-        for unit in self.units:
-            unit.finish_step()
-        if self._stepper is not None:
-            self._stepper.check()
+        self.offload.finish_step()
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
@@ -457,10 +421,10 @@ class Engine:
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
         self.quiesce()
+        if self.recorder is not None:
+            self.recorder.close()
         self._assembly.dissolve()
-        if self._stepper is not None:
-            self._stepper.close()
-        self._storage.close()
+        self.offload.close()
         self._schedule.detach()
         self._full_state.detach()
         for handle in self._handles:
@@ -490,20 +454,14 @@ class Engine:
     def _machine_now(self) -> Machine:
         """What every rank has free at least, with the speeds that are known. A collective."""
         held = sum(p.untyped_storage().nbytes() for p in self._assembly.names if p.device == self.device)
-        free = here(self.device, ranks=self._ranks_here, offload_dir=self.config.offload_dir, held_bytes=held)
+        free = here(self.device, ranks=self.offload.ranks_here, offload_dir=self.config.offload_dir, held_bytes=held)
         found: list[Machine] = self._wire.exchange(free.with_speeds_of(self._machine))
         return Machine.least(found)
-
-    def _fields_of(self, optimizer: torch.optim.Optimizer | None) -> list[Fields]:
-        """What records on disk need room for."""
-        if optimizer is None or not any(tier is Tier.DISK for tier in tiers_of(self.plan.placements)):
-            return []
-        return fields_of(optimizer)
 
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
-        fields = self._fields_of(optimizer)
+        fields = self.offload.fields(optimizer)
         for unit in self.units:
             for flat in unit.trained:
                 if 0 <= flat.span.spec.group < len(fields):
@@ -539,7 +497,7 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
-        self._refuse_while_away("forward")
+        self.offload.refuse_while_away("forward")
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
         if not self._float16 and computes_in_float16(self.device):
@@ -549,7 +507,7 @@ class Engine:
 
     def _after_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
-            self._agree_on_reads()
+            self.offload.agree_on_reads()
 
     def _enter_autocast(self, *_: Any) -> None:
         context = self.precision.autocast(self.device)
@@ -562,11 +520,11 @@ class Engine:
 
     def _after_backward(self) -> None:
         """A gradient that overflowed on one rank shows on every rank, so that loss scalers skip the step together."""
-        self._agree_on_reads()
+        self.offload.agree_on_reads()
         if not self._float16:
             return
         if self.config.offloads:  # a loss scaler looks at the groups' gradients
-            self._storage.wide = True
+            self.offload.storage.wide = True
             for unit in self.units:
                 for flat in unit.trained:
                     flat.grads()
@@ -583,7 +541,7 @@ class Engine:
             grads[0][:1].add_(infinite.to(device=grads[0].device, dtype=grads[0].dtype))
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_while_away("optimizer.step()")
+        self.offload.refuse_while_away("optimizer.step()")
         arguments = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is not None and self.config.offloads:
@@ -617,44 +575,15 @@ class Engine:
                         f"requires_grad of {name!r} was {trainable} when the model was sharded and is {not trainable} now: "
                         "freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
                     )
-
-        self._begin_step()
+        if self.optimizer is not None:
+            self.offload.begin_step(self.optimizer)
         return arguments
 
     def _step_unit(self, unit: Unit) -> None:
-        """In backward: this unit's gradients are final."""
-        if self.optimizer is None or all(flat.in_memory for flat in unit.trained):
-            return
-        if unit in self._stepped:
-            raise StateError(
-                f"unit {unit.name!r} got more gradients after it was updated: with step_in_backward every backward but "
-                "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit used in one pass only"
-            )
-        if not self._stepped:
-            self._twin = self._new_twin(self.optimizer)
-        self._stepped.add(unit)
-        unit.release()
-        unit.close()
-        if self._twin is not None:
-            self.stepper().begin([unit], self.optimizer, self._twin, self._storage.link.mark())
-
-    def _new_twin(self, optimizer: torch.optim.Optimizer) -> Twin:
-        return Twin(optimizer, fuse=self.device.type != "cpu")
-
-    def _begin_step(self) -> None:
-        """Offloaded shards are updated in another thread, unit by unit, in the order of the next forward."""
-        offloaded = [unit for unit in self.units if any(not flat.in_memory for flat in unit.trained)]
-        if not offloaded or self.optimizer is None:
-            return
-        left = [unit for unit in offloaded if unit not in self._stepped]
-        self._stepped.clear()
-        self.stepper().begin(left, self.optimizer, self._new_twin(self.optimizer), self._storage.link.mark())
-        for unit in offloaded:
-            for flat in unit.trained:
-                for shard in flat.shards:
-                    shard.hide_grad()
+        self.offload.step_unit(unit, self.optimizer)
 
     def _after_step(self, *_: Any) -> None:
+        self.offload.end_step()
         for unit in self.units:
             unit.stepped()
             if self.policy.keep_full:
@@ -662,52 +591,10 @@ class Engine:
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.wait()
-            for flat in unit.trained:
-                for shard in flat.shards:
-                    shard.show_grad()
-        if self._uses_disk:
-            self._agree_on_step()
         if self.recorder is not None:
             self.recorder.step()
-        if self._monitor is not None:
-            self._monitor.look()
-
-    def _agree_on_reads(self) -> None:
-        """Parameters that one rank could not read from disk are an error on all of them."""
-        if not self._reads or not self._any_rank(any(unit.failure for unit in self.units)):
-            return
-
-        def tell() -> None:
-            for unit in self.units:
-                failure, unit.failure = unit.failure, None
-                if failure is not None:
-                    raise failure
-
-        agree.together(self._wire, "reading parameters from disk", tell, answer=False, kind=TierError)
-
-    def _agree_on_step(self) -> None:
-        """With state on disk a step can fail on one rank: then it does on all of them."""
-        failure: ZeroError | None = None
-        try:
-            self.finish_step()
-        except ZeroError as error:
-            failure = error
-        if not self._any_rank(failure is not None):
-            return
-
-        def tell() -> None:
-            self.stepper().fail("an optimizer step over offloaded state failed on another rank")
-            if failure is not None:
-                raise failure
-
-        agree.together(self._wire, "an optimizer step over offloaded state", tell, answer=False, kind=TierError)
-
-    def _make_room(self, bytes_: int) -> None:
-        """In the middle of a pass: other units' optimizer state may go."""
-        empty_cache(self.device)
-        if self._monitor is not None:
-            self._monitor.make_room(Tier.DEVICE, bytes_)
-            empty_cache(self.device)
+        if self.offload.monitor is not None:
+            self.offload.monitor.look()
 
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""
@@ -723,27 +610,6 @@ class Engine:
         error = sys.exc_info()[1]
         if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
             error.add_note(f"hf_zero: {self.advice()}. The model's state is whole: the next forward starts afresh")
-
-    def _any_rank(self, mine: bool) -> bool:
-        return bool(self._wire.max_scalar(torch.tensor(float(mine), device=self.device)))
-
-    def stepper(self) -> Stepper:
-        if self._stepper is None:
-            self._stepper = Stepper(self._storage, self._host_threads())
-        return self._stepper
-
-    def _host_threads(self) -> int | None:
-        """For the thread that steps: this rank's share of the cores, where the model does not compute on them itself."""
-        if self.device.type == "cpu":
-            return None
-        return max(1, (os.cpu_count() or 1) // self._ranks_here)
-
-    def _refuse_step_in_backward(self, what: str) -> None:
-        if self.config.step_in_backward:
-            raise StateError(
-                f"{what}: with step_in_backward parameters are updated before all gradients are there, so nothing can be "
-                "clipped: turn it off, or do not clip (max_grad_norm=0 in TrainingArguments)"
-            )
 
     def _optimizer_zero_grad(self, set_to_none: bool = True) -> None:
         self.zero_grad()
@@ -850,13 +716,6 @@ def engine_of(model: nn.Module) -> Engine | None:
         if engine is not None:
             return engine
     return None
-
-
-def tiers_of(placements: Iterable[Placement]) -> Iterator[Tier]:
-    """Every tier in which something rests."""
-    for placement in placements:
-        yield placement.parameters
-        yield from (tier for tier, _ in placement.optimizer)
 
 
 def _override(target: object, name: str, method: Callable[..., Any]) -> None:

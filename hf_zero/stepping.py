@@ -432,11 +432,14 @@ class Stepper:
         """After an error: nothing is read ahead."""
         with self._lock:
             self._ahead.clear()
-        for _, _, slab, read in self._reading:
+        for _, _, _, read in self._reading:
             with contextlib.suppress(ZeroError):  # the step has failed already, for this or another reason
                 read.close()
-            self._slabs.append(slab)
         self._reading.clear()
+        # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.
+        self._slabs.clear()
+        self._lanes.clear()
+        self._made = self._lanes_made = 0
 
 
 def _own_copy(value: Any) -> Any:

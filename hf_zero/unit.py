@@ -647,6 +647,11 @@ class Unit:
             inflight.close()
         self._unsent.clear()
 
+    @property
+    def in_memory(self) -> bool:
+        """All optimizer state rests on the device, undivided."""
+        return all(flat.in_memory for flat in self.trained)
+
     def finish_step(self) -> None:
         """An update that another thread is busy with is done afterwards.
 

@@ -93,7 +93,7 @@ def launch(
             "OMP_NUM_THREADS": str(threads(job.world_size)),
             "HF_HUB_OFFLINE": "1",
         }
-        | environment
+        | dict(environment)
     )
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         ranks: list[subprocess.Popen[bytes]] = []

@@ -71,7 +71,7 @@ def _step_disk(options: Options) -> Cases:
     if find_spec("deepspeed") is None:
         yield "step-disk: DeepSpeed left out, it is not installed (make peers)"
     else:  # on one rank: on two it trains to other numbers
-        yield options.job("step-disk", "deepspeed", {}, world_size=1)
+        yield options.job("step-disk", "against deepspeed", config, world_size=1)
 
 
 def _train(options: Options) -> Cases:
@@ -84,7 +84,7 @@ def _train(options: Options) -> Cases:
     }
     for dtype in options.dtypes:
         for case, config in cases.items():
-            changes = {"dtype": dtype, "model": options.model, "world_size": max(options.ranks)}
+            changes: dict[str, Any] = {"dtype": dtype, "model": options.model, "world_size": max(options.ranks)}
             yield options.job("train", f"hf_zero {case}", config, **changes)
 
 
@@ -100,14 +100,15 @@ def _gpu(options: Options) -> Cases:
         ]
         return options.gpu_model or (fitting[-1] if fitting else None)
 
-    shared = {"dtype": "bf16", "world_size": 1, "device": "cuda", "sequence": 2048, "accumulation": 4}
+    shared: dict[str, Any] = {"dtype": "bf16", "world_size": 1, "device": "cuda", "sequence": 2048, "accumulation": 4}
     on_host = {"stage": 2, "offload_optimizer": "cpu"}
     # Bytes per parameter: on the device 4 while the model is made and 2 + 4 as it is sharded; 18 with nothing offloaded.
     alone, peers = largest(18, 18), largest(8, 20)
     if alone is None or peers is None:
         yield f"gpu: left out, {free >> 30} GiB of device and {host >> 30} GiB of host memory hold no model of {list(LLAMAS)}"
         return
-    for case, config in {"hf_zero in memory": {"stage": 2}, "hf_zero optimizer on cpu": on_host}.items():
+    cases: dict[str, dict[str, Any]] = {"hf_zero in memory": {"stage": 2}, "hf_zero optimizer on cpu": on_host}
+    for case, config in cases.items():
         yield options.job("gpu", f"{case}, 8k tokens", config, model=alone, batch=4, **shared)
     yield options.job("gpu", "hf_zero optimizer on cpu", on_host, model=peers, batch=1, **shared)
     in_backward = {**on_host, "step_in_backward": True}
@@ -128,7 +129,7 @@ def _plan(options: Options) -> Cases:
     budgets = {
         "room for all": ("80GiB", "64GiB"),
         "device and host": ("18GiB", "64GiB"),
-        "all three": ("18GiB", "2GiB"),
+        "all three": ("18GiB", "1GiB"),
     }
     yield options.job("plan", "nothing offloaded", {"stage": 3}, dtype="bf16", world_size=1)
     for name, (device, host) in budgets.items():
@@ -178,7 +179,7 @@ def summarize(job: OffloadJob, result: dict[str, Any]) -> dict[str, Any]:
     if job.measure in ("train", "gpu"):
         row["tokens_per_second"] = job.world_size * job.batch * job.sequence * job.accumulation / row["seconds"]
         row["model"] = job.model
-    known = ("loss_difference", "losses", "host_bytes", "device_bytes", "optimizer_share", "direct")
+    known = ("loss_difference", "losses", "host_bytes", "device_bytes", "optimizer_share", "direct", "storage_bytes")
     return row | {name: result[name] for name in known if name in result}
 
 
@@ -244,10 +245,14 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a launch is given up")
     parser.add_argument("--output", type=Path, help="write the results as JSON to this file")
     values = parser.parse_args(arguments)
-    for name in ("steps", "numel", "timeout", *("ranks" for _ in values.ranks)):
-        value = getattr(values, name)
-        if min(value if isinstance(value, list) else [value]) <= 0:
-            parser.error(f"--{name} must be positive, got {value}")
+    for name, least in {
+        "steps": values.steps,
+        "numel": values.numel,
+        "timeout": values.timeout,
+        "ranks": min(values.ranks),
+    }.items():
+        if least <= 0:
+            parser.error(f"--{name} must be positive, got {least}")
     return Options(
         kinds=values.offload or list(KINDS),
         dtypes=values.dtype,
@@ -264,7 +269,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console(width=max(140, Console().width))
+    console = Console(width=max(180, Console().width))
 
     def tell(line: str, style: str = "dim") -> None:
         console.print(line, highlight=False, markup=False, style=style)

@@ -8,7 +8,7 @@ with the bytes that one turn of it must move through memory or to and from the d
   in-place torch operators with the same reads and writes (no arithmetic to speak of: the bandwidth there is), and torch's fused
   AdamW over one tensor.
 * `step-disk`: the same step with the optimizer's state on disk, against plain positional O_DIRECT reads and writes of as many
-  bytes, at the same time, in a file beside it.
+  bytes, at the same time, in a file beside it, and against DeepSpeed's NVMe path over as many elements.
 * `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
 * `gpu`: whole steps of a Llama-class model on one GPU, each engine in processes of its own.
 * `plan`: `hf_zero.plan` for GPT-3's shapes on 1,024 ranks.
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def _deepspeed_step(job: OffloadJob) -> Stepped:
             "offload_optimizer": {
                 "device": "nvme",
                 "nvme_path": job.folder,
-                "buffer_count": 4,
+                "buffer_count": 16,  # four per group of parameters, of which three are under way
                 "pipeline_read": True,
                 "pipeline_write": True,
             },
@@ -168,9 +169,6 @@ def _deepspeed_step(job: OffloadJob) -> Stepped:
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     return Stepped(lambda: engine.backward(engine()), engine.step, numel)
-
-
-STEPPED = {"hf_zero": _hf_zero_step, "deepspeed": _deepspeed_step}
 
 
 def step_host(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
@@ -248,15 +246,32 @@ class RawDisk:
 
 
 def step_disk(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
-    stepped = STEPPED[job.engine.split()[0]](job)
+    stepped = _hf_zero_step(job)
     each = 12 * stepped.numel  # master and two moments, read and written
+    moved: dict[str, list[int]] = {}
+
+    def counted(name: str, step: Callable[[], Any]) -> Callable[[], None]:
+        def turn() -> None:
+            before = storage_bytes()
+            step()
+            moved[name] = [after - start for start, after in zip(before, storage_bytes())]
+
+        return turn
+
+    subjects = {"step": Subject(counted("step", stepped.step), 2 * each, stepped.backward)}
+    if job.engine.endswith("deepspeed"):  # charged with what the task needs, not with what it moves
+        peer = _deepspeed_step(job)
+        subjects["deepspeed"] = Subject(counted("deepspeed", peer.step), 2 * each, peer.backward)
     raw = RawDisk(job.folder, each)
-    subjects = {
-        "step": Subject(stepped.step, 2 * each, stepped.backward),
-        "raw, 1 + 1": Subject(lambda: raw.move(1), 2 * raw.nbytes),
-        "raw, 2 + 2": Subject(lambda: raw.move(2), 2 * raw.nbytes),
-    }
-    return take_turns(subjects, job, device) | {"numel": stepped.numel, "direct": raw.direct}
+    for threads in (1, 2, 4):
+        subjects[f"raw, {threads} + {threads}"] = Subject(partial(raw.move, threads), 2 * raw.nbytes)
+    return take_turns(subjects, job, device) | {"numel": stepped.numel, "direct": raw.direct, "storage_bytes": moved}
+
+
+def storage_bytes() -> tuple[int, int]:
+    """Read from and written to block devices by this process, as the kernel counts."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 # Whole training steps -------------------------------------------------------------------------------------------------
@@ -371,7 +386,7 @@ def train(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
     return found | {"numel": plain.numel, "losses": offloaded.losses, "loss_difference": difference}
 
 
-LLAMAS: dict[str, dict[str, int]] = {
+LLAMAS: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "1b": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
     "3b": {"hidden_size": 3200, "intermediate_size": 8640, "num_hidden_layers": 26, "num_attention_heads": 32},
@@ -391,7 +406,7 @@ def llama(size: str, sequence: int, device: torch.device) -> nn.Module:
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def available_bytes() -> int:

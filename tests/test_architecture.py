@@ -52,7 +52,10 @@ LAYERS = {
         "loading",
         "checkpoint",
         "assembly",
+        "usage",
+        "recorder",
         "monitor",
+        "offload",
         "engine",
         "access",
     ),
@@ -68,6 +71,7 @@ LAYERS = {
         "integrations.checkpoints",
         "integrations.trainer",
         "cli_plan",
+        "cli_report",
         "cli",
     ),
 }

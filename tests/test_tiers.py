@@ -468,8 +468,13 @@ def test_a_forked_child_leaves_the_file(disk: Disk) -> None:
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "disk.close()", "del disk"])
 def test_nothing_is_left_after_exit(tmp_path: Path, ending: str) -> None:
-    """Even with transfers under way, the process ends by itself and says nothing."""
+    """Even with transfers under way, the process ends by itself and says nothing.
+
+    A thread that lives on while the interpreter is taken down may abort the process. What is registered first runs last.
+    """
     script = f"""
+        import atexit, sys, threading
+        atexit.register(lambda: print(*threading.enumerate()[1:], sep="", end="", file=sys.stderr))
         import torch
         from hf_zero.tiers import Disk, Meter
         disk = Disk({str(tmp_path)!r}, "job", 0, Meter())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hf_zero as zero
+from hf_zero.tiers import Tier
 from tests.common import MODELS, Case, batch, optimizer_for, train_engine
 from tests.offloading import mixed, pairwise, same, small_blocks, unequal
 
@@ -32,6 +33,8 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "small": (True, False),
 }
 
+PLACED = {"none": {Tier.DEVICE}, "cpu": {Tier.HOST}, "disk": {Tier.DISK}, "mixed": set(Tier)}
+
 
 def cases(world: int, dimensions: dict[str, tuple[Any, ...]], full: bool) -> list[tuple[Case, bool]]:
     stages = (0, 3) if world == 1 else (1, 2, 3)
@@ -47,7 +50,17 @@ def cases(world: int, dimensions: dict[str, tuple[Any, ...]], full: bool) -> lis
         chosen = [c for c in (dict(zip(dimensions, v)) for v in itertools.product(*dimensions.values())) if allowed(c)]
     else:
         chosen = pairwise(dimensions, allowed)
-    return [(Case(**{k: v for k, v in c.items() if k != "small"}, steps=4), c["small"]) for c in chosen]
+    return [(Case(**{k: v for k, v in c.items() if k != "small"}, steps=3), c["small"]) for c in chosen]
+
+
+def misplaced(engine: zero.Engine, case: Case) -> list[str]:
+    """Parity says little of states that never left the device."""
+    tiers = {shard.tier for unit in engine.units for flat in unit.trained for shard in flat.shards}
+    rest = {flat.rest for unit in engine.units for flat in unit.flats}
+    optimizer, params = PLACED[case.offload_optimizer], PLACED[case.offload_params]
+    wrong = [] if tiers == optimizer else [f"{case}: states rest in {tiers}"]
+    # What has its master's type rests with it, so not everything need be where it was asked for.
+    return wrong if params <= rest or case.dtype == "no" else [*wrong, f"{case}: parameters rest in {rest}"]
 
 
 def compare(rank: int, world: int, chosen: list[tuple[Case, bool]], folder: str) -> list[str]:
@@ -55,11 +68,12 @@ def compare(rank: int, world: int, chosen: list[tuple[Case, bool]], folder: str)
     wrong: list[str] = []
     references: dict[Case, Any] = {}
     for case, small in chosen:
-        in_memory = replace(case, offload_optimizer="none", offload_params="none")
+        in_memory = replace(case, offload_optimizer="none", offload_params="none", step_in_backward=False)
         if in_memory not in references:
             references[in_memory] = train_engine(rank, world, in_memory)[0]
         with mixed(case), small_blocks() if small else contextlib.nullcontext():
             ours, engine = train_engine(rank, world, case, folder)
+            wrong += misplaced(engine, case)
             engine.detach()
         different = unequal(ours, references[in_memory])
         if different:
@@ -75,6 +89,13 @@ def run(pool: Any, chosen: list[tuple[Case, bool]], folder: Path, timeout_s: flo
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equals_the_run_in_memory(pools, tmp_path, world):
     run(pools[world], cases(world, DIMENSIONS, full=False), tmp_path, timeout_s=200)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_in_backward_equals_the_run_in_memory(pools, tmp_path, world):
+    dimensions = {**DIMENSIONS, "dtype": ("no", "bf16"), "clip": (None,)}
+    chosen = [(replace(case, step_in_backward=True), small) for case, small in cases(world, dimensions, full=False)]
+    run(pools[world], chosen, tmp_path, timeout_s=200)
 
 
 @pytest.mark.slow
@@ -243,6 +264,20 @@ def accessed(rank: int, world: int, case: Case, folder: str, which: str) -> list
     return [*out, *everything(model, optimizer)]
 
 
+def closures(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
+    """The optimizer calls for the gradients itself."""
+    model, optimizer, _ = build(case, folder)
+    out: list[Any] = []
+    for step in range(3):
+
+        def closure(step: int = step) -> float:
+            optimizer.zero_grad()
+            return backward(model, rank, step)
+
+        out.append(optimizer.step(closure) if step else optimizer.step(closure=closure))
+    return [*out, *everything(model, optimizer)]
+
+
 def regrouped(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
     """A parameter is thawed and joins a group of its own in the middle of training; then the state is loaded into another."""
     model = MODELS[case.model]()
@@ -273,7 +308,11 @@ LOOPS: list[tuple[str, str, tuple[str, ...]]] = [
     ("optimizers", "no", tuple(OPTIMIZERS)),
     ("optimizers", "bf16", ("SGD", "AdamW fused", "AdamW with a tensor")),
     ("overflow", "fp16", ("fused", "plain")),
-    *((name, dtype, ("",)) for name in ("evaluated", "kept", "clipped", "accessed", "regrouped") for dtype in ("no", "bf16")),
+    *(
+        (name, dtype, ("",))
+        for name in ("evaluated", "kept", "clipped", "accessed", "regrouped", "closures")
+        for dtype in ("no", "bf16")
+    ),
 ]  # fmt: skip
 TIERS = (("cpu", "none"), ("disk", "none"), ("mixed", "none"), ("cpu", "disk"), ("disk", "disk"), ("none", "cpu"))
 

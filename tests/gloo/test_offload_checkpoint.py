@@ -8,72 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hf_zero as zero
-from tests.common import MODELS, Case, batch, optimizer_for
-from tests.offloading import mixed, same, small_blocks
+from tests.offloading import PLACES, Run, equal
 
 pytestmark = pytest.mark.gloo
 
-PLACES: dict[str, dict[str, Any]] = {
-    "memory": {"stage": 2},
-    "host": {"stage": 2, "offload_optimizer": "cpu"},
-    "disk": {"stage": 3, "offload_optimizer": "disk", "offload_params": "disk"},
-    "split": {"stage": 1, "offload_optimizer": "mixed"},
-    "host, parameters too": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
-    "parameters on disk": {"stage": 3, "offload_params": "disk"},
-    "split, parameters on disk": {"stage": 3, "offload_optimizer": "mixed", "offload_params": "disk"},
-}
 NEXT = dict(zip(PLACES, [*list(PLACES)[1:], *PLACES]))
 """Where the checkpoint of each goes on."""
-
-
-class Run:
-    """A training run in one place."""
-
-    def __init__(self, place: str, dtype: str, rank: int, folder: str, seed: int) -> None:
-        self.rank = rank
-        case = Case("bert", dtype=dtype, groups=2, **PLACES[place])
-        self.model = MODELS["bert"]()
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.add_(0.01 * seed)
-        self.optimizer = optimizer_for(self.model, 2, lr=1e-3, amsgrad=True)
-        with mixed(case), small_blocks():
-            self.engine = zero.shard(self.model, self.optimizer, case.config(folder), mixed_precision=dtype)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
-
-    def train(self, *steps: int) -> list[float]:
-        losses = []
-        with small_blocks():
-            for step in steps:
-                ids = batch(step, 0, self.rank)
-                loss = self.model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                self.engine.clip_grad_norm_(0.5)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-                losses.append(loss.item())
-            self.engine.finish_step()
-        return losses
-
-    def save(self, folder: Path, **options: Any) -> None:
-        with small_blocks():
-            self.engine.save(folder, objects={"scheduler": self.scheduler}, **options)
-
-    def load(self, folder: Path, **options: Any) -> None:
-        with small_blocks():
-            self.engine.load(folder, objects={"scheduler": self.scheduler}, **options)
-
-    def values(self) -> list[Any]:
-        state = self.optimizer.state_dict()["state"]
-        return [*self.model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
-
-
-def equal(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(same(a, b) for a, b in zip(ours, theirs))
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +22,14 @@ import torch
 import hf_zero as zero
 from hf_zero.engine import engine_of
 from hf_zero.layout import Span, itemsize
+from hf_zero.machine import Machine
+from hf_zero.plan import Drafter, Plan, plan
+from hf_zero.precision import Precision
 from hf_zero.tiers import Tier, padded
 from hf_zero.unit import Flat
 from tests.common import Case, batch, gpt2, optimizer_for
 from tests.offloading import SLAB_NUMEL, mixed, small_blocks, split
+from tests.pool import RankPool
 
 pytestmark = pytest.mark.gloo
 
@@ -24,14 +37,18 @@ pytestmark = pytest.mark.gloo
 # Moved ----------------------------------------------------------------------------------------------------------------
 
 
-def train(case: Case, rank: int, folder: str, steps: int, **changes: Any) -> zero.Engine:
-    """Counters are those of the last step."""
+def train(
+    case: Case, rank: int, folder: str, steps: int, resident: list[int] | None = None, **changes: Any
+) -> zero.Engine:
+    """Counters are those of the last step. `resident` gets the process's memory before each."""
     model = gpt2(**changes)
     optimizer = optimizer_for(model, case.groups)
     engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype)
     for step in range(steps):
+        if resident is not None:
+            resident.append(status("VmRSS"))
         engine.finish_step()
-        engine._storage.meter.reset()
+        engine.offload.storage.meter.reset()
         engine.traffic.reset()
         for micro in range(case.accumulation):
             engine._schedule.sync = micro == case.accumulation - 1
@@ -80,7 +97,7 @@ def moved_in_a_step(rank: int, world: int, cases: list[Case], folder: str) -> li
     for case in cases:
         with mixed(case), small_blocks():
             engine = train(case, rank, folder, 2, n_embd=48)
-            moved = {kind: int(count["bytes"]) for kind, count in engine._storage.meter.to_dict().items()}
+            moved = {kind: int(count["bytes"]) for kind, count in engine.offload.storage.meter.to_dict().items()}
         wanted = expected(list(engine.layout.spans), case, world)
         if moved != wanted:
             wrong.append(f"rank {rank}: {case}: {moved}, expected {wanted}")
@@ -108,7 +125,7 @@ def link_bytes(rank: int, world: int, folder: str) -> tuple[float, float]:
     """(bytes over the link per parameter that autocast casts, the part of such parameters)."""
     case = Case(stage=2, dtype="bf16", clip=0.5, offload_optimizer="cpu")
     engine = train(case, rank, folder, 2, n_embd=256)
-    meter = engine._storage.meter
+    meter = engine.offload.storage.meter
     spans = list(engine.layout.spans)
     narrow = sum(span.slice_numel for span in spans if span.spec.compute_dtype == "bfloat16")
     wide = sum(span.slice_numel for span in spans) - narrow
@@ -147,7 +164,7 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
         case = Case(stage=3, dtype=dtype, offload_optimizer=optimizer, offload_params=params)
         with small_blocks():
             engine = train(case, rank, folder, 2)
-            meter = engine._storage.meter
+            meter = engine.offload.storage.meter
             meter.reset()
             with gathers() as opened:
                 ids = batch(9, 0, rank)
@@ -204,7 +221,9 @@ def inferred(rank: int, world: int, folder: str) -> None:
         assert report.measured["gradients"] == 0
         assert report.measured["optimizer"] <= 4096 * len(list(engine.layout.spans)) * (params == "disk")  # padding
         if params == "disk":
-            assert engine._storage.disk.nbytes == sum(padded(4 * span.slice_numel) for span in engine.layout.spans)
+            assert engine.offload.storage.disk.nbytes == sum(
+                padded(4 * span.slice_numel) for span in engine.layout.spans
+            )
             assert not any(
                 isinstance(shard.values, torch.Tensor) for u in engine.units for f in u.flats for shard in f.shards
             )
@@ -216,3 +235,153 @@ def inferred(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_inference_holds_no_gradients_and_no_optimizer_state(pools, tmp_path, world):
     pools[world].run(inferred, str(tmp_path))
+
+
+def left_behind(rank: int, world: int, folder: str) -> None:
+    """An engine that nobody has any more, or that was detached, keeps no memory, no thread and no file."""
+
+    def threads() -> set[str]:
+        return {thread.name for thread in threading.enumerate() if thread.name.startswith("hf_zero step")}
+
+    for detach in (False, True):
+        engine = train(Case(stage=3, offload_optimizer="disk", offload_params="disk"), rank, folder, 2)
+        alive = weakref.ref(engine.model), weakref.ref(engine.offload.storage)
+        path = engine.offload.storage.disk.path
+        assert path.exists()
+        assert threads()
+        if detach:
+            engine.detach()
+            assert not path.exists()
+            engine.model(input_ids=batch(0, 0, 0))  # a plain model again
+        del engine
+        gc.collect()
+        assert [ref() for ref in alive] == [None, None]
+        assert not path.exists()
+        deadline = time.monotonic() + 10
+        while threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not threads()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_engine_leaves_nothing_behind(pools, tmp_path, world):
+    pools[world].run(left_behind, str(tmp_path))
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+PINNED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+"""Freed memory goes back to the system at once, so that what is resident is what is held."""
+
+STEADY = """
+import sys
+from tests.common import Case
+from tests.gloo.test_offload_memory import status, train
+from tests.offloading import mixed
+
+case = Case(stage=0, dtype="bf16", accumulation=2, clip=0.1, groups=2, offload_optimizer="mixed", offload_params="disk")
+with mixed(case):
+    train(case, 0, sys.argv[1], 200, seen := [])
+print(seen[60], seen[199])
+"""
+
+
+def status(key: str) -> int:
+    """Bytes of this process, as the system counts them: `VmRSS`, `VmData`, …"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+
+
+def test_nothing_grows(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", STEADY, str(tmp_path)],
+        env={**os.environ, **PINNED},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    early, late = map(int, done.stdout.split()[-2:])
+    assert late - early < 1 << 20
+
+
+def sizes(layers: int, width: int) -> dict[str, int]:
+    return {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": 16}
+
+
+def foreseen(config: zero.ZeroConfig, world: int, layers: int, width: int) -> Plan:
+    """From shapes alone."""
+    precision = Precision.of("no", None)
+    with torch.device("meta"):
+        drafter = Drafter(gpt2(**sizes(layers, width)), precision)
+    layout = drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), world)
+    return plan(layout, Machine(), config, world_size=world, precision=precision)
+
+
+def limited(
+    rank: int, world: int, folder: str, layers: int, width: int, limit: int | None, room: int
+) -> tuple[int, str]:
+    """Train two steps under this limit of the process's memory (or `room` above what it has when it is warm).
+
+    Returns the parameters' number, and what happens to who asks for memory for all of this rank's states.
+    """
+    case = Case(stage=3, offload_optimizer="disk", offload_params="disk", step_in_backward=True)
+    train(case, rank, folder, 2).detach()  # threads have their stacks now
+    gc.collect()
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit or status("VmData") + room, before[1]))
+    try:
+        with zero.Init():
+            model = gpt2(**sizes(layers, width))
+        optimizer = optimizer_for(model, 1)
+        engine = zero.shard(model, optimizer, case.config(folder))
+        for step in range(2):
+            ids = batch(step, 0, rank)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bool(loss.isfinite())
+        numel = engine.layout.numel
+        assert world * engine.offload.storage.disk.nbytes >= 12 * numel
+        try:
+            torch.zeros(16 * numel // world, dtype=torch.uint8)
+        except RuntimeError as error:
+            return numel, str(error)
+        return numel, ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def trains_within(folder: str, layers: int, width: int, limit: int | None, room: int, timeout_s: float) -> int:
+    config = Case(stage=3, offload_optimizer="disk", offload_params="disk", step_in_backward=True).config()
+    said = foreseen(config, 2, layers, width).memory
+    without = foreseen(Case(stage=3).config(), 2, layers, width).memory
+    pool = RankPool(2)
+    try:
+        answers = pool.run(limited, folder, layers, width, limit, room, timeout_s=timeout_s)
+    finally:
+        pool.stop()
+    # Device and host are one memory here.
+    assert said.at_peak(Tier.DEVICE) + said.at_peak(Tier.HOST) < room < without.at_rest(Tier.DEVICE)
+    for numel, message in answers:
+        assert 2 * without.at_rest(Tier.DEVICE) >= 16 * numel
+        assert "allocate memory" in message
+    return 16 * answers[0][0]
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    for name, value in PINNED.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_model_larger_than_memory_trains_from_disk(tmp_path, pinned):
+    """States of 580 MiB, 290 of them each rank's, with room for two thirds of that: malloc keeps a part of it."""
+    assert trains_within(str(tmp_path), 48, 256, None, 190 << 20, 250) > 575 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_states_of_8_gib_train_on_two_ranks_of_2_gib(tmp_path, pinned):
+    assert trains_within(str(tmp_path), 44, 1024, 2 << 30, 1 << 30, 1700) > 8 << 30

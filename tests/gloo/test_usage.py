@@ -1,4 +1,4 @@
-"""What is measured is what is there: bytes against the plan's formulas, traffic against its counts, waits against a slow rank."""
+"""What is measured is what is there: bytes and traffic against the plan's formulas, waits against a slow rank."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         optimizer.zero_grad()
     memory, traffic = usage.predicted(engine, micros)
     embedding = next(unit for unit in engine.units if unit.name.endswith("wte"))
+    trained = [flat for unit in engine.units for flat in unit.trained]
     wte = sum(flat.span.slice_numel * flat.compute_dtype.itemsize for flat in embedding.flats)
     return {
         "now": now,
@@ -56,7 +57,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "wte": wte,
         # torch counts steps in one number per parameter of the optimizer.
         "scalars": {
-            tier.value: 4 * sum(_home(shard.tier) is tier for unit in engine.units for flat in unit.trained for shard in flat.shards)
+            tier.value: 4 * sum(_home(shard.tier) is tier for flat in trained for shard in flat.shards)
             for tier in TIERS
         },
         "passes": recorder.last["forwards"],
@@ -189,7 +190,10 @@ def same_numbers(rank: int, world: int) -> list[bool]:
         verbs = {"gather", "release", "hold", "reduce", "finish_reduce", "drop_grads"}
         left = [unit for unit in engine.units if verbs & set(vars(unit))]
         runs.append(
-            (model.state_dict(), not left and engine.recorder is None and not vars(engine._storage.meter).get("waited"))
+            (
+                model.state_dict(),
+                not left and engine.recorder is None and not vars(engine.offload.storage.meter).get("waited"),
+            )
         )
         engine.detach()
     (plain, _), (recorded, clean) = runs

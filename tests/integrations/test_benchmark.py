@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
 
@@ -76,3 +77,46 @@ def test_bad_options_end_at_once() -> None:
     done = benchmark("--world-size", "0")
     assert done.returncode == 2
     assert "--world-size must be positive, got 0" in done.stderr
+
+
+@pytest.mark.gloo
+def test_offloaded_steps(tmp_path: Path) -> None:
+    output = tmp_path / "runs" / "offload.json"
+    folder = tmp_path / "disk"
+    small = ["--numel", "4096", "--steps", "2", "--ranks", "1", "--dtype", "bf16", "--folder", str(folder)]
+    done = benchmark("--offload", "step-host", "step-disk", "gpu", *small, "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(output.read_text())
+    assert record["failures"] == {}
+    assert str(tmp_path) not in json.dumps(record)
+    in_place, to_device = record["results"]["step-host"]
+    for row in (in_place, to_device):
+        assert row["bytes"] == 28 * row["numel"]  # gradient and parameter of 2 bytes, three states read and written
+        assert set(row["ratios"]) == {"streams", "fused"}
+    assert record["results"]["step-disk"][0]["bytes"] == 24 * 4096
+    for rows in record["results"].values():
+        assert all(len(ratios) == 2 and min(ratios) > 0 for row in rows for ratios in row["ratios"].values())
+    assert list(folder.iterdir()) == []
+    if not torch.cuda.is_available():
+        assert "gpu: left out, there is no CUDA device" in record["skipped"]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_offloaded_training_and_plans(tmp_path: Path) -> None:
+    output = tmp_path / "offload.json"
+    small = ["--model-size", "tiny", "--steps", "1", "--ranks", "2", "--dtype", "fp32"]
+    done = benchmark("--offload", "train", "plan", *small, "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(output.read_text())["results"]
+    assert len(results["train"]) == 5
+    assert all(row["loss_difference"] == 0 and row["tokens_per_second"] > 0 for row in results["train"])
+    shares = [row["optimizer_share"] for row in results["plan"]]
+    assert shares[0] == {"device": 1.0, "host": 0.0, "disk": 0.0}
+    assert all(share > 0 for share in shares[-1].values())  # the tightest budgets use every tier
+
+
+def test_bad_offload_options_end_at_once() -> None:
+    done = benchmark("--offload", "--ranks", "0")
+    assert done.returncode == 2
+    assert "--ranks must be positive, got 0" in done.stderr
