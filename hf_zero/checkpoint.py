@@ -93,10 +93,10 @@ def load(
         loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict)
         if wanted and engine.optimizer is not None:
             loading.optimizer(engine.units, engine.optimizer, engine.group_options())
-        if wanted or engine.optimizer is None:
-            engine.offload.recover()
     finally:
         engine.refresh()
+    if wanted or engine.optimizer is None:
+        engine.offload.recover()
     _take_objects(loading, engine.wire, objects or {})
 
 

@@ -95,7 +95,7 @@ class Engine:
         self.offload.storage.wide = self._float16
         with agree.on_errors(self._wire, "zero.shard"):
             self.plan = self._new_plan(specs, optimizer)
-            self.offload.settle(self.plan.placements)
+            self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             fields = self.offload.fields(optimizer)
             if config.step_in_backward and self._float16:
                 raise ConfigError(
@@ -498,6 +498,7 @@ class Engine:
 
     def _before_forward(self) -> None:
         self.offload.refuse_while_away("forward")
+        self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
         if not self._float16 and computes_in_float16(self.device):
@@ -584,9 +585,8 @@ class Engine:
 
     def _after_step(self, *_: Any) -> None:
         self.offload.end_step()
-        for unit in self.units:
-            unit.stepped()
-            if self.policy.keep_full:
+        if self.policy.keep_full:
+            for unit in self.units:
                 unit.gather()
         for unit in self.units:
             if unit.state is State.GATHERING:

@@ -46,17 +46,19 @@ class Offload:
         self._stepped: set[Unit] = set()  # in this backward already
         self._twin: Twin | None = None
 
-    def settle(self, placements: Iterable[Placement]) -> None:
-        """Take note of the plan. A folder that cannot be used is refused here.
+    def settle(self, placements: Iterable[Placement], disk_bytes: int) -> None:
+        """Take note of the plan. A folder that cannot be used, or is too small, is refused here.
 
         Raises:
             ConfigError: the folder.
+            TierError: it has no room for `disk_bytes`.
         """
         tiers = {tier for p in placements for tier in (p.parameters, *(place for place, _ in p.optimizer))}
         self._on_disk = Tier.DISK in tiers
         self._uses_disk = self._on_disk or self._config.is_auto  # the monitor may move something there
         if self._on_disk:
-            _ = self.storage.disk
+            disk = self.storage.disk
+            disk.give_back(disk.take(disk_bytes))  # refused here, before anything has changed
 
     @property
     def reads(self) -> bool:
@@ -91,27 +93,34 @@ class Offload:
                     shard.hide_grad()
 
     def end_step(self) -> None:
-        """After the optimizer's own step: groups show their gradients again.
+        """After the optimizer's own step: what is gathered is old, and groups show their gradients again.
 
         Raises:
             StateError, TierError: on every rank, where state is on disk and one of them could not update it.
         """
+        failure: ZeroError | None = None
+        try:
+            for unit in self._units:
+                unit.stepped()
+        except ZeroError as error:  # parameters could not be written to where they rest
+            failure = error
         for unit in self._units:
             for flat in unit.trained:
                 for shard in flat.shards:
                     shard.show_grad()
         if not self._uses_disk:
+            if failure is not None:
+                raise failure
             return
-        failure: ZeroError | None = None
         try:
             self.finish_step()
         except ZeroError as error:
-            failure = error
+            failure = failure or error
         if not self._on_any_rank(failure is not None):
             return
 
         def tell() -> None:
-            self._stepping().fail("an optimizer step over offloaded state failed on another rank")
+            self._stepping().fail("it failed on another rank" if failure is None else str(failure))
             if failure is not None:
                 raise failure
 
@@ -153,8 +162,20 @@ class Offload:
         Raises:
             StateError, TierError: one broke off.
         """
-        for unit in self._units:
-            unit.finish_step()
+        failure: ZeroError | None = None
+        for unit in self._units:  # all of them: none may raise later, on this rank alone
+            try:
+                unit.finish_step()
+            except ZeroError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        self.check()
+
+    def check(self) -> None:
+        """Raises:
+        StateError: a step broke off, here or on another rank, and nothing has been loaded since.
+        """
         if self.stepper is not None:
             self.stepper.check()
 

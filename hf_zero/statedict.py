@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .agree import together
 from .comm import SoloWire
-from .errors import RankMismatchError, StateError
+from .errors import RankMismatchError, StateError, TierError
 from .precision import dtype_of
 from .shard import cut
 from .unit import Flat, Unit
@@ -193,9 +194,13 @@ class FullState:
 
     def settle(self) -> None:
         """The masters are new: whole parameters follow, where the stage keeps them."""
-        for unit in self._units:
-            unit.release()
-            unit.updated()
+
+        def carry() -> None:
+            for unit in self._units:
+                unit.release()
+                unit.updated()
+
+        together(self._wire, "carrying new values to where they rest", carry, answer=False, kind=TierError)
         for unit in self._units:
             if unit.policy.keep_full:
                 unit.gather()
