@@ -141,8 +141,8 @@ def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
 
 
 def gathered_bytes(layout: Layout, placements: Sequence[Placement], policy: StagePolicy) -> int:
-    """Two largest units: the one in use, and the one that is fetched."""
-    return sum(sorted((_moved_bytes(unit, placements, policy) for unit in layout.units), reverse=True)[:2])
+    """Three largest units: in backward one is fetched while one is entered and the one before is not given back yet."""
+    return sum(sorted((_moved_bytes(unit, placements, policy) for unit in layout.units), reverse=True)[:3])
 
 
 def _moved_bytes(unit: UnitLayout, placements: Sequence[Placement], policy: StagePolicy) -> int:

@@ -203,8 +203,11 @@ class Engine:
         """Clip by the norm over all ranks, as `torch.nn.utils.clip_grad_norm_` on the whole model; a collective.
 
         Returns:
-            The norm before clipping, 0-dim float32, the same on every rank. `max_norm=inf` only measures.
+            The norm before clipping, 0-dim float32, the same on every rank. `max_norm=inf` only measures (NaN with
+            `step_in_backward`, where gradients are not kept).
         """
+        if self.config.step_in_backward and max_norm == float("inf"):
+            return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
         self.flush()
         flats = [flat for unit in self.units for flat in unit.trained]

@@ -125,7 +125,7 @@ class Report:
             f"{'sum':<16}{self.data_parallel.total / _MIB:>12.1f}{self.predicted.total / _MIB:>12.1f}"
             f"{sum(self.measured.values()) / _MIB:>12.1f}",
             f"{'in passing':<16}{'':>12}{self.predicted.gathered / _MIB:>12.1f}{'':>12}"
-            "  (two largest units gathered, or one and its gradients)",
+            "  (three largest units gathered, or one and its gradients)",
         ]
         return lines
 
