@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
 
 from hf_zero import cli, machine
@@ -164,6 +165,8 @@ def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_MOST_GEMM", 512)
     before = json.loads(run(capsys, "plan", folder, "--world-size", 1, "--zero-stage", 3, "--batch", 1, "--json"))
     assert before["step_s"] is None
+    AcceleratorState._reset_state(True)  # the command is a process of its own; tests before this one were not
+    GradientState._reset_state()
     measured = json.loads(run(capsys, "probe", "--json", "--offload-dir", tmp_path / "disk"))
     assert measured["disk_read"] > 0
     (kept,) = cache.iterdir()
