@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .agree import fingerprint
+from .agree import fingerprint, read
 from .birth import HOLDERS, Birth
 from .comm import SoloWire
 from .engine import Engine
@@ -68,7 +68,7 @@ class _Place:
 
     def whole(self, of: Of) -> Tensor:
         """The parameter's value of what the ranks' shards hold, as a new tensor of its shape; a collective."""
-        mine = self.local(of)
+        mine = read(self.wire, self.flat.storage, lambda: self.local(of))
         whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=self.flat.device)
         for rank, part in self.parts():
             piece = whole[part.param_start : part.param_start + part.numel]

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from .birth import birth_of, wire_device
 from .comm import SoloWire
 from .config import ZeroConfig
-from .errors import CheckpointError, RankMismatchError, ZeroError
+from .errors import CheckpointError, RankMismatchError, TierError, ZeroError
 from .layout import ParamSpec
+from .shard import Storage
 
 T = TypeVar("T")
 
@@ -69,6 +70,17 @@ def together(
         if theirs is not None:
             raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
     return [value for _, value in reports] if answer else [result]
+
+
+def read(wire: SoloWire, storage: Storage, values: Callable[[], T]) -> T:
+    """This rank's values on their way into a collective; where they may rest on disk, one rank's failure is everyone's.
+
+    Raises:
+        TierError: on every rank.
+    """
+    if not storage.uses_disk:
+        return values()
+    return together(wire, "reading values from disk", values, answer=False, kind=TierError)[0]
 
 
 def same_structure(

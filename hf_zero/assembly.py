@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .agree import read
 from .birth import birth_of, hand_over
 from .comm import SoloWire
 from .config import StagePolicy
@@ -162,10 +163,11 @@ class Assembly:
     def _restore(self, unit: Unit, in_own_type: bool) -> None:
         for flat in unit.flats:
             whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
+            own = read(self._wire, flat.storage, flat.values)
             if flat.span.shards > 1:
-                self._wire.gather(whole, flat.values(), flat.span.index).close()
+                self._wire.gather(whole, own, flat.span.index).close()
             else:
-                whole.copy_(flat.values())
+                whole.copy_(own)
             for slot, param in zip(flat.span.slots, flat.params):
                 value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                 param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value

@@ -115,7 +115,7 @@ class Engine:
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
-        self._full_state = FullState(model, self.units, self._wire)
+        self._full_state = FullState(model, self.units, self._wire, self.finish_step)
         if optimizer is not None:
             self._bind(optimizer, originals)
         self._install()
@@ -181,7 +181,7 @@ class Engine:
             self.plan = self._new_plan(specs, optimizer)
             self._assembly.recut(specs, previous, self.plan.placements, fields)
             self._schedule = self._new_schedule()
-            self._full_state = FullState(self.model, self.units, self._wire)
+            self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
         self._bind(optimizer, originals)
 
     @contextmanager

@@ -40,8 +40,6 @@ class Offload:
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None
         self.monitor: Monitor | None = None
-        self._on_disk = False
-        self._uses_disk = config.is_auto
         self._away: Arrangement | None = None
         self._stepped: set[Unit] = set()  # in this backward already
         self._twin: Twin | None = None
@@ -54,16 +52,15 @@ class Offload:
             TierError: it has no room for `disk_bytes`.
         """
         tiers = {tier for p in placements for tier in (p.parameters, *(place for place, _ in p.optimizer))}
-        self._on_disk = Tier.DISK in tiers
-        self._uses_disk = self._on_disk or self._config.is_auto  # the monitor may move something there
-        if self._on_disk:
+        self.storage.uses_disk = Tier.DISK in tiers or self._config.is_auto  # the monitor may move something there
+        if Tier.DISK in tiers:
             disk = self.storage.disk
             disk.give_back(disk.take(disk_bytes))  # refused here, before anything has changed
 
     @property
     def reads(self) -> bool:
         """Whether parameters may have to be read from disk. The same on every rank."""
-        return self._uses_disk and self._config.offload_params != "none"
+        return self.storage.uses_disk and self._config.offload_params != "none"
 
     def fields(self, optimizer: torch.optim.Optimizer | None) -> Sequence[Fields]:
         """What records on disk need room for, by optimizer group.
@@ -71,7 +68,7 @@ class Offload:
         Raises:
             UnsupportedOptimizerError: there is no telling.
         """
-        return fields_of(optimizer) if optimizer is not None and self._uses_disk else ()
+        return fields_of(optimizer) if optimizer is not None and self.storage.uses_disk else ()
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class Offload:
             for flat in unit.trained:
                 for shard in flat.shards:
                     shard.show_grad()
-        if not self._uses_disk:
+        if not self.storage.uses_disk:
             if failure is not None:
                 raise failure
             return

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .agree import read
 from .comm import SoloWire
 from .errors import CheckpointError, LayoutError, UnsupportedOptimizerError
 from .shard import Shard
@@ -253,7 +255,7 @@ class Binding:
         names = flat.state_names(self.optimizer)
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for key in sorted(names):
-            value = flat.state(self.optimizer, key)
+            value = read(self._wire, flat.storage, partial(flat.state, self.optimizer, key))
             whole = self._whole(flat, value, everywhere) if names[key] else None
             for slot, param in zip(flat.span.slots, flat.params):
                 if whole is None:

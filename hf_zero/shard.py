@@ -45,6 +45,7 @@ class Storage:
     Attributes:
         meter: bytes moved and time waited, by road.
         wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
+        uses_disk: something may rest on disk, here or on another rank; the same on all of them.
         transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
     """
 
@@ -53,6 +54,7 @@ class Storage:
         self.meter = Meter()
         self.link = Link(device, self.meter)
         self.wide = False
+        self.uses_disk = False
         self.transient = False
         self._rank = rank
         self._folder = offload_dir

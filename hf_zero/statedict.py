@@ -7,13 +7,14 @@ only looks at keys, shapes and types runs everywhere. Tied parameters are one te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agree import together
+from .agree import read, together
 from .comm import SoloWire
 from .errors import RankMismatchError, StateError, TierError
 from .precision import dtype_of
@@ -24,7 +25,7 @@ from .unit import Flat, Unit
 def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
     """A collective. The span's parameters in their own types and shapes: CPU tensors on rank 0, meta tensors elsewhere."""
     span = flat.span
-    own = flat.values()
+    own = read(wire, flat.storage, flat.values)
     here = wire.rank == 0
     if span.shards == 1:
         full = own.cpu() if here else own.to("meta")
@@ -45,8 +46,9 @@ def outline_of(flat: Flat) -> list[Tensor]:
 class FullState:
     """The hooks of one model. A call's values live from its outermost module's first hook to its last."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], wire: SoloWire) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], wire: SoloWire, settle: Callable[[], None]) -> None:
         self._wire = wire
+        self._settle = settle  # returns when the masters are those of one step
         self._flat: dict[nn.Parameter, tuple[Flat, int]] = {}
         for unit in units:
             for flat in unit.flats:
@@ -89,16 +91,12 @@ class FullState:
                 continue
             flat, slot = self._flat[param]
             if flat not in self._values:
-                self._finish_steps()
+                self._settle()
                 self._values[flat] = gather_full(flat, self._wire)
             state[prefix + name] = self._values[flat][slot]
         self._depth -= 1
         if self._depth == 0 and not self._outlining:
             self._values.clear()
-
-    def _finish_steps(self) -> None:
-        for unit in self._units:
-            unit.finish_step()
 
     def outline(self) -> dict[str, Any]:
         """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""
@@ -136,7 +134,7 @@ class FullState:
         if self._loading == 0 or not prefix:
             self._loading = 0
             self._landing.clear()
-            self._finish_steps()
+            self._settle()
             # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
             meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())
             answers = self._wire.exchange(meta)

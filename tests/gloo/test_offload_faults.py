@@ -405,3 +405,47 @@ def test_killed_in_mid_step(two, tmp_path, at, victims):
             assert not strange
     finally:
         pool.stop()
+
+
+def asked(rank: int, world: int, folder: Path) -> list[tuple[str, str]]:
+    """Whole values while rank 1 cannot read its disk; half a step's values afterwards."""
+    run = Run("disk", "bf16", rank, str(folder / "tier"), seed=0)
+    run.train(0)
+    run.save(folder / "saved")
+    before = run.values()
+    weight = max((p for p in run.model.parameters() if p.requires_grad), key=lambda p: p.numel())
+
+    def gathered() -> None:
+        with zero.GatheredParameters([weight]):
+            pass
+
+    works: dict[str, Callable[[], object]] = {
+        "state_dict": run.model.state_dict,
+        "optimizer.state_dict": run.optimizer.state_dict,
+        "full_parameter": lambda: zero.full_parameter(weight),
+        "full_optimizer_state": lambda: zero.full_optimizer_state(weight, "exp_avg"),
+        "GatheredParameters": gathered,
+        "detach": run.engine.detach,
+    }
+    out = []
+    for name, work in works.items():
+        with disk("preadv", None, fails(errno.EIO)) if rank == 1 else contextlib.nullcontext():
+            out.append((name, refusal(work)))
+    assert all(a.is_meta or bool((a == b).all()) for a, b in zip(run.values(), before))
+    with disk("pwritev", 0, fails(errno.EIO)) if rank == 1 else contextlib.nullcontext():
+        assert attempt(run, 1) is not None
+    out.append(("state_dict of half a step", refusal(run.model.state_dict)))
+    run.load(folder / "saved")
+    assert all(a.is_meta or bool((a == b).all()) for a, b in zip(run.values(), before))
+    run.engine.detach()
+    return out
+
+
+def test_whole_values_of_a_disk_that_fails(two, tmp_path):
+    for (name, first), (_, second) in zip(*two.run(asked, tmp_path)):
+        if name == "state_dict of half a step":
+            assert "half done" in first, first
+            assert "half done" in second, second
+            continue
+        assert "the disk failed" in second, (name, second)
+        assert "rank 1" in first, (name, first)
