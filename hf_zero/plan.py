@@ -426,11 +426,12 @@ class Drafter:
     def _spec(self, param: nn.Parameter, group: int, old: ParamSpec | None) -> ParamSpec:
         if old is None:
             own = dtype_name(param.dtype)
-            master = dtype_name(Precision.master_dtype(param))
+            # What no optimizer has needs no finer copy of itself.
+            master = dtype_name(Precision.master_dtype(param)) if group >= 0 else own
             compute = dtype_name(self._precision.compute_dtype(param, param in self._castable))
         else:  # the parameter's `.data` is the engine's now, and may be of another type
             own, compute, master = old.dtype, old.compute_dtype, old.master_dtype
-            if param.requires_grad and own in ("bfloat16", "float16"):
+            if param.requires_grad and group >= 0 and own in ("bfloat16", "float16"):
                 master = "float32"
         shape, names = tuple(param.shape), tuple(self.names[param])
         return ParamSpec(names, shape, own, compute, master, trainable=param.requires_grad, group=group)

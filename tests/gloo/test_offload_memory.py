@@ -202,13 +202,13 @@ def test_bytes_of_parameters_moved(two, tmp_path):
 # Held -----------------------------------------------------------------------------------------------------------------
 
 
-def inferred(rank: int, world: int, folder: str) -> None:
+def inferred(rank: int, world: int, folder: str, dtype: torch.dtype) -> None:
     """A model without an optimizer generates what the plain one does, and holds neither gradients nor optimizer state."""
-    plain = gpt2().eval()
-    ids = batch(0, 0, 0)
+    plain = gpt2().eval().to(dtype)
+    ids, size = batch(0, 0, 0), dtype.itemsize
     wanted = plain.generate(ids, max_new_tokens=6, do_sample=False)
     for params in ("none", "cpu", "disk"):
-        model = gpt2().eval()
+        model = gpt2().eval().to(dtype)
         engine = zero.shard(model, None, Case(stage=3, offload_params=params).config(folder))
         assert engine_of(model) is engine
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, synced_gpus=False), wanted)
@@ -217,12 +217,12 @@ def inferred(rank: int, world: int, folder: str) -> None:
         model(input_ids=ids)  # with a graph that nobody uses
         engine.quiesce()
         report = engine.report()
-        slices = sum(4 * span.slice_numel for span in engine.layout.spans)
+        slices = sum(size * span.slice_numel for span in engine.layout.spans)
         assert report.measured["gradients"] == 0
         assert report.measured["optimizer"] <= 4096 * len(list(engine.layout.spans)) * (params == "disk")  # padding
         if params == "disk":
             assert engine.offload.storage.disk.nbytes == sum(
-                padded(4 * span.slice_numel) for span in engine.layout.spans
+                padded(size * span.slice_numel) for span in engine.layout.spans
             )
             assert not any(
                 isinstance(shard.values, torch.Tensor) for u in engine.units for f in u.flats for shard in f.shards
@@ -232,9 +232,10 @@ def inferred(rank: int, world: int, folder: str) -> None:
         engine.detach()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2])
-def test_inference_holds_no_gradients_and_no_optimizer_state(pools, tmp_path, world):
-    pools[world].run(inferred, str(tmp_path))
+def test_inference_holds_no_gradients_and_no_optimizer_state(pools, tmp_path, world, dtype):
+    pools[world].run(inferred, str(tmp_path), dtype)
 
 
 def left_behind(rank: int, world: int, folder: str) -> None:
