@@ -23,9 +23,9 @@ from .engine import Engine
 from .errors import ConfigError, RankMismatchError, StateError
 from .held import is_sliced
 from .layout import Overlap, Slot
+from .ondisk import Values
 from .precision import dtype_of
 from .shard import Shard, assembled, cut
-from .tiers import Values
 from .unit import Flat, Unit
 
 Of = Callable[[Shard], Values | None]

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .comm import SoloWire
 from .errors import StateError, TierError
-from .tiers import OnDisk
+from .ondisk import OnDisk
 
 _TAG = 1 << 20  # above every span's index
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from .config import StagePolicy
 from .layout import Layout, Span, UnitLayout, itemsize
 from .machine import Machine
-from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Tier, records_bytes
+from .records import records_bytes
+from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Tier
 
 SLABS = 3
 """Records in host memory at once: one is read, one updated, one written."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .layout import Overlap, Slot
+from .ondisk import OnDisk, Values
 from .shard import MASTER, Shard, cut
-from .tiers import OnDisk, Values
 from .unit import Flat, Unit
 
 

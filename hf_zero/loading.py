@@ -29,13 +29,13 @@ from .manifest import (
     read_bounded,
     share,
 )
+from .ondisk import Values
 from .precision import dtype_of
 from .reader import Reader, Wanted
 from .safetensors_io import read_header
 from .saving import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 from .shard import MASTER, Shard, cut
 from .staging import recover
-from .tiers import Values
 from .unit import Flat, Unit
 from .weights import Located, Piece, Stored, WeightFormat, persistent_buffers
 

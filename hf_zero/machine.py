@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from .comm import SoloWire
+from .disk import Disk
 from .errors import ConfigError
 from .inflight import Inflight
-from .tiers import Disk, Link, Meter
+from .link import Link
+from .tiers import Meter
 
 MARGIN = 0.1
 """Share of free memory that a plan leaves alone when no budget is given: allocators, libraries, other programs."""

@@ -13,10 +13,11 @@ from .comm import SoloWire
 from .config import ZeroConfig
 from .costs import Placement
 from .errors import ConfigError, StateError, TierError, ZeroError
+from .link import empty_cache
 from .monitor import Monitor
 from .shard import Fields, Storage
 from .stepping import Stepper, Twin, fields_of
-from .tiers import Tier, empty_cache
+from .tiers import Tier
 from .unit import Unit
 
 STATES = ("parameters", "gradients", "optimizer")

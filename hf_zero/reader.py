@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .manifest import SEGMENT_BYTES, FileDigest, Manifest, Segment, check_segment
+from .ondisk import Values
 from .precision import dtype_of
 from .safetensors_io import read_fully
-from .tiers import Values
 from .weights import Stored
 from .writer import bytes_of
 

@@ -30,11 +30,11 @@ from .errors import CheckpointError, ZeroError
 from .held import Held, entries_of, held_parameters, held_states, is_sliced, places
 from .layout import ParamSpec
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
+from .ondisk import Values
 from .precision import dtype_of
 from .safetensors_io import Header, build_header, itemsize
 from .shard import Shard, assembled
 from .staging import Staging
-from .tiers import Values
 from .unit import Unit
 from .version import __version__
 from .weights import Drawing, Entry, Run, WeightFile, split_files

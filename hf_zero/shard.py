@@ -20,9 +20,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .disk import Disk
 from .errors import OutOfMemoryError, StateError
 from .inflight import Inflight
-from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Disk, Link, Meter, OnDisk, Records, Tier, Values, fetch
+from .link import Link
+from .ondisk import OnDisk, Values, fetch
+from .records import Records
+from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Meter, Tier
 
 MASTER = "master"
 """The field of a record that holds the master; the state that a finer-than-own-type master is stored as."""

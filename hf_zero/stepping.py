@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from .errors import StateError, TierError, UnsupportedOptimizerError, ZeroError
 from .inflight import Inflight
+from .records import Records
 from .shard import MASTER, Fields, Shard, Storage, is_elementwise
-from .tiers import BLOCK_NUMEL, Records, Tier
+from .tiers import BLOCK_NUMEL, Tier
 from .unit import Flat, Unit
 
 SLABS = 3

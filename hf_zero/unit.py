@@ -35,9 +35,11 @@ from .costs import Placement
 from .errors import StateError, TierError
 from .inflight import Inflight
 from .layout import Span, UnitLayout
+from .ondisk import FilePieces, OnDisk, Values, fetch
 from .precision import Precision, dtype_of
+from .records import Records
 from .shard import MASTER, Fields, Shard, Storage, assembled, is_elementwise
-from .tiers import BLOCK_NUMEL, SLAB_NUMEL, FilePieces, OnDisk, Records, Tier, Values, fetch
+from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Tier
 
 
 class Step(Protocol):

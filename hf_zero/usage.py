@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from .costs import KINDS, TIERS, Memory, Setup, Traffic, memory_of, work_in_total
+from .ondisk import OnDisk
 from .optim import state_tensors
 from .precision import dtype_name
 from .report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from .tiers import OnDisk, Tier
+from .tiers import Tier
 from .unit import Flat
 
 if TYPE_CHECKING:

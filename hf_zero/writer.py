@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .manifest import SEGMENT_BYTES, Segment, digest_of
+from .ondisk import OnDisk, Values, fetch
 from .safetensors_io import start_writeback, write_fully
-from .tiers import OnDisk, Values, fetch
 
 _DIRECT_BYTES = 1 << 20  # from here on a piece is written from where it lies; smaller ones are put together first
 

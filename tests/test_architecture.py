@@ -22,6 +22,11 @@ LAYERS = {
     "1 mechanisms": (
         "comm",
         "tiers",
+        "link",
+        "transfer",
+        "disk",
+        "ondisk",
+        "records",
         "machine",
         "precision",
         "discover",
@@ -93,7 +98,7 @@ ONLY_HERE = {
     "os.environ": ("integrations.accelerate", "integrations.transformers", "cli"),
     "os.getenv": ("integrations.accelerate", "integrations.transformers", "cli"),
 }
-STREAMS = ("inflight", "comm", "tiers")
+STREAMS = ("inflight", "comm", "link")
 STREAM_NAMES = {"Stream", "Event", "StreamContext", "current_stream", "record_stream", "record_event", "wait_stream"}
 
 PUBLIC = [

@@ -26,22 +26,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hf_zero import tiers
+from hf_zero import disk as disk_module
+from hf_zero import link as link_module
+from hf_zero import ondisk as ondisk_module
+from hf_zero.disk import Disk, Region
 from hf_zero.errors import ConfigError, StateError, TierError
+from hf_zero.link import Link, pages
+from hf_zero.ondisk import FileSource, OnDisk, fetch
+from hf_zero.records import Records, records_bytes
 from hf_zero.safetensors_io import read_header
-from hf_zero.tiers import (
-    ALIGN_BYTES,
-    PIECE_BYTES,
-    Disk,
-    FileSource,
-    Link,
-    Meter,
-    OnDisk,
-    Records,
-    Region,
-    fetch,
-    records_bytes,
-)  # fmt: skip
+from hf_zero.tiers import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
 from tests.injection import Forked, calls
 
 CPU = torch.device("cpu")
@@ -476,7 +470,8 @@ def test_nothing_is_left_after_exit(tmp_path: Path, ending: str) -> None:
         import atexit, sys, threading
         atexit.register(lambda: print(*threading.enumerate()[1:], sep="", end="", file=sys.stderr))
         import torch
-        from hf_zero.tiers import Disk, Meter
+        from hf_zero.disk import Disk
+        from hf_zero.tiers import Meter
         disk = Disk({str(tmp_path)!r}, "job", 0, Meter())
         region = disk.take(256 << 20)
         moves = [disk.write(region.offset + at, torch.zeros(8 << 20, dtype=torch.uint8)) for at in range(0, 256 << 20, 8 << 20)]
@@ -713,26 +708,26 @@ def test_a_models_own_file(tmp_path: Path) -> None:
 def _watch_memory(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """References to all host memory made from here on."""
     seen: list[weakref.ref[Any]] = []
-    pages = tiers._pages
 
     def watched(nbytes: int) -> Any:
         memory = pages(nbytes)
         seen.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(tiers, "_pages", watched)
+    for module in (link_module, disk_module, ondisk_module):
+        monkeypatch.setattr(module, "pages", watched)
     return seen
 
 
 def test_idle_threads_hold_no_buffer(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.take(4096)
     seen = _watch_memory(monkeypatch)
-    for _ in range(tiers.THREADS):
+    for _ in range(THREADS):
         disk.read(0, page_aligned(4096)).wait()
     deadline = time.monotonic() + 10
     while any(reference() is not None for reference in seen) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [reference() for reference in seen] == [None] * tiers.THREADS
+    assert [reference() for reference in seen] == [None] * THREADS
 
 
 def test_host_memory_is_exact_and_given_back() -> None:
@@ -853,7 +848,7 @@ def test_copies_wait_for_the_stream_and_the_stream_for_them() -> None:
 @needs_cuda
 def test_page_locking_is_refused_once_with_a_warning() -> None:
     link = Link(torch.device("cuda"), Meter())
-    memory = tiers._pages(1 << 20)
+    memory = pages(1 << 20)
     link._lock_pages(memory)
     with pytest.warns(
         UserWarning, match=r"1048576 bytes of host memory could not be page-locked .*1048576 are\).*ulimit -l"

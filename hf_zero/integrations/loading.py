@@ -25,11 +25,12 @@ from ..birth import birth_of, born_at_rest
 from ..comm import SoloWire
 from ..errors import ConfigError, LayoutError
 from ..init import Init, born, slice_bounds
+from ..ondisk import FilePieces, FileSource, OnDisk, Stamp
 from ..placement import Replay, Segment
 from ..precision import dtype_of
 from ..reader import Reader, Wanted
 from ..safetensors_io import read_header
-from ..tiers import FilePieces, FileSource, Meter, OnDisk, Stamp
+from ..tiers import Meter
 from ..weights import Stored
 from .recording import swapped
 from .weights import EXTRA_STATE, PlannedLoad, planned_load

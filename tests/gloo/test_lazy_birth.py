@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.birth import born, born_at_rest
+from hf_zero.disk import Disk
 from hf_zero.init import birth_of, slice_bounds
+from hf_zero.ondisk import FilePieces, FileSource, OnDisk, Stamp
+from hf_zero.records import Records
 from hf_zero.safetensors_io import read_header
-from hf_zero.tiers import Disk, FilePieces, FileSource, Meter, OnDisk, Records, Stamp, Tier
+from hf_zero.tiers import Meter, Tier
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.gloo

@@ -11,7 +11,7 @@ import torch
 
 import hf_zero as zero
 from hf_zero.layout import itemsize
-from hf_zero.tiers import Link
+from hf_zero.link import Link
 from tests.common import MODELS, Case, batch, optimizer_for
 from tests.offloading import mixed, pairwise, same, small_blocks
 

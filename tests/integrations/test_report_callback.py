@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main
@@ -50,7 +51,7 @@ def steps_in(path: Path) -> list[dict[str, Any]]:
 
 
 class Seen(TrainerCallback):
-    """What a reporter that comes after sees."""
+    """What a reporter sees."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -60,10 +61,9 @@ class Seen(TrainerCallback):
 
 
 def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = Seen()
-    run = train(
-        tmp_path, [zero.ZeroCallback(), seen], zero_offload_optimizer="cpu", eval_strategy="steps", eval_steps=2
-    )
+    first, last = Seen(), Seen()
+    callbacks = [first, zero.ZeroCallback(), last]
+    run = train(tmp_path, callbacks, zero_offload_optimizer="cpu", eval_strategy="steps", eval_steps=2)
     of_training = [entry for entry in run.state.log_history if "loss" in entry]
     assert len(of_training) == 2
     for entry in of_training:
@@ -71,9 +71,10 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert entry["zero/host_gib"] > 0
         assert entry["zero/disk_gib"] == 0
         assert 0 <= entry["zero/wait_s"] < entry["zero/step_s"]
-    assert [entry for entry in seen.logs if "zero/step_s" in entry] == [
-        {name: value for name, value in entry.items() if name != "step"} for entry in of_training
-    ]
+    for seen in (first, last):
+        assert [entry for entry in seen.logs if "zero/step_s" in entry] == [
+            {name: value for name, value in entry.items() if name != "step"} for entry in of_training
+        ]
     assert not any("zero/step_s" in entry for entry in run.state.log_history if "eval_loss" in entry)
 
     facts, *steps = steps_in(tmp_path / "zero_steps.jsonl")
@@ -90,6 +91,31 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert engine.recorder is None, "nothing is measured after training"
     assert main(["report", str(tmp_path)]) == 0
     assert "host, optimizer" in capsys.readouterr().out
+
+
+def test_reporters_of_a_trainer_that_knows_of_no_plugin(tmp_path: Path) -> None:
+    """A model sharded by hand: nothing but the callback tells the Trainer of it."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    seen = Seen()
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=Tokens(),
+        callbacks=[seen, zero.ZeroCallback(report=False, record=False)],
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    assert type(trainer) is Trainer
+    of_training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["zero/step_s"] > 0 for entry in of_training] == [True, True]
+    assert [entry["zero/step_s"] for entry in seen.logs if "loss" in entry] == [
+        entry["zero/step_s"] for entry in of_training
+    ]
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
