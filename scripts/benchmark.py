@@ -290,6 +290,17 @@ def memory_cells(results: dict[str, dict[str, Any]], engine: str) -> dict[str, s
     return cells
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that numbers depend on and that are installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def machine(job: Job) -> dict[str, Any]:
     """Where and with what the numbers were taken."""
     processor = platform.processor() or platform.machine()
@@ -300,12 +311,6 @@ def machine(job: Job) -> dict[str, Any]:
             if "model name" in line
         ]
         processor = names[0] if names else processor
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "processor": processor,
@@ -316,7 +321,7 @@ def machine(job: Job) -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "system": platform.platform(),
-        "versions": versions,
+        "versions": versions(),
     }
 
 

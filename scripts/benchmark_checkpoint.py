@@ -416,18 +416,10 @@ def main() -> int:
     result = launch(options)
     report(result)
     if options.output:
-        from importlib import metadata
+        from benchmark import versions
 
-        from benchmark import PACKAGES
-
-        versions = {}
-        for package in PACKAGES:
-            try:
-                versions[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
         result["options"] = {key: getattr(options, key) for key in ("size", "ranks", "rounds", "only")}
-        result["versions"] = versions
+        result["versions"] = versions()
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -17,25 +17,23 @@ with the bytes that one turn of it must move through memory or to and from the d
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_engines import LEARNING_RATE, Job, Step, build_model, setup
-from benchmark_worker import Batches, end_with_parent, synchronize
+from benchmark_engines import LEARNING_RATE, Job, Step, build_model
+from benchmark_worker import Batches, synchronize, work
 from torch import Tensor, nn
 
 import hf_zero as zero
@@ -476,16 +474,5 @@ KINDS: dict[str, Callable[[OffloadJob, int, torch.device], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    end_with_parent()
-    job = OffloadJob(**json.loads(sys.argv[1]))
-    rank = int(os.environ["RANK"])
-    device = setup(job, rank)
-    result = asdict(job) | KINDS[job.measure](job, rank, device)
-    Path(sys.argv[2]).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    work(OffloadJob, KINDS)

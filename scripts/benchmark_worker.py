@@ -32,10 +32,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from benchmark_engines import BUILDERS, Job, Step, build_model, setup
 from torch import Tensor
 
 LOSSES = 10
+J = TypeVar("J", bound=Job)
 WARM_UP = 3
 SENT_STEPS = 2
 
@@ -273,16 +274,17 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def main() -> None:
+def work(kind: type[J], measures: Mapping[str, Callable[[J, int, torch.device], dict[str, Any]]]) -> None:
+    """One rank of a launch: argument 1 is the job, 2 the file for what it measures."""
     end_with_parent()
-    job = Job(**json.loads(sys.argv[1]))
+    job = kind(**json.loads(sys.argv[1]))
     rank = int(os.environ["RANK"])
     device = setup(job, rank)
-    result = asdict(job) | MEASURES[job.measure](job, rank, device)
+    result = asdict(job) | measures[job.measure](job, rank, device)
     Path(sys.argv[2]).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    work(Job, MEASURES)

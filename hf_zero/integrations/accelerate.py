@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -32,13 +31,13 @@ from ..birth import birth_of
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, UnsupportedOptimizerError
-from ..machine import Machine, kept
+from ..machine import Machine, cache_folder, kept
 from .accelerate_state import ZeroStateMixin
 
 
 def _probed() -> Machine | None:
     """The speeds that `hf-zero probe` has measured on this host, if it has."""
-    path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
+    path = kept(cache_folder())
     return Machine.load(path) if path.exists() else None
 
 

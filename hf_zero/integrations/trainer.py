@@ -187,6 +187,11 @@ class ZeroTrainerMixin(_TrainerBase):
         finally:
             self.args.save_total_limit = limit
 
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the stock Trainer's, with what is measured: before any reporter is called, whatever their order."""
+        add_measured(self._zero_engine(), logs)
+        super().log(logs, *args, **kwargs)
+
     # -- saving --
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -465,6 +470,15 @@ def check_arguments(args: TrainingArguments) -> None:
             stacklevel=2,
         )
         args._n_gpu = 1
+
+
+def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float]:
+    """Beside the loss of training, what the engine measured since the log before; `{}` where nobody records."""
+    if engine is None or engine.recorder is None or "loss" not in logs:
+        return {}
+    measured = {f"zero/{name}": value for name, value in engine.recorder.logs().items()}
+    logs.update(measured)
+    return measured
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from ..config import OFFLOADS, ZeroConfig
 from ..engine import Engine, engine_of
 from ..errors import ConfigError
 from .accelerate import ZeroPlugin, put_in_front
-from .trainer import ZeroTrainerMixin, check_arguments
+from .trainer import ZeroTrainerMixin, add_measured, check_arguments
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
@@ -129,15 +129,20 @@ def adopt_trainer() -> None:
     accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of transformers, so
     it is the `self` of a caller there. Without one (a plain accelerate loop) nothing happens.
     """
+    owner = _calling_trainer()
+    if owner is not None:
+        check_arguments(owner.args)
+        if not isinstance(owner, ZeroTrainerMixin):
+            owner.__class__ = zero_trainer_cls(type(owner))
+
+
+def _calling_trainer() -> Trainer | None:
     frame: FrameType | None = sys._getframe(1)
     # Only frames of transformers are looked into: up to Python 3.12 a look at a frame's locals keeps them alive with it.
     while frame is not None and frame.f_globals.get("__name__") != Trainer.__module__:
         frame = frame.f_back
     owner = None if frame is None else frame.f_locals.get("self")
-    if isinstance(owner, Trainer):
-        check_arguments(owner.args)
-        if not isinstance(owner, ZeroTrainerMixin):
-            owner.__class__ = zero_trainer_cls(type(owner))
+    return owner if isinstance(owner, Trainer) else None
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:
@@ -200,8 +205,7 @@ class ZeroCallback(TrainerCallback):
     """Measures every step, beside what was predicted: in the logs, in a file, in a table at the end. Needed for nothing else.
 
     Every log of training gets, beside the loss, `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (highest since the log
-    before), `zero/step_s`, `zero/wait_s` and what else `Recorder.logs` has. Reporters see these if their callbacks come after
-    this one (`trainer.remove_callback`, `add_callback`); the log history has them in any case.
+    before), `zero/step_s`, `zero/wait_s` and what else `Recorder.logs` has. Reporters see these whatever their order.
 
     Args:
         report: print the engine's report before and after training.
@@ -220,20 +224,16 @@ class ZeroCallback(TrainerCallback):
         self._sent: dict[str, int] = {}
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        engine = None if model is None else engine_of(model)
+        engine = _engine_in(kwargs)
         if engine is None:
             raise ConfigError(
                 "ZeroCallback found a model that is not sharded: pass ZeroTrainingArguments, or "
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)), and build no other Accelerator between the "
                 "arguments and the Trainer (accelerate would keep that one's settings)"
             )
+        self._come_first()
         self._first_step, self._sent = state.global_step, _sent(engine)
         folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
         engine.record(folder if self.record else None, first_step=state.global_step)
@@ -241,44 +241,30 @@ class ZeroCallback(TrainerCallback):
             self._shown = True  # the Trainer starts again after auto_find_batch_size
             print(engine.report(), flush=True)
 
+    def _come_first(self) -> None:
+        """Where `ZeroTrainerMixin.log` is not at work (a model sharded by hand), reporters read what `on_log` adds."""
+        trainer = _calling_trainer()
+        if trainer is not None and not isinstance(trainer, ZeroTrainerMixin):
+            handler = trainer.callback_handler
+            # A new list: the handler is going through the one it has.
+            handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
+
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        engine = None if model is None else engine_of(model)
+        engine = _engine_in(kwargs)
         if engine is not None and engine.recorder is not None:
             engine.recorder.steps = state.global_step  # a step that a loss scaler skipped is the Trainer's, not ours
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        engine = None if model is None else engine_of(model)
-        if engine is None or engine.recorder is None or logs is None or "loss" not in logs:
-            return
-        measured = {f"zero/{name}": value for name, value in engine.recorder.logs().items()}
-        logs.update(measured)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        measured = add_measured(_engine_in(kwargs), kwargs["logs"])
+        if measured and state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(measured)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        engine = None if model is None else engine_of(model)
+        engine = _engine_in(kwargs)
         if engine is None:
             return
         report, steps = engine.report(), state.global_step - self._first_step
@@ -299,6 +285,12 @@ class ZeroCallback(TrainerCallback):
         print(report.comparison(), flush=True)
         if path is not None:
             print(f"hf-zero report {path.parent} shows every step", flush=True)
+
+
+def _engine_in(event: dict[str, Any]) -> Engine | None:
+    """Of the model that an event is about."""
+    model = event.get("model")
+    return None if model is None else engine_of(model)
 
 
 def _sent(engine: Engine) -> dict[str, int]:

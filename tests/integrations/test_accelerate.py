@@ -6,18 +6,16 @@ import dataclasses
 import gc
 import importlib
 import json
-import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -29,16 +27,6 @@ from .jobs.harness import distance, gpt2, optimizer_distance
 from .launch import Results, launch
 
 STAGES = (0, 1, 2, 3)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it when it is given an FSDP plugin
 
 
 # ---- the plugin ------------------------------------------------------------------------------------------------------

@@ -132,30 +132,27 @@ def infos(info: dict[str, Any]) -> dict[str, Any]:
 def test_loading_info_is_the_stock_one(tmp_path: Path) -> None:
     """Missing, unexpected and mismatched keys: reported, and initialised with the stock loader's numbers."""
     build("bert").save_pretrained(tmp_path)
-    options: dict[str, Any] = {"output_loading_info": True, "num_labels": 3}
     cls: Any = transformers.BertForSequenceClassification
-    torch.manual_seed(3)
-    with Init():
-        model, mine = cls.from_pretrained(tmp_path, **options)
-    torch.manual_seed(3)
-    stock, theirs = cls.from_pretrained(tmp_path, **options)
-    assert infos(mine) == infos(theirs)
-    assert theirs["missing_keys"]
-    assert theirs["unexpected_keys"]
-    assert differences(model, stock) == []
+
+    def as_stock(**options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+        torch.manual_seed(3)
+        with Init():
+            model, mine = cls.from_pretrained(tmp_path, output_loading_info=True, **options)
+        torch.manual_seed(3)
+        stock, theirs = cls.from_pretrained(tmp_path, output_loading_info=True, **options)
+        assert infos(mine) == infos(theirs)
+        assert differences(model, stock) == []
+        return stock, theirs
+
+    stock, info = as_stock(num_labels=3)
+    assert info["missing_keys"]
+    assert info["unexpected_keys"]
 
     stock.save_pretrained(tmp_path)
     with Init(), pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         cls.from_pretrained(tmp_path, num_labels=5)
-    options = {"output_loading_info": True, "num_labels": 5, "ignore_mismatched_sizes": True}
-    torch.manual_seed(3)
-    with Init():
-        model, mine = cls.from_pretrained(tmp_path, **options)
-    torch.manual_seed(3)
-    stock, theirs = cls.from_pretrained(tmp_path, **options)
-    assert infos(mine) == infos(theirs)
-    assert len(theirs["mismatched_keys"]) == 2
-    assert differences(model, stock) == []
+    _, info = as_stock(num_labels=5, ignore_mismatched_sizes=True)
+    assert len(info["mismatched_keys"]) == 2
 
 
 def check_missing(rank: int, world: int, path: str) -> tuple[Tensor, list[str]]:

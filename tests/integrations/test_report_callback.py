@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main
 
 from .jobs.harness import Tokens, gpt2
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 def train(folder: Path, callbacks: list[TrainerCallback], resume: bool = False, **changes: Any) -> Trainer:

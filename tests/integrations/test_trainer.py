@@ -6,14 +6,12 @@ import dataclasses
 import json
 import pickle
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
@@ -38,15 +36,6 @@ FOLDER = [
     "zero_run.json",
 ]
 OURS = {"zero_manifest.json", "zero_run.json"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
