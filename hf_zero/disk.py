@@ -11,6 +11,7 @@ import stat
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,25 +160,30 @@ class Disk:
 
     # Transfers --------------------------------------------------------------------------------------------------------
 
-    def read(self, offset: int, buffer: Tensor | memoryview) -> Inflight:
+    def read(self, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None = None) -> Inflight:
         """Fill `buffer` (CPU, contiguous, any type) from byte `offset` of the file. Waiting raises what went wrong.
+
+        Args:
+            tell: called from another thread when a part has ended, the last one among them.
 
         Raises:
             TierError: (when waiting) the read failed or the file is too short.
             StateError: closed, not such a buffer, or not within the file.
         """
-        return self._start("read", offset, buffer)
+        return self._start("read", offset, buffer, tell)
 
-    def write(self, offset: int, buffer: Tensor | memoryview) -> Inflight:
+    def write(self, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None = None) -> Inflight:
         """Write `buffer` (CPU, contiguous, any type), which must not change until waited for, to byte `offset` of the file.
 
         Raises:
             TierError: (when waiting) the write failed.
             StateError: closed, not such a buffer, or not within the file.
         """
-        return self._start("write", offset, buffer)
+        return self._start("write", offset, buffer, tell)
 
-    def _start(self, kind: str, offset: int, buffer: Tensor | memoryview) -> Inflight:
+    def _start(
+        self, kind: str, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None
+    ) -> Inflight:
         file = self._open()
         array = bytes_of(buffer)
         if offset < 0 or offset + len(array) > self._end:
@@ -196,7 +202,7 @@ class Disk:
                 futures.append(submit(self._piece, file, kind, piece[:body], offset + start))
             if body < len(piece):
                 futures.append(submit(self._uneven, file, kind, piece[body:], offset + start + body))
-        return inflight(futures, self.meter, kind)
+        return inflight(futures, self.meter, kind, tell)
 
     def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
         move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, f"{self.path} (rank {self.rank})")

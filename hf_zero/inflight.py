@@ -17,16 +17,31 @@ class Inflight:
 
     `wait` returns when the *result* may be used here. `close` returns when also the buffers that were *sent* may be
     written again; on a fast rank that can be later, and waiting for it early would tie this rank to the slowest peer.
+
+    Args:
+        ready: whether `close` would return at once; without, nobody can tell.
     """
 
-    __slots__ = ("_finish", "_receives", "_sends")
+    __slots__ = ("_finish", "_ready", "_receives", "_sends")
 
     def __init__(
-        self, receives: Sequence[Work] = (), sends: Sequence[Work] = (), finish: Callable[[], None] | None = None
+        self,
+        receives: Sequence[Work] = (),
+        sends: Sequence[Work] = (),
+        finish: Callable[[], None] | None = None,
+        ready: Callable[[], bool] | None = None,
     ) -> None:
         self._receives = receives
         self._sends = sends
         self._finish = finish
+        self._ready = ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known to be over: `close` returns at once."""
+        if not self._receives and not self._sends and self._finish is None:
+            return True
+        return self._ready is not None and self._ready()
 
     def wait(self) -> None:
         for work in self._receives:

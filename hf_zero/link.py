@@ -104,7 +104,7 @@ class Link:
             target.copy_(source)
             return DONE
         event = self._copy(self._down, source, target, source, None)
-        return Inflight((Waiting(event.synchronize, self.meter, "down", target),))
+        return Inflight((Waiting(event.synchronize, self.meter, "down", target),), ready=event.query)
 
     def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
         """Copy `source` (host) to `target` (device) after `after`, or after what the current stream has to do.
@@ -120,7 +120,7 @@ class Link:
             return DONE
         event = self._copy(self._up, source, target, target, after)
         arrived = Waiting(lambda: torch.cuda.current_stream(self.device).wait_event(event), None, "up")
-        return Inflight((arrived,), (Waiting(event.synchronize, self.meter, "up", source),))
+        return Inflight((arrived,), (Waiting(event.synchronize, self.meter, "up", source),), ready=event.query)
 
     def _count(self, kind: str, source: Tensor, target: Tensor) -> None:
         if source.dtype != target.dtype or source.numel() != target.numel():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,13 +70,13 @@ class Records:
         """Host memory for any one record: uint8, `record_bytes` long, page-aligned, page-locked for CUDA."""
         return self.disk.link.empty(self.record_bytes, torch.uint8)
 
-    def read(self, index: int, buffer: Tensor) -> Inflight:
-        """Record `index` into the first bytes of `buffer`."""
-        return self.disk.read(self._offset(index), buffer[: self._bytes_of(self.numel_of(index))])
+    def read(self, index: int, buffer: Tensor, tell: Callable[[], object] | None = None) -> Inflight:
+        """Record `index` into the first bytes of `buffer`; `tell` as for `Disk.read`."""
+        return self.disk.read(self._offset(index), buffer[: self._bytes_of(self.numel_of(index))], tell)
 
-    def write(self, index: int, buffer: Tensor) -> Inflight:
+    def write(self, index: int, buffer: Tensor, tell: Callable[[], object] | None = None) -> Inflight:
         """Record `index` from the first bytes of `buffer`, which must not change until waited for."""
-        return self.disk.write(self._offset(index), buffer[: self._bytes_of(self.numel_of(index))])
+        return self.disk.write(self._offset(index), buffer[: self._bytes_of(self.numel_of(index))], tell)
 
     def views(self, index: int, buffer: Tensor) -> dict[str, Tensor]:
         """The fields in a buffer that holds record `index`, 1-D, `numel_of(index)` elements each."""

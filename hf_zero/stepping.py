@@ -24,113 +24,24 @@ from threading import Event
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .errors import StateError, TierError, UnsupportedOptimizerError, ZeroError
+from .errors import StateError, TierError, ZeroError
+from .flat import Flat
 from .inflight import Inflight
 from .records import Records
-from .shard import MASTER, Fields, Shard, Storage, is_elementwise
+from .shard import MASTER, Shard, is_elementwise
+from .storage import Storage
 from .tiers import BLOCK_NUMEL, Tier
-from .unit import Flat, Unit
+from .twin import Twin
+from .unit import Unit
 
 SLABS = 3
 """Host buffers of one record each: one is read, one is updated, one is written."""
+PLAIN_NUMEL = 2 * BLOCK_NUMEL
+"""Elements between two looks at what else is to do, where nothing is cast and a cache therefore saves nothing."""
 LANES = 2
 """Host blocks through which parameters of another type than their masters go up to the device."""
-
-
-class Twin:
-    """Steps of an optimizer over other tensors than its groups': same class, same options as of now, no hooks.
-
-    Args:
-        fuse: use the fused kernel where the optimizer has one and its user left that open.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, fuse: bool) -> None:
-        skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-        self._kind = type(optimizer)
-        self._twin: Any = object.__new__(self._kind)
-        self._twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
-        self._options = [_host_options(group, fuse) for group in optimizer.param_groups]
-        torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
-        # A loss scaler may ask the optimizer's own step to unscale, or to pass.
-        scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        self._fused = [None if scaled else _fused_adam(self._kind, options) for options in self._options]
-
-    def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""
-        fused = self._fused[group]
-        if fused is not None and state:
-            fused(master, grad, state)
-            return state
-        param = nn.Parameter(master, requires_grad=True)
-        param.grad = grad
-        twin = self._twin
-        twin.param_groups = [{**self._options[group], "params": [param]}]
-        twin.state.clear()
-        if state:
-            twin.state[param] = state
-        self._kind.step(twin)
-        found: dict[str, Any] = twin.state.get(param, {})
-        return found
-
-
-def _fused_adam(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any]
-) -> Callable[[Tensor, Tensor, dict[str, Any]], None] | None:
-    """The kernel that Adam's and AdamW's own step ends in; what comes before it is a tenth of the time of a block in the cache.
-
-    None where they would do anything else, and for other optimizers.
-    """
-    if kind not in (torch.optim.Adam, torch.optim.AdamW) or not options.get("fused"):
-        return None
-    if options["amsgrad"] or options["differentiable"]:
-        return None
-    kernel = torch._fused_adamw_ if options.get("decoupled_weight_decay") else torch._fused_adam_
-    beta1, beta2 = (float(beta) for beta in options["betas"])
-    settings = {name: options[name] for name in ("lr", "weight_decay", "eps", "maximize")}
-    settings |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "grad_scale": None, "found_inf": None}
-
-    def step(master: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        count = state["step"]
-        count += 1
-        kernel([master], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [count], **settings)
-
-    return step
-
-
-def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    for key, value in options.items():
-        if isinstance(value, Tensor):  # a copy: a scheduler writes to it while the step goes on
-            options[key] = value.detach().to("cpu", copy=True)
-    if options.get("capturable"):
-        options["capturable"] = False  # of graphs on the device
-    if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
-        options["fused"] = not options.get("differentiable")
-    return options
-
-
-def fields_of(optimizer: torch.optim.Optimizer) -> list[Fields]:
-    """The element-wise states of each group, by a step on a few elements.
-
-    Raises:
-        UnsupportedOptimizerError: the step cannot be tried.
-    """
-    out: list[Fields] = []
-    for index in range(len(optimizer.param_groups)):
-        numel = 7
-        try:
-            with torch.no_grad():
-                state = Twin(optimizer, fuse=False).step(index, torch.zeros(numel), torch.ones(numel), {})
-        except Exception as error:
-            raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} could not be tried on {numel} elements ({error}), so there is no telling what "
-                "state it has: use another optimizer with offload_optimizer, or none of it on disk"
-            ) from error
-        sliced = [(key, value.dtype) for key, value in state.items() if is_elementwise(key, value, numel)]
-        out.append(tuple(sorted(sliced)))
-    return out
 
 
 @dataclass(eq=False)
@@ -198,19 +109,21 @@ class Stepper:
         self._ahead: deque[tuple[Records, int]] = deque()  # records that will be needed, in order
         self._reading: deque[tuple[Records, int, Tensor, Inflight]] = deque()
         self._leaving: deque[tuple[Step, Inflight, Tensor | None, list[Tensor] | None]] = deque()
+        self._woken = Event()  # a transfer of records has ended
         self._slabs: list[Tensor] = []
         self._made = 0
         self._slab_bytes = 0
         self._scratch: Tensor | None = None
         self._lanes: list[Tensor] = []
         self._lanes_made = 0
+        self._lane_bytes = 0
         self._current: Step | None = None
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory of the ring and the blocks, between steps."""
-        blocks = [*self._slabs, *self._lanes, *([] if self._scratch is None else [self._scratch])]
-        return sum(block.numel() * block.element_size() for block in blocks)
+        """Host memory of the ring and the blocks, in use or not."""
+        scratch = 0 if self._scratch is None else self._scratch.untyped_storage().nbytes()
+        return self._made * self._slab_bytes + self._lanes_made * self._lane_bytes + scratch
 
     def begin(self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, twin: Twin, after: Any) -> None:
         """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
@@ -307,7 +220,7 @@ class Stepper:
             entries = self._blocks(
                 step, group, claim, master, index * records.block_numel, entries, goes_out, publish, room=views
             )
-            self._leave(step, records.write(index, slab), slab, self._slabs)
+            self._leave(step, records.write(index, slab, self._woken.set), slab, self._slabs)
         shard.live = bool(shard.fields)
         names = {name for name, _ in shard.fields}
         kept = {key: value for key, value in entries.items() if key not in names}
@@ -334,7 +247,23 @@ class Stepper:
         numel = master.numel()
         grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
-        width = numel if plain and not goes_out else BLOCK_NUMEL
+        on_disk = room is not None
+        width = BLOCK_NUMEL if not plain else PLAIN_NUMEL if goes_out or on_disk else numel
+        kernel = step.twin.kernel(group)
+        if kernel is not None and entries:
+            count = entries["step"] + 1
+            first, second = entries["exp_avg"].split(width), entries["exp_avg_sq"].split(width)
+            at = start
+            for values, part, *moments in zip(master.split(width), grad.split(width), first, second):
+                if not plain:
+                    part = self._cast(part, claim.coefficient, master.dtype)
+                kernel(values, part, *moments, count)
+                if goes_out:
+                    publish(at, values)
+                if on_disk:
+                    self._keep_going()
+                at += width
+            return {**entries, "step": count}
         out: dict[str, Any] = {}
         for low in range(0, numel, width):
             high = min(low + width, numel)
@@ -351,12 +280,15 @@ class Stepper:
                     out[key] = value
                     continue
                 if key not in out:
-                    whole = high - low == numel and room is None
+                    whole = high - low == numel and not on_disk
                     out[key] = value if whole else _place(key, entries, room, value, numel)
                 target = out[key][low:high]
                 if target.data_ptr() != value.data_ptr():
                     target.copy_(value)
-            publish(start + low, master[low:high])
+            if goes_out:
+                publish(start + low, master[low:high])
+            if on_disk:
+                self._keep_going()
         return out
 
     def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -372,34 +304,44 @@ class Stepper:
     # Ring of records --------------------------------------------------------------------------------------------------
 
     def _next(self, records: Records, index: int) -> Tensor:
-        """The slab with this record; the reads that come next are under way."""
-        while not self._reading:
-            if not self._read_ahead():
+        """The slab with this record. While it is waited for, what is written makes room for what is read after it."""
+        while True:
+            self._woken.clear()
+            self._keep_going()
+            if not self._reading:
                 if not self._leaving:
                     raise StateError("a record was asked for that nobody announced")
                 self._drain(len(self._leaving) - 1)
+            elif self._reading[0][3].ready:
+                break
+            else:
+                started = time.perf_counter()
+                self._woken.wait()
+                self.storage.meter.waited("read", time.perf_counter() - started)
         found, number, slab, read = self._reading.popleft()
         if found is not records or number != index:
             raise StateError("records came in another order than they were asked for")
         read.close()
-        # After the wait: the record updated last has a slab free now, unless the disk writes more slowly than it reads.
-        self._read_ahead()
         return slab
 
-    def _read_ahead(self) -> bool:
-        started = False
+    def _keep_going(self) -> None:
+        """Slabs that have been written are read into again."""
+        while self._leaving and self._leaving[0][1].ready:
+            self._drain(len(self._leaving) - 1)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
         while True:
             with self._lock:
                 if not self._ahead:
-                    return started
+                    return
                 records, index = self._ahead[0]
             slab = self._slab()
             if slab is None:
-                return started
+                return
             with self._lock:
                 self._ahead.popleft()
-            self._reading.append((records, index, slab, records.read(index, slab)))
-            started = True
+            self._reading.append((records, index, slab, records.read(index, slab, self._woken.set)))
 
     def _slab(self) -> Tensor | None:
         while self._slabs:
@@ -438,14 +380,18 @@ class Stepper:
             self._lanes.pop(0)
         else:
             self._lanes_made += 1
+        self._lane_bytes = BLOCK_NUMEL * dtype.itemsize
         return self.storage.link.empty(BLOCK_NUMEL, dtype)
 
     def _leave(
         self, step: Step, move: Inflight, memory: Tensor | None = None, home: list[Tensor] | None = None
     ) -> None:
         """First in, first out: what was sent from a slab before the slab itself is written is over when the slab is free."""
-        step.moving += 1
-        self._leaving.append((step, move, memory, home))
+        if move.ready and memory is not None and home is not None:
+            home.append(memory)
+        elif not move.ready:
+            step.moving += 1
+            self._leaving.append((step, move, memory, home))
 
     def _drain(self, most: int) -> None:
         """Wait until at most that many transfers are under way."""

@@ -84,15 +84,24 @@ def submit(function: Callable[..., None], *args: Any) -> Future[None]:
     return _workers.submit(function, *args)
 
 
-def inflight(futures: Sequence[Future[None]], meter: Meter | None, kind: str) -> Inflight:
-    """Over when all of them are; the time that anybody waits is counted."""
+def inflight(
+    futures: Sequence[Future[None]], meter: Meter | None, kind: str, tell: Callable[[], object] | None = None
+) -> Inflight:
+    """Over when all of them are; the time that anybody waits is counted.
+
+    Args:
+        tell: called when one of them ends, in its thread.
+    """
+    if tell is not None:
+        for future in futures:
+            future.add_done_callback(lambda _: tell())
 
     def wait() -> None:
         wait_for_all(futures)  # all, so that after an error no buffer is in use any more
         for future in futures:
             future.result()
 
-    return Inflight((Waiting(wait, meter, kind),))
+    return Inflight((Waiting(wait, meter, kind),), ready=lambda: all(future.done() for future in futures))
 
 
 _ADVICE = {
