@@ -9,142 +9,22 @@ they see this rank's own elements of the parameter, row-major, 1-D, often none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agree import fingerprint, read
-from .birth import HOLDERS, Birth
+from .agree import fingerprint
+from .birth import Birth
 from .comm import SoloWire
-from .engine import Engine
 from .errors import ConfigError, RankMismatchError, StateError
-from .held import is_sliced
-from .layout import Overlap, Slot
-from .ondisk import Values
+from .holder import Of, Place, gradient_of, holder_of, master_of
 from .precision import dtype_of
-from .shard import Shard, assembled, cut
-from .unit import Flat, Unit
-
-Of = Callable[[Shard], Values | None]
-"""What of a shard is meant: master, gradient, a state."""
 
 
-def _master(shard: Shard) -> Values:
-    return shard.values
-
-
-def _gradient(shard: Shard) -> Values | None:
-    return shard.whole_grad()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an engine has one parameter."""
-
-    engine: Engine
-    unit: Unit
-    flat: Flat
-    index: int
-
-    @property
-    def slot(self) -> Slot:
-        return self.flat.span.slots[self.index]
-
-    @property
-    def wire(self) -> SoloWire:
-        return self.engine.wire
-
-    def parts(self) -> Iterator[tuple[int, Overlap]]:
-        """Which rank owns which elements, in order."""
-        span, slot = self.flat.span, self.slot
-        for rank in range(slot.offset // span.slice_numel, -(-slot.stop // span.slice_numel)):
-            low = rank * span.slice_numel
-            start, stop = max(low, slot.offset), min(low + span.slice_numel, slot.stop)
-            if start < stop:
-                yield rank, Overlap(slot, start - slot.offset, start - low, stop - start)
-
-    def whole(self, of: Of) -> Tensor:
-        """The parameter's value of what the ranks' shards hold, as a new tensor of its shape; a collective."""
-        mine = read(self.wire, self.flat.storage, lambda: self.local(of))
-        whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=self.flat.device)
-        for rank, part in self.parts():
-            piece = whole[part.param_start : part.param_start + part.numel]
-            if rank == self.flat.rank:
-                piece.copy_(mine)
-            if self.flat.span.shards > 1:
-                self.wire.broadcast(piece.view(torch.uint8), rank)
-        return whole.view(self.slot.spec.shape)
-
-    def local(self, of: Of) -> Tensor:
-        """This rank's elements of the parameter, on the span's device; maybe a view. A gap is zeros."""
-        device = self.flat.device
-        for rank, part in self.parts():
-            if rank == self.flat.rank:
-                found = assembled(self.flat.shards, of, part.slice_start, part.numel, device)
-                return torch.zeros(part.numel, dtype=self.flat.master_dtype, device=device) if found is None else found
-        sample = next((value for shard in self.flat.shards if (value := of(shard)) is not None), None)
-        return torch.empty(0, dtype=self.flat.master_dtype if sample is None else sample.dtype, device=device)
-
-    def write(self, of: Of, value: Tensor) -> None:
-        """This rank's elements of the parameter get the values of `value`, 1-D."""
-        for rank, part in self.parts():
-            if rank == self.flat.rank:
-                for shard, at, numel in cut(self.flat.shards, part.slice_start, part.numel):
-                    target = of(shard)
-                    if target is not None:
-                        done = shard.start + at - part.slice_start
-                        target[at : at + numel].copy_(value[done : done + numel])
-
-    @property
-    def own_numel(self) -> int:
-        return sum(part.numel for rank, part in self.parts() if rank == self.flat.rank)
-
-    def own_part(self, value: Tensor) -> Tensor:
-        """Of a whole value, what this rank owns."""
-        for rank, part in self.parts():
-            if rank == self.flat.rank:
-                return value.detach().reshape(-1)[part.param_start : part.param_start + part.numel]
-        return value.detach().reshape(-1)[:0]
-
-    def written(self) -> None:
-        """The master is new: whole parameters follow, where the stage keeps them. A collective there."""
-        self.unit.release()
-        self.unit.updated()
-        if self.unit.policy.keep_full:
-            self.unit.gather()
-            self.unit.wait()
-
-    def state(self, name: str) -> tuple[Any, bool]:
-        """One shard's value of an optimizer state, and whether it has one value per element."""
-        optimizer = self.engine.optimizer
-        if optimizer is None:
-            return None, False
-        for shard in self.flat.shards:
-            value = shard.entries(optimizer).get(name)
-            if value is not None:
-                return value, is_sliced(self.flat, shard, name, value)
-        return None, False
-
-    def state_of(self, name: str) -> Of:
-        optimizer = self.engine.optimizer
-        return lambda shard: None if optimizer is None else shard.entries(optimizer).get(name)
-
-
-def _holder_of(param: nn.Parameter) -> _Place | Birth | None:
-    holder = HOLDERS.get(param)
-    if holder is None or isinstance(holder, Birth):
-        return holder
-    engine = holder()
-    if not isinstance(engine, Engine):
-        return None
-    return _Place(engine, *engine.place_of(param))
-
-
-def _held(param: nn.Parameter, what: str) -> _Place | Birth:
-    holder = _holder_of(param)
+def _held(param: nn.Parameter, what: str) -> Place | Birth:
+    holder = holder_of(param)
     if holder is None:
         raise StateError(
             f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
@@ -153,7 +33,7 @@ def _held(param: nn.Parameter, what: str) -> _Place | Birth:
     return holder
 
 
-def _place_of(param: nn.Parameter, what: str) -> _Place:
+def _place_of(param: nn.Parameter, what: str) -> Place:
     holder = _held(param, what)
     if isinstance(holder, Birth):
         raise StateError(
@@ -176,7 +56,7 @@ def full_parameter(param: nn.Parameter) -> Tensor:
     if isinstance(holder, Birth):
         return holder.whole(param)
     holder.engine.finish_step()
-    return holder.whole(_master)
+    return holder.whole(master_of)
 
 
 @torch.no_grad()
@@ -194,7 +74,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
         return
     holder.engine.finish_step()
     holder.unit.close()
-    holder.write(_master, holder.own_part(value))
+    holder.write(master_of, holder.own_part(value))
     holder.written()
 
 
@@ -206,7 +86,7 @@ def full_gradient(param: nn.Parameter) -> Tensor | None:
     """
     place = _place_of(param, "full_gradient")
     place.engine.flush()
-    return place.whole(_gradient) if place.flat.grads() else None
+    return place.whole(gradient_of) if place.flat.grads() else None
 
 
 @torch.no_grad()
@@ -223,7 +103,7 @@ def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
     _same_everywhere(param, value, place.wire, "set_full_gradient")
     place.engine.flush()
     place.flat.some_grad(place.wire)
-    place.write(_gradient, place.own_part(value))
+    place.write(gradient_of, place.own_part(value))
 
 
 @torch.no_grad()
@@ -259,7 +139,7 @@ def local_parameter(param: nn.Parameter) -> Tensor:
     if isinstance(holder, Birth):
         return holder.slice_of(param).clone()
     holder.engine.finish_step()
-    return holder.local(_master).clone()
+    return holder.local(master_of).clone()
 
 
 @torch.no_grad()
@@ -279,7 +159,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
     if not holder.unit.policy.keep_full:
         holder.unit.release()
     holder.unit.close()
-    holder.write(_master, value.detach())
+    holder.write(master_of, value.detach())
     holder.flat.refresh()
 
 
@@ -287,7 +167,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
 def local_gradient(param: nn.Parameter) -> Tensor | None:
     """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
     place = _place_of(param, "local_gradient")
-    return place.local(_gradient).clone() if place.flat.grads() else None
+    return place.local(gradient_of).clone() if place.flat.grads() else None
 
 
 @torch.no_grad()
@@ -299,7 +179,7 @@ def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
     place = _place_of(param, "set_local_gradient")
     _fit(place.own_numel, value, "set_local_gradient")
     place.flat.some_grad(place.wire)
-    place.write(_gradient, value.detach())
+    place.write(gradient_of, value.detach())
 
 
 @torch.no_grad()
@@ -321,7 +201,7 @@ def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> 
     place.write(state, value.detach())
 
 
-def _sliced_state(place: _Place, name: str) -> Of:
+def _sliced_state(place: Place, name: str) -> Of:
     value, sliced = place.state(name)
     if value is None:
         raise StateError(
@@ -390,7 +270,7 @@ class GatheredParameters:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 for param in self._params:
-                    holder = _holder_of(param)
+                    holder = holder_of(param)
                     if holder is not None and not _is_gathered(holder):
                         self._check_rank(holder.wire)
                         self._gathered.append(_Gathered(param, holder))
@@ -436,11 +316,11 @@ class GatheredParameters:
                     )
         if allowed is None:
             return
-        written: dict[int, _Place] = {}
+        written: dict[int, Place] = {}
         for gathered, edit in zip(self._gathered, everyone[allowed]):
             if edit:
                 gathered.keep(allowed)
-                if isinstance(gathered.holder, _Place):
+                if isinstance(gathered.holder, Place):
                     written[id(gathered.holder.unit)] = gathered.holder
         for place in written.values():
             place.written()
@@ -452,7 +332,7 @@ _VALUES = "other values"
 class _Gathered:
     """One parameter that a `GatheredParameters` has made whole."""
 
-    def __init__(self, param: nn.Parameter, holder: _Place | Birth) -> None:
+    def __init__(self, param: nn.Parameter, holder: Place | Birth) -> None:
         self.param = param
         self.holder = holder
         self.done = False
@@ -465,7 +345,7 @@ class _Gathered:
         else:
             self.name = f"parameter {holder.slot.spec.name!r}"
             holder.engine.finish_step()
-            whole = holder.whole(_master).to(dtype_of(holder.slot.spec.dtype))
+            whole = holder.whole(master_of).to(dtype_of(holder.slot.spec.dtype))
             holder.flat.pinned.add(holder.index)
             param.data = whole
         self._shape, self._dtype = whole.shape, whole.dtype
@@ -494,9 +374,9 @@ class _Gathered:
             self.done = True
             return
         holder.unit.close()
-        master, new = holder.local(_master), holder.own_part(value)
+        master, new = holder.local(master_of), holder.own_part(value)
         # An element that was left alone keeps what its own type cannot show.
-        holder.write(_master, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
+        holder.write(master_of, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
 
     def discard(self) -> None:
         """Back to what the parameter was, with what has been kept."""
@@ -511,8 +391,8 @@ class _Gathered:
         flat, unit = holder.flat, holder.unit
         flat.pinned.discard(holder.index)
         whole = unit.policy.keep_full or unit.state.name == "GATHERED"
-        self.param.data = (flat.views if whole else flat.sentinels)[holder.index]
+        self.param.data = (flat.views if whole else flat.guards.shown)[holder.index]
 
 
-def _is_gathered(holder: _Place | Birth) -> bool:
+def _is_gathered(holder: Place | Birth) -> bool:
     return holder.pins > 0 if isinstance(holder, Birth) else holder.index in holder.flat.pinned

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .flat import Flat
 from .shard import Shard
 from .tiers import Tier
-from .unit import Flat, State, Unit
+from .unit import State, Unit
 
 
 @dataclass(frozen=True, slots=True)

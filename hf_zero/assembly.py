@@ -12,15 +12,18 @@ from torch import nn
 from .agree import read
 from .birth import birth_of, hand_over
 from .comm import SoloWire
-from .config import StagePolicy
+from .config import StagePolicy, ZeroConfig
 from .costs import Placement
 from .errors import ConfigError, LayoutError
+from .flat import Flat
 from .layout import Layout, ParamSpec
+from .machine import Machine, here
 from .optim import Binding
-from .plan import Drafter
+from .plan import Drafter, Plan, plan
 from .precision import Precision, dtype_of
-from .shard import Fields, Storage
-from .unit import Flat, Unit
+from .shard import Fields
+from .storage import Storage
+from .unit import State, Unit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -83,6 +86,38 @@ class Assembly:
         """The layout that these specs make; nothing changes."""
         return self._drafter.layout(specs, self.layout.shards)
 
+    def plan(self, specs: list[list[ParamSpec]], config: ZeroConfig, machine: Machine, optimizer_tensors: int) -> Plan:
+        """The plan for these specs; nothing changes."""
+        return plan(
+            self.lay_out(specs),
+            machine,
+            config,
+            world_size=self._wire.size,
+            precision=self._precision,
+            optimizer_tensors=optimizer_tensors,
+            in_files=self._in_files(),
+        )
+
+    def _in_files(self) -> frozenset[str]:
+        """Parameters whose values the model's own files have, and may keep. A collective once there are units."""
+        born = [
+            name
+            for param, name in self.first_names.items()
+            if (birth := birth_of(param)) is not None and birth.origin is not None
+        ]
+        if not self.units:
+            return frozenset(born)
+        flats = [flat for unit in self.units for flat in unit.flats if flat.in_files]
+        mine = frozenset(slot.spec.name for flat in flats for slot in flat.span.slots)
+        return mine.intersection(*self._wire.exchange(mine))
+
+    def machine_now(self, known: Machine, ranks_here: int, offload_dir: str | None) -> Machine:
+        """What every rank has free at least, with the speeds that are known. A collective."""
+        held = sum(p.untyped_storage().nbytes() for p in self.names if p.device == self.device)
+        free = here(self.device, ranks=ranks_here, offload_dir=offload_dir, held_bytes=held)
+        found: list[Machine] = self._wire.exchange(free.with_speeds_of(known))
+        return Machine.least(found)
+
     def build(
         self,
         specs: list[list[ParamSpec]],
@@ -101,9 +136,9 @@ class Assembly:
         self._placements, self._fields = placements, fields
         self.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
-            self.units.append(self._build(number, unit_specs))
+            self.units.append(self._build(number, unit_specs, {}))
 
-    def _build(self, number: int, specs: list[ParamSpec]) -> Unit:
+    def _build(self, number: int, specs: list[ParamSpec], kept: Mapping[int, Flat]) -> Unit:
         if self._storage is None:
             raise LayoutError("units are built before there is a place for them")
         param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
@@ -112,6 +147,10 @@ class Assembly:
             params = [param_of[slot.spec.name] for slot in span.slots]
             for param in params:
                 param.grad = None
+            if span.index in kept:
+                flats.append(kept[span.index])
+                flats[-1].span = span
+                continue
             group = span.spec.group
             flats.append(
                 Flat(
@@ -143,25 +182,73 @@ class Assembly:
         """Other spans for the same parameters, and their optimizer state; one unit after another. A collective."""
         self._placements, self._fields = placements, fields
         self.layout = self.lay_out(specs)
+        kept = self._kept()
         for number, unit_specs in enumerate(specs):
-            old = self.units[number]
-            state = binding.take(old.flats) if binding is not None else {}
+            old = [flat for flat in self.units[number].flats if flat not in kept.values()]
+            state = binding.take(old) if binding is not None else {}
             self._restore(old, in_own_type=False)
-            for flat in old.flats:
+            for flat in old:
                 flat.drop()
-            self.units[number] = unit = self._build(number, unit_specs)
+            self.units[number] = unit = self._build(number, unit_specs, kept)
             if binding is not None:
                 binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
+
+    def _kept(self) -> dict[int, Flat]:
+        """By the index of a new span: what holds its values now and goes on to, with nothing moved. A collective."""
+        if self._policy.keep_full:
+            return {}
+        found = {
+            span.index: flat
+            for unit, layout in zip(self.units, self.layout.units)
+            for flat in unit.flats
+            for span in layout.spans
+            if flat.serves(span, self._placements[span.index])
+        }
+        everyone = self._wire.exchange(set(found))  # what one rank has moved elsewhere all ranks build anew
+        return {index: found[index] for index in set(found).intersection(*everyone)}
+
+    def check(self) -> None:
+        """Before a step, with all units at rest.
+
+        Raises:
+            StateError: a parameter was written while it was released.
+            LayoutError: one was frozen or unfrozen since the spans were cut.
+        """
+        if not self._policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
+            intact = torch.stack([flat.guards.intact() for unit in self.units for flat in unit.flats])
+            if not bool(intact.all()):
+                for unit in self.units:
+                    for flat in unit.flats:
+                        flat.guards.check(unit.name)
+        for unit in self.units:
+            for flat in unit.flats:
+                trainable = flat.span.trainable
+                changed = [i for i, param in enumerate(flat.params) if param.requires_grad is not trainable]
+                if changed:
+                    name = flat.span.slots[changed[0]].spec.name
+                    raise LayoutError(
+                        f"requires_grad of {name!r} was {trainable} when the model was sharded and is {not trainable} now: "
+                        "freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
+                    )
+
+    def regather(self) -> None:
+        """After a step: whole again, where the stage keeps that, and nothing on its way in. A collective there."""
+        if self._policy.keep_full:
+            for unit in self.units:
+                unit.gather()
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.wait()
 
     def dissolve(self) -> None:
         """Every parameter whole and plain again, in its own type; a collective."""
         for unit in self.units:
-            self._restore(unit, in_own_type=True)
+            self._restore(unit.flats, in_own_type=True)
         for param in self.names:
             hand_over(param, None)
 
-    def _restore(self, unit: Unit, in_own_type: bool) -> None:
-        for flat in unit.flats:
+    def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
+        for flat in flats:
             whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
             own = read(self._wire, flat.storage, flat.values)
             if flat.span.shards > 1:

@@ -6,39 +6,40 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import agree
+from . import agree, overrides
 from .assembly import Assembly
 from .checkpoint import Behind, load, save
+from .clipping import clip_norm, clip_values
 from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError, ZeroError
+from .flat import Flat
 from .guard import unguard
 from .layout import Layout, ParamSpec
-from .machine import Machine, device_bytes_in_use, here
+from .machine import Machine, device_bytes_in_use
 from .monitor import Monitor
 from .objects import Stateful
 from .offload import STATES, Offload
-from .optim import Binding, check_supported, originals_of, state_tensors, take_state, total_norm
-from .plan import Plan, alternatives, plan
-from .precision import Precision, all_finite, computes_in_float16
+from .optim import Binding, check_supported, originals_of, state_tensors, take_state, with_closure_run
+from .overflow import Overflow
+from .plan import Plan, advice
+from .precision import Autocast, Precision
 from .recorder import Recorder
 from .report import Report
 from .schedule import Schedule
-from .shard import Shard, cut, is_out_of_memory
 from .statedict import FullState
+from .storage import is_out_of_memory
 from .tiers import Tier
-from .unit import Flat, State, Unit
+from .unit import Unit
 from .usage import report
 
-_RESIZE = "resize_token_embeddings"
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
 
@@ -76,14 +77,12 @@ class Engine:
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
-        self._float16 = self.precision.autocast_dtype == torch.float16 or any(
-            p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
-        )
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             self._assembly = Assembly(model, self._wire, self.policy, self.precision, device)
             self.device = self._assembly.device
+            self._overflow = Overflow(model, self.precision, self._wire, self.device)
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
             if optimizer is not None and (self._cuts or config.offload_optimizer != "none"):
                 check_supported(optimizer)
@@ -92,33 +91,29 @@ class Engine:
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
         self.offload = Offload(config, self._wire, self.device, self.units)
-        self.offload.storage.wide = self._float16
+        self.offload.storage.wide = self._overflow.possible
         with agree.on_errors(self._wire, "zero.shard"):
             self.plan = self._new_plan(specs, optimizer)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             fields = self.offload.fields(optimizer)
-            if config.step_in_backward and self._float16:
+            if config.step_in_backward and self._overflow.possible:
                 raise ConfigError(
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
         self._assembly.build(specs, weakref.ref(self), self.offload.storage, self.plan.placements, fields)
         unguard(model)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device)
+        overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
-            self._autocasts: list[Any] = []
-            self._handles.append(model.register_forward_pre_hook(self._enter_autocast))
-            self._handles.append(model.register_forward_hook(self._leave_autocast, always_call=True))
+            self._handles += Autocast(self.precision, self.device).around(model)
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire, self.finish_step)
         if optimizer is not None:
             self._bind(optimizer, originals)
-        self._install()
+        overrides.put_on(model, self.units, self.zero_grad)
+        model.__dict__[_ENGINE] = self
         if config.is_auto:
             self.offload.monitor = Monitor(self, self.offload.ranks_here)
         self.offload.explain_with(self.advice)
@@ -146,6 +141,10 @@ class Engine:
         return self._assembly.units
 
     @property
+    def _trained(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.trained]
+
+    @property
     def layout(self) -> Layout:
         return self._assembly.layout
 
@@ -168,9 +167,7 @@ class Engine:
             fields = self.offload.fields(optimizer)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
-            for flat in previous.flats:
-                for shard in flat.shards:
-                    shard.forget(previous.optimizer)
+            previous.forget()
             previous = None
         specs = self._assembly.specs(originals)
         if self._assembly.cuts_otherwise(specs):
@@ -210,33 +207,13 @@ class Engine:
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
         self.flush()
-        flats = [flat for unit in self.units for flat in unit.trained]
-        pieces = self._pieces(parameters, flats)
-        norm = total_norm(flats, float(norm_type), self._wire, pieces)
-        if max_norm == float("inf"):
-            return norm
-        coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        if norm.device.type == "cpu" and float(coefficient) == 1.0:
-            return norm
-        for flat in flats:
-            for shard in flat.shards:
-                if pieces is None:
-                    shard.scale(coefficient)
-                else:
-                    for grad in pieces[shard]:
-                        grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
-        return norm
+        return clip_norm(self._trained, self._assembly.names, self._wire, max_norm, float(norm_type), parameters)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
         self.offload.refuse_clipping("clip_grad_value_")
         self.flush()
-        flats = [flat for unit in self.units for flat in unit.trained]
-        pieces = self._pieces(parameters, flats)
-        for flat in flats:
-            for shard, whole in flat.grads():
-                for grad in pieces[shard] if pieces is not None else [whole]:
-                    grad.clamp_(-clip_value, clip_value)
+        clip_values(self._trained, self._assembly.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do."""
@@ -268,11 +245,7 @@ class Engine:
         """The optimizer's groups: their options, and under `params` the parameters' names."""
         if self._binding is None:
             return []
-        names = self._assembly.first_names
-        return [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
-            for group, params in zip(self._binding.optimizer.param_groups, self._binding.originals)
-        ]
+        return self._binding.group_options(self._assembly.first_names)
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -432,10 +405,8 @@ class Engine:
         self._full_state.detach()
         for handle in self._handles:
             handle.remove()
-        for name in ("zero_grad", "_apply", _ENGINE):
-            self.model.__dict__.pop(name, None)
-        for module in self.model.modules():
-            module.__dict__.pop(_RESIZE, None)
+        overrides.take_off(self.model)
+        self.model.__dict__.pop(_ENGINE, None)
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -445,31 +416,15 @@ class Engine:
         return self.policy.shard and self.world_size > 1
 
     def _new_plan(self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None) -> Plan:
-        return plan(
-            self._assembly.lay_out(specs),
-            self._machine_now() if self.config.is_auto else Machine(),
-            self.config,
-            world_size=self.world_size,
-            precision=self.precision,
-            optimizer_tensors=state_tensors(optimizer),
-        )
-
-    def _machine_now(self) -> Machine:
-        """What every rank has free at least, with the speeds that are known. A collective."""
-        held = sum(p.untyped_storage().nbytes() for p in self._assembly.names if p.device == self.device)
-        free = here(self.device, ranks=self.offload.ranks_here, offload_dir=self.config.offload_dir, held_bytes=held)
-        found: list[Machine] = self._wire.exchange(free.with_speeds_of(self._machine))
-        return Machine.least(found)
+        machine = Machine()
+        if self.config.is_auto:
+            machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
+        return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer))
 
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
-        fields = self.offload.fields(optimizer)
-        for unit in self.units:
-            for flat in unit.trained:
-                if 0 <= flat.span.spec.group < len(fields):
-                    for shard in flat.shards:
-                        shard.reserve(fields[flat.span.spec.group])
+        self.offload.reserve(optimizer)
         self._binding = Binding(optimizer, self.units, self._wire, originals)
         self.optimizer = optimizer
         if state is not None:
@@ -477,17 +432,9 @@ class Engine:
         if fresh:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            _override(optimizer, "zero_grad", self._optimizer_zero_grad)
-            _override(optimizer, "state_dict", self._optimizer_state_dict)
-            _override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
-
-    def _install(self) -> None:
-        _override(self.model, "zero_grad", self.zero_grad)
-        _override(self.model, "_apply", partial(self._guarded_apply, self.model._apply))
-        self.model.__dict__[_ENGINE] = self
-        for module in self.model.modules():
-            if hasattr(type(module), _RESIZE):
-                _override(module, _RESIZE, _refuse_resize)
+            overrides.override(optimizer, "zero_grad", self.zero_grad)
+            overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
+            overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
     def _new_schedule(self) -> Schedule:
         schedule = Schedule(self.model, self._assembly.hosts())
@@ -504,8 +451,7 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
-        if not self._float16 and computes_in_float16(self.device):
-            self._float16 = True
+        self._overflow.look()
         if self.recorder is not None:
             self.recorder.forward()
 
@@ -513,49 +459,15 @@ class Engine:
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.offload.agree_on_reads()
 
-    def _enter_autocast(self, *_: Any) -> None:
-        context = self.precision.autocast(self.device)
-        context.__enter__()
-        self._autocasts.append(context)
-
-    def _leave_autocast(self, *_: Any) -> None:
-        if self._autocasts:
-            self._autocasts.pop().__exit__(None, None, None)
-
     def _after_backward(self) -> None:
-        """A gradient that overflowed on one rank shows on every rank, so that loss scalers skip the step together."""
         self.offload.agree_on_reads()
-        if not self._float16:
-            return
-        if self.config.offloads:  # a loss scaler looks at the groups' gradients
-            self.offload.storage.wide = True
-            for unit in self.units:
-                for flat in unit.trained:
-                    flat.grads()
-        if not (self._schedule.sync and self.layout.shards > 1):
-            return
-        grads = [grad for unit in self.units for flat in unit.trained for _, grad in flat.grads()]
-        if grads:
-            found = torch.zeros((), device=self.device)
-            for device in {grad.device for grad in grads}:
-                here = all_finite(iter([grad for grad in grads if grad.device == device]))
-                found = torch.maximum(found, here.to(self.device))
-            found = self._wire.max_scalar(found)
-            infinite = torch.where(found > 0, float("inf"), 0.0)
-            grads[0][:1].add_(infinite.to(device=grads[0].device, dtype=grads[0].dtype))
+        storage = self.offload.storage if self.config.offloads else None
+        self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
-        arguments = None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if closure is not None and self.config.offloads:
-            # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
-            with torch.enable_grad():
-                loss = closure()
-            arguments = (
-                (args[0], lambda: loss, *args[2:]),
-                {key: value for key, value in kwargs.items() if key != "closure"},
-            )
+        # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
+        arguments = with_closure_run(args, kwargs) if self.config.offloads else None
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
@@ -563,22 +475,7 @@ class Engine:
             )
         self._schedule.flush()
         self._schedule.quiesce()
-        if not self.policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
-            intact = torch.stack([flat.intact() for unit in self.units for flat in unit.flats])
-            if not bool(intact.all()):
-                for unit in self.units:
-                    for flat in unit.flats:
-                        flat.check_guards(unit.name)
-        for unit in self.units:
-            for flat in unit.flats:
-                trainable = flat.span.trainable
-                changed = [i for i, param in enumerate(flat.params) if param.requires_grad is not trainable]
-                if changed:
-                    name = flat.span.slots[changed[0]].spec.name
-                    raise LayoutError(
-                        f"requires_grad of {name!r} was {trainable} when the model was sharded and is {not trainable} now: "
-                        "freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
-                    )
+        self._assembly.check()
         if self.optimizer is not None:
             self.offload.begin_step(self.optimizer)
         return arguments
@@ -588,12 +485,7 @@ class Engine:
 
     def _after_step(self, *_: Any) -> None:
         self.offload.end_step()
-        if self.policy.keep_full:
-            for unit in self.units:
-                unit.gather()
-        for unit in self.units:
-            if unit.state is State.GATHERING:
-                unit.wait()
+        self._assembly.regather()
         if self.recorder is not None:
             self.recorder.step()
         if self.offload.monitor is not None:
@@ -602,20 +494,12 @@ class Engine:
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""
         held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
-        ways = alternatives(self.plan, held, self.precision, state_tensors(self.optimizer))
-        text = "; or ".join(ways)
-        return (
-            f"{held} bytes of it are in use; at peak the plan counts {self.plan.memory.at_peak(Tier.DEVICE)} and activations. "
-            f"What would take less: {text or 'more ranks'}; or a smaller batch, or gradient checkpointing"
-        )
+        return advice(self.plan, held, self.precision, state_tensors(self.optimizer))
 
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
             error.add_note(f"hf_zero: {self.advice()}. The model's state is whole: the next forward starts afresh")
-
-    def _optimizer_zero_grad(self, set_to_none: bool = True) -> None:
-        self.zero_grad()
 
     def _optimizer_state_dict(self) -> dict[str, Any]:
         if self._binding is None:
@@ -628,52 +512,6 @@ class Engine:
             raise ConfigError("no optimizer is bound")
         self.quiesce()
         self._binding.load_state_dict(state_dict)
-
-    def _pieces(self, parameters: Iterable[nn.Parameter] | None, flats: list[Flat]) -> dict[Shard, list[Tensor]] | None:
-        """Views of each shard's gradient that belong to `parameters`; None when those are all of them."""
-        if parameters is None:
-            return None
-        wanted: set[Tensor] = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        masters: set[Tensor] = {shard.master for flat in flats for shard in flat.shards}
-        if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:
-            return None
-        unknown = [p for p in wanted if p not in self._assembly.names and p not in masters]
-        if unknown:
-            raise LayoutError(
-                f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
-                "sharded model; clip those with torch.nn.utils"
-            )
-        out: dict[Shard, list[Tensor]] = {shard: [] for flat in flats for shard in flat.shards}
-        for flat in flats:
-            chosen = {id(slot) for slot, p in zip(flat.span.slots, flat.params) if p in wanted}
-            for shard, grad in flat.grads():
-                if shard.master in wanted:
-                    out[shard] = [grad]
-                    continue
-                for part in flat.span.overlaps(flat.rank):
-                    if id(part.slot) in chosen:
-                        for _, at, numel in cut([shard], part.slice_start, part.numel):
-                            out[shard].append(grad[at : at + numel])
-        return out
-
-    def _guarded_apply(
-        self, plain: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> Any:
-        """`.to()`, `.half()`, `.cpu()` and the like: only what leaves every parameter as it is."""
-        for unit in self.units:
-            for flat in unit.flats:
-                probe = torch.zeros((), dtype=flat.compute_dtype, device=flat.device)
-                moved = fn(probe)
-                if moved.dtype != probe.dtype or moved.device != probe.device:
-                    raise LayoutError(
-                        f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} on "
-                        f"{moved.device}): do it before it is sharded, or call engine.detach() first"
-                    )
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = fn(buffer)
-        return self.model
 
 
 def shard(
@@ -719,15 +557,3 @@ def engine_of(model: nn.Module) -> Engine | None:
         if engine is not None:
             return engine
     return None
-
-
-def _override(target: object, name: str, method: Callable[..., Any]) -> None:
-    """Replace a method on this one instance; the class and other instances stay as they are."""
-    target.__dict__[name] = method
-
-
-def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
-    raise ConfigError(
-        f"{_RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
-        "sharded (inside `with zero.Init():` if it was born there), or call engine.detach() first"
-    )

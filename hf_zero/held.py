@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from .errors import CheckpointError
+from .flat import Flat
 from .layout import Overlap, Slot
 from .ondisk import OnDisk, Values
 from .shard import MASTER, Shard, cut
-from .unit import Flat, Unit
+from .unit import Unit
 
 
 @dataclass(frozen=True, slots=True)

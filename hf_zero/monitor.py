@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .flat import Flat
 from .machine import MARGIN, free_device_bytes, free_host_bytes
 from .optim import state_tensors
 from .shard import Shard
 from .tiers import Tier
-from .unit import Flat, Unit
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .engine import Engine

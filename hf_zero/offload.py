@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,10 +16,12 @@ from .costs import Placement
 from .errors import ConfigError, StateError, TierError, ZeroError
 from .link import empty_cache
 from .monitor import Monitor
-from .shard import Fields, Storage
-from .stepping import Stepper, Twin, fields_of
+from .shard import Fields
+from .stepping import Stepper
+from .storage import Storage
 from .tiers import Tier
-from .unit import Unit
+from .twin import Twin, fields_of
+from .unit import Step, Unit
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -43,6 +46,7 @@ class Offload:
         self.monitor: Monitor | None = None
         self._away: Arrangement | None = None
         self._stepped: set[Unit] = set()  # in this backward already
+        self._before: Step | None = None  # the last of them
         self._twin: Twin | None = None
 
     def settle(self, placements: Iterable[Placement], disk_bytes: int) -> None:
@@ -71,6 +75,15 @@ class Offload:
         """
         return fields_of(optimizer) if optimizer is not None and self.storage.uses_disk else ()
 
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records on disk have room for them."""
+        fields = self.fields(optimizer)
+        for unit in self._units:
+            for flat in unit.trained:
+                if 0 <= flat.span.spec.group < len(fields):
+                    for shard in flat.shards:
+                        shard.reserve(fields[flat.span.spec.group])
+
     # The step ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,6 +95,7 @@ class Offload:
         offloaded = [unit for unit in self._units if not unit.in_memory]
         left = [unit for unit in offloaded if unit not in self._stepped]
         self._stepped.clear()
+        self._before = None
         if not offloaded:
             return
         self._stepping().begin(left, optimizer, self._new_twin(optimizer), self.storage.link.mark())
@@ -142,7 +156,11 @@ class Offload:
         self._stepped.add(unit)
         unit.release()
         unit.close()
+        if self._before is not None:  # two units' gradients at most are in host memory
+            with contextlib.suppress(ZeroError):  # raised where the step ends
+                self._before.wait()
         self._stepping().begin([unit], optimizer, self._twin, self.storage.link.mark())
+        self._before = unit.stepping
 
     def refuse_clipping(self, what: str) -> None:
         """Raises:

@@ -1,4 +1,4 @@
-"""A torch optimizer over this rank's spans: which ones can be, its parameters, its norm, its full state.
+"""A torch optimizer over this rank's spans: which ones can be, its parameters, its full state.
 
 The optimizer object and its `param_groups` dicts stay the user's own; only `group["params"]` is replaced, by a few long
 1-D float32 tensors (the masters). So schedulers, hooks and wrappers that hold the optimizer go on working.
@@ -6,21 +6,20 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agree import read
+from .agree import arriving, read
 from .comm import SoloWire
 from .errors import CheckpointError, LayoutError, UnsupportedOptimizerError
-from .shard import Shard
-from .tiers import BLOCK_NUMEL
-from .unit import Flat, Unit
+from .flat import Flat
+from .unit import Unit
 
 _WHOLE_TENSOR: dict[str, str] = {
     "Adafactor": "it factors each matrix into row and column statistics",
@@ -139,45 +138,6 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
             return 2
 
 
-ROW_NUMEL = 4096
-
-
-def square_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of 1-D float tensors, one after another: 0-dim float64.
-
-    torch's float32 norm on CPU loses digits with length (4e-3 at 5e7 elements). Norms of short rows, squared and summed in
-    float64, are right to 1e-8 and as fast.
-    """
-    sums: list[Tensor] = []
-    rows: list[Tensor] = []
-    rest: list[Tensor] = []  # the beginning of a row that the next part goes on with
-    for part in parts:
-        if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
-            sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
-            continue
-        begun = sum(map(Tensor.numel, rest))
-        head = min(part.numel(), ROW_NUMEL - begun) if begun else 0
-        if begun + head == ROW_NUMEL:
-            rows.append(_row_squares(torch.cat([*rest, part[:head].float()])))
-            rest = []
-        elif head:
-            rest.append(part[:head].float())
-        whole = head + (part.numel() - head) // ROW_NUMEL * ROW_NUMEL
-        for low in range(head, whole, BLOCK_NUMEL):  # a narrow type is widened block by block
-            rows.append(_row_squares(part[low : min(low + BLOCK_NUMEL, whole)].float()))
-        if whole < part.numel():
-            rest.append(part[whole:].float())
-    if rest:
-        sums.append(torch.linalg.vector_norm(torch.cat(rest), dtype=torch.float64).square())
-    if rows:
-        sums.append(torch.cat(rows).sum())
-    return sums[0] if len(sums) == 1 else torch.stack([value.cpu() for value in sums]).sum()
-
-
-def _row_squares(flat: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(flat.view(-1, ROW_NUMEL), dim=1).double().square()
-
-
 class Binding:
     """One optimizer bound to the spans of one model."""
 
@@ -204,6 +164,12 @@ class Binding:
             options["params"] = spans
         self._masters = masters
 
+    def forget(self) -> None:
+        """The optimizer has no state of these spans afterwards."""
+        for flat in self.flats:
+            for shard in flat.shards:
+                shard.forget(self.optimizer)
+
     def is_current(self) -> bool:
         """False once someone added a group or replaced the parameters of one."""
         groups = self.optimizer.param_groups
@@ -223,6 +189,13 @@ class Binding:
                 out[index] = out[index] + fresh
         return out
 
+    def group_options(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+        """See `Engine.group_options`."""
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
+            for group, params in zip(self.optimizer.param_groups, self.originals)
+        ]
+
     # Full state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,9 +204,13 @@ class Binding:
         Rank 0 has the values, other ranks meta tensors of the same shapes.
         """
         index = {param: i for i, param in enumerate(p for params in self.originals for p in params)}
-        state = {
-            index[param]: entries for flat in self.flats for param, entries in self._whole_state(flat, False).items()
-        }
+        alone = not any(flat.needs_all_ranks for flat in self.flats)
+        with nullcontext() if alone else arriving(self._wire, "the optimizer's state_dict()"):
+            state = {
+                index[param]: entries
+                for flat in self.flats
+                for param, entries in self._whole_state(flat, False).items()
+            }
         order = {i: state[i] for i in sorted(state)}
         return {"state": order, "param_groups": numbered_groups(self.optimizer, self.originals)}
 
@@ -386,40 +363,11 @@ def numbered_groups(optimizer: torch.optim.Optimizer, originals: list[list[nn.Pa
     return groups
 
 
-def total_norm(
-    flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Shard, list[Tensor]] | None
-) -> Tensor:
-    """The norm of the gradients over all ranks: 0-dim float32 on the spans' device.
-
-    `pieces` restricts it to views of each shard's gradient (a subset of the parameters). It does not depend on how slices are
-    cut into shards of host memory.
-    """
-    tensors: list[list[Tensor]] = []  # by span
-    shared = True
-    device = torch.device("cpu")
-    for flat in flats:
-        device = flat.device
-        shared = shared and flat.span.shards == 1
-        found = [
-            part
-            for shard in flat.shards
-            if (grad := shard.grad if pieces is None and shard.coefficient is None else shard.whole_grad()) is not None
-            for part in (pieces[shard] if pieces is not None else [grad])
-        ]
-        if found:
-            tensors.append(found)
-    if math.isinf(norm_type):
-        parts = [t.abs().max().double().to(device) for found in tensors for t in found if t.numel()]
-        local = torch.stack(parts).max() if parts else torch.zeros((), dtype=torch.float64, device=device)
-        return (local if shared else wire.max_scalar(local)).float()
-    if norm_type == 2.0:
-        parts = [square_sum(found).to(device) for found in tensors]
-    else:
-        parts = [
-            torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).pow(norm_type).to(device)
-            for found in tensors
-            for t in found
-        ]
-    local = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-    total = local if shared else wire.sum_scalar(local)
-    return (total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)).float()
+def with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `step` after its closure was run, with one that only gives the loss in its place. None: it has none."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}

@@ -1,4 +1,4 @@
-"""Which type each parameter is kept, gathered and reduced in; autocast; overflow.
+"""Which type each parameter is kept, gathered and reduced in; autocast.
 
 The reference for bf16 and fp16 is plain data parallel under autocast with float32 parameters. Autocast casts the
 matrices of linear and convolution layers before use: those are gathered in the compute dtype, which saves the wire and
@@ -7,12 +7,12 @@ the cast and changes no result. Everything else (norms, biases, embeddings) stay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .errors import ConfigError
 
@@ -107,18 +107,25 @@ def _casts(module: nn.Module) -> bool:
     return isinstance(module, _CASTABLE) or type(module).__name__ == "Conv1D"
 
 
-def computes_in_float16(device: torch.device) -> bool:
-    """Whether an autocast region of the user's own is on with float16: gradients may overflow then."""
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+class Autocast:
+    """A model's forward under autocast: hooks on it, with the open regions of nested forwards between them."""
 
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self._precision, self._device = precision, device
+        self._open: list[AbstractContextManager[object]] = []
 
-def all_finite(tensors: Iterator[Tensor]) -> Tensor:
-    """0-dim float32: 0.0 when every element is finite, else 1.0. One fused pass per tensor, no host wait."""
-    found: Tensor | None = None
-    one: Tensor | None = None
-    for tensor in tensors:
-        if found is None or one is None:
-            found = torch.zeros((), dtype=torch.float32, device=tensor.device)
-            one = torch.ones((), dtype=torch.float32, device=tensor.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, one)
-    return found if found is not None else torch.zeros(())
+    def around(self, model: nn.Module) -> list[RemovableHandle]:
+        """Put the hooks on; hooks that come later run inside."""
+        return [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, *_: object) -> None:
+        context = self._precision.autocast(self._device)
+        context.__enter__()
+        self._open.append(context)
+
+    def _leave(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)

@@ -13,131 +13,24 @@ asked for: a factor that the step applies on its way, so that clipping does not 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .disk import Disk
-from .errors import OutOfMemoryError, StateError
+from .errors import StateError
 from .inflight import Inflight
-from .link import Link
 from .ondisk import OnDisk, Values, fetch
 from .records import Records
-from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Meter, Tier
+from .storage import Storage
+from .tiers import SLAB_NUMEL, Tier
 
 MASTER = "master"
 """The field of a record that holds the master; the state that a finer-than-own-type master is stored as."""
 
 Fields = tuple[tuple[str, torch.dtype], ...]
 """Element-wise states of an optimizer group: name, type."""
-
-
-T = TypeVar("T")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, on any device, could not allocate."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-class Storage:
-    """What the tiers of one engine share: the link to the device, the file on disk (made when first needed), scratch memory.
-
-    Attributes:
-        meter: bytes moved and time waited, by road.
-        wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
-        uses_disk: something may rest on disk, here or on another rank; the same on all of them.
-        transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
-    """
-
-    def __init__(self, device: torch.device, rank: int, offload_dir: str | None) -> None:
-        self.device = device
-        self.meter = Meter()
-        self.link = Link(device, self.meter)
-        self.wide = False
-        self.uses_disk = False
-        self.transient = False
-        self._rank = rank
-        self._folder = offload_dir
-        self._disk: Disk | None = None
-        self._landing: Shard | None = None
-        self._free: list[Tensor] = []
-        self._lock = threading.Lock()
-        self.make_room: Callable[[int], None] = lambda bytes_: None
-        """Asked to free device memory before an allocation is tried a second time."""
-        self.explain: Callable[[], str] = lambda: ""
-        """What would have fitted, for the message of one that failed twice."""
-
-    @property
-    def disk(self) -> Disk:
-        """Raises:
-        ConfigError: the folder cannot be used.
-        """
-        if self._disk is None:
-            self._disk = Disk(self._folder, "engine", self._rank, self.meter, self.link)
-        return self._disk
-
-    @property
-    def has_disk(self) -> bool:
-        return self._disk is not None
-
-    def allocate(self, what: str, bytes_: int, make: Callable[[], T]) -> T:
-        """`make()`, which allocates device memory; once more, after making room, where there was none.
-
-        Raises:
-            OutOfMemoryError: there is none.
-        """
-        try:
-            return make()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self.make_room(bytes_)
-        try:
-            return make()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"{what}: {bytes_} bytes could not be had on {self.device}. {self.explain()}"
-            ) from error
-
-    def land(self, shard: Shard | None) -> None:
-        """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""
-        before, self._landing = self._landing, shard
-        if before is not None and before is not shard:
-            before.land()
-
-    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory to hand back with `give_back`."""
-        needed = numel * dtype.itemsize
-        with self._lock:
-            fitting = [memory for memory in self._free if memory.numel() >= needed]
-            memory = min(fitting, key=Tensor.numel) if fitting else None
-            if memory is not None:
-                self._free = [other for other in self._free if other is not memory]
-        if memory is None:
-            memory = self.link.empty(needed, torch.uint8)
-        return memory[:needed].view(dtype)
-
-    def give_back(self, memory: Tensor) -> None:
-        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
-        with self._lock:  # the largest stay: they fit whatever comes
-            self._free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)[:2]
-
-    @property
-    def scratch_bytes(self) -> int:
-        return sum(memory.numel() for memory in self._free)
-
-    def close(self) -> None:
-        """The file goes away. What rests in it is lost."""
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
-        self._free.clear()
 
 
 class Shard:
@@ -394,6 +287,8 @@ class Shard:
         narrow, self._buffer = grad, None
         wide = self._room(self.dtype).copy_(narrow)
         self._set(wide)
+        if self.storage.transient:
+            self.storage.give_back(narrow)
         return wide
 
     def _set(self, grad: Tensor) -> None:
@@ -501,6 +396,3 @@ def assembled(
             out[done : done + count].copy_(fetch(values[at : at + count]))
         done += count
     return out
-
-
-__all__ = ["BLOCK_NUMEL", "MASTER", "Fields", "Shard", "Storage", "assembled", "cut", "is_elementwise"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hf_zero as zero
-from hf_zero import stepping, unit
+from hf_zero import costs, flat, stepping
 from hf_zero.costs import Placement, together
 from hf_zero.engine import Engine
 from hf_zero.layout import ALIGN_NUMEL, Span
@@ -22,6 +22,7 @@ from tests.common import MODELS, Case, Result, batch, optimizer_for
 
 BLOCK_NUMEL, SLAB_NUMEL = 1536, 2048
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
+_SMALL = {"BLOCK_NUMEL": BLOCK_NUMEL, "SLAB_NUMEL": SLAB_NUMEL}
 _ROTATED = (
     (Tier.DEVICE, Tier.HOST, Tier.DISK),
     (Tier.HOST, Tier.DISK, Tier.DEVICE),
@@ -70,12 +71,15 @@ def mixed(case: Case) -> Iterator[None]:
 @contextlib.contextmanager
 def small_blocks() -> Iterator[None]:
     shard = importlib.import_module("hf_zero.shard")  # the package's attribute of that name is the function
-    before = shard.SLAB_NUMEL, stepping.BLOCK_NUMEL, unit.BLOCK_NUMEL
-    shard.SLAB_NUMEL, stepping.BLOCK_NUMEL, unit.BLOCK_NUMEL = SLAB_NUMEL, BLOCK_NUMEL, BLOCK_NUMEL
+    places = [(module, name) for module in (shard, stepping, flat, costs) for name in vars(module) if name in _SMALL]
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, _SMALL[name])
     try:
         yield
     finally:
-        shard.SLAB_NUMEL, stepping.BLOCK_NUMEL, unit.BLOCK_NUMEL = before
+        for (module, name), value in zip(places, before):
+            setattr(module, name, value)
 
 
 def unequal(ours: Result, reference: Result) -> list[str]:

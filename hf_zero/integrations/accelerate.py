@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,13 +32,13 @@ from ..birth import birth_of
 from ..config import ZeroConfig
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, UnsupportedOptimizerError
-from ..machine import Machine, cache_folder, kept
+from ..machine import Machine, kept
 from .accelerate_state import ZeroStateMixin
 
 
 def _probed() -> Machine | None:
     """The speeds that `hf-zero probe` has measured on this host, if it has."""
-    path = kept(cache_folder())
+    path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
     return Machine.load(path) if path.exists() else None
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -31,7 +30,6 @@ from ..cards import RunFacts
 from ..comm import SoloWire, home_device, open_wire
 from ..engine import Engine, engine_of
 from ..errors import CheckpointError, ConfigError
-from ..export import card_for
 from ..loading import Loading
 from ..manifest import MANIFEST
 from ..saving import Saving
@@ -54,6 +52,7 @@ from .checkpoints import (
     tidy,
     why_broken,
 )
+from .facts import add_measured, facts_of, write_card
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -69,7 +68,7 @@ class ZeroTrainerMixin(_TrainerBase):
     """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: `save_model` must be called on every rank (as the stock Trainer's documentation
-    asks for sharded models); called on one alone it waits for the others for ever.
+    asks for sharded models); called on one alone it waits for the others, and says after a minute which have not come.
     """
 
     model: Any
@@ -295,7 +294,7 @@ class ZeroTrainerMixin(_TrainerBase):
     def _zero_put(
         self, saving: Saving, engine: Engine, stock: Callable[..., None], state: dict[str, Any] | None
     ) -> None:
-        facts = self._zero_facts = _facts_of(self, engine)
+        facts = self._zero_facts = facts_of(self, engine)
 
         def rest() -> None:
             if engine.rank == 0:
@@ -417,20 +416,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if facts is None or stock.__func__ is not Trainer.create_model_card:
             stock(*args, **kwargs)
         elif self.is_world_process_zero():
-            asked = inspect.signature(Trainer.create_model_card).bind(self, *args, **kwargs).arguments
-            given: dict[str, Any] = {
-                "language": asked.get("language"),
-                "license": asked.get("license"),
-                "base_model": asked.get("finetuned_from"),
-                "task": next(iter(_listed(asked.get("tasks"))), None),
-                "datasets": _listed(asked.get("dataset_tags")) or _listed(asked.get("dataset")),
-                "metrics": _last_metrics(self.state.log_history, self.state.global_step),
-            }
-            title = self.hub_model_id or asked.get("model_name")
-            card = card_for(folder, model_id=title, **{name: value for name, value in given.items() if value})
-            data: Any = card.data
-            data.tags = list(dict.fromkeys([*(data.tags or []), *_listed(asked.get("tags"))]))
-            card.save(folder / "README.md")
+            write_card(self, folder, inspect.signature(Trainer.create_model_card).bind(self, *args, **kwargs).arguments)
         if self.is_world_process_zero():
             amend(folder, "README.md")
 
@@ -472,15 +458,6 @@ def check_arguments(args: TrainingArguments) -> None:
         args._n_gpu = 1
 
 
-def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float]:
-    """Beside the loss of training, what the engine measured since the log before; `{}` where nobody records."""
-    if engine is None or engine.recorder is None or "loss" not in logs:
-        return {}
-    measured = {f"zero/{name}": value for name, value in engine.recorder.logs().items()}
-    logs.update(measured)
-    return measured
-
-
 def _checkpoints(folder: Path) -> list[Path]:
     """Newest first."""
     found = []
@@ -518,61 +495,3 @@ def _uploading_no_half_saves() -> Iterator[None]:
         yield
     finally:
         del api.__dict__["upload_folder"]
-
-
-# What the run knows of itself ---------------------------------------------------------------------------------------
-
-_HYPERPARAMETERS = (
-    "learning_rate",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "warmup_steps",
-    "seed",
-)
-
-
-def _facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
-    """A collective: memory is that of the highest rank."""
-    report, args = engine.report(), trainer.args
-    everyone: list[dict[str, int]] = engine.exchange(dict(report.measured))
-    base = getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
-    unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"
-    chosen = {
-        name: getattr(args, name)
-        for name in _HYPERPARAMETERS
-        if name != unused and isinstance(getattr(args, name, None), (int, float))
-    }
-    predicted = {name: getattr(report.predicted, name) for name in ("parameters", "gradients", "optimizer")}
-    return RunFacts(
-        base_model=base if base and not Path(base).exists() else None,
-        precision=report.precision,
-        stage=report.stage,
-        world_size=report.world_size,
-        predicted_bytes=predicted,
-        measured_bytes={name: max(theirs[name] for theirs in everyone) for name in report.measured},
-        versions={"torch": torch.__version__, "transformers": transformers.__version__},
-        hyperparameters={
-            **chosen,
-            "optim": str(getattr(args.optim, "value", args.optim)),
-            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-        },
-    )
-
-
-def _last_metrics(log: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """Those of the evaluation of these weights."""
-    found = [entry for entry in log if entry.get("step") == step and "eval_loss" in entry]
-    timing = ("runtime", "per_second", "time")
-    return {
-        name: float(value)
-        for name, value in (found[-1] if found else {}).items()
-        if name.startswith("eval_") and isinstance(value, (int, float)) and not name.endswith(timing)
-    }
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or [])

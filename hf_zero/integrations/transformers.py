@@ -28,7 +28,8 @@ from ..config import OFFLOADS, ZeroConfig
 from ..engine import Engine, engine_of
 from ..errors import ConfigError
 from .accelerate import ZeroPlugin, put_in_front
-from .trainer import ZeroTrainerMixin, add_measured, check_arguments
+from .facts import add_measured
+from .trainer import ZeroTrainerMixin, check_arguments
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,485 @@
+"""Storage of one span on this rank: parameters gathered and at rest, gradients, optimizer state.
+
+In elements of the compute dtype unless said:
+* `full`   1-D, whole span. Made once; a release resizes its *storage* to 0 and a gather refills the same storage,
+           because autograd keeps views of it (`weight.t()`) between forward and backward.
+* `views`  `full` cut into parameter shapes; a gathered parameter's `.data` is its view.
+* `own`    1-D, this rank's slice at rest: a slice of `full` where that stays, else a buffer of its own, on the device, in
+           host memory or on disk (`rest`). Frozen values that stay in the model's own files are in the type they have there.
+* `shards` the slice in the master dtype, the optimizer's parameters, in one stretch or several, each in a tier of its own
+           (see `shard`). The same memory as `own` when the two types and tiers are equal.
+* `guards` what a released parameter's `.data` is, see `Guards`.
+All writes go through `full`, `own` and the shards, never through a parameter, so parameters keep their version counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .comm import SoloWire
+from .config import StagePolicy
+from .costs import Placement
+from .errors import StateError
+from .guards import Guards
+from .inflight import Inflight
+from .initial import left_in_files, poured, shard_over
+from .layout import ParamSpec, Span
+from .ondisk import OnDisk, Values, fetch
+from .precision import Precision, dtype_of
+from .records import Records
+from .shard import Fields, Shard, assembled, is_elementwise
+from .storage import Storage
+from .tiers import BLOCK_NUMEL, Tier
+
+
+class Staging(Protocol):
+    """What carries updated values up to the device, see `stepping`."""
+
+    def up(self, values: Tensor, target: Tensor) -> None: ...
+
+
+class Flat:
+    """Storage of one span on this rank.
+
+    Args:
+        placement: where `own` and the shards rest.
+        fields: element-wise states of the span's optimizer group, for shards on disk.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        params: Sequence[nn.Parameter],
+        wire: SoloWire,
+        policy: StagePolicy,
+        precision: Precision,
+        storage: Storage,
+        placement: Placement,
+        fields: Fields = (),
+    ) -> None:
+        self.span = span
+        self.params = list(params)
+        self.rank = wire.rank if span.shards > 1 else 0
+        self.storage = storage
+        self.pinned: set[int] = set()
+        """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
+        self.device = storage.device
+        spec = span.spec
+        self.compute_dtype, self.master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
+        stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
+        self.rest = placement.parameters
+        with torch.no_grad():
+            at_rest = left_in_files(span, self.params, wire, storage) if self.rest is Tier.DISK else None
+            if at_rest is None:
+                whole = poured(span, self.params, self.device)
+                self.full = whole if self.compute_dtype == self.master_dtype else whole.to(self.compute_dtype)
+            else:
+                self.full = whole = torch.empty(span.numel, dtype=self.compute_dtype, device=self.device)
+            begin = self.rank * span.slice_numel
+            self.place = self.full[begin : begin + span.slice_numel]
+            # Where nothing is gathered into it from elsewhere, `full` is never given back.
+            self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
+            self._region: Records | None = None
+            self.shards: list[Shard] = []
+            self.own: Values = self.place
+            self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
+        self.views = self._cut(self.full)
+        self.full_bytes = self.full.numel() * self.full.element_size()
+        self.guards = Guards(span, self.device)
+        self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
+        # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
+        self._holds = self.compute_dtype != self.master_dtype
+        self._held = False
+        self._bucket: Tensor | None = None
+        self._bucket_views: list[Tensor] = []
+        self._bucket_bytes = 0
+
+    def _settle_in(
+        self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields, at_rest: Records | None
+    ) -> None:
+        """`own` and the shards, each in its tier, from the slice's values; `mine` is undefined where they are at rest."""
+        if at_rest is not None:
+            self.shards.append(shard_over(self.storage, at_rest))
+            self.own = self.shards[0].values
+            return
+        equal = self.compute_dtype == self.master_dtype
+        shares = equal and self.rest is Tier.DISK and len(stretches) == 1 and stretches[0][0] is Tier.DISK
+        if not shares:
+            self.own = self._new_own(self.place)
+        start = 0
+        for tier, numel in stretches:
+            alias = self.own[start : start + numel] if equal and tier is self.rest and tier is not Tier.DISK else None
+            self.shards.append(
+                Shard(
+                    self.storage,
+                    start,
+                    mine[start : start + numel],
+                    tier,
+                    trainable=self.span.trainable,
+                    travels=equal,
+                    alias=alias if isinstance(alias, Tensor) else None,
+                    fields=fields,
+                )
+            )
+            start += numel
+        if shares:
+            self.own = self.shards[0].values
+            self.shards[0].aliased = True
+
+    def _new_own(self, values: Tensor) -> Values:
+        """A buffer in the parameters' tier, with these values: `place`'s, or those of a former `own`."""
+        numel = self.span.slice_numel
+        if self.rest is Tier.DISK:
+            self._region = Records(self.storage.disk, numel, numel, (("own", self.compute_dtype),))
+            return self._region.values("own").copy_(values)
+        if self.rest is Tier.HOST:
+            return self.storage.link.empty(numel, self.compute_dtype).copy_(values)
+        if not self.resident:
+            return values.to(self.device, self.compute_dtype, copy=True)
+        return self.place if values is self.place else self.place.copy_(values)
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether bringing its values together is a collective."""
+        return self.span.shards > 1 or self.storage.uses_disk
+
+    @property
+    def in_files(self) -> bool:
+        """On disk, in the model's own files: nothing more is taken."""
+        records = self.shards[0].records
+        return self.rest is Tier.DISK and not self.span.trainable and records is not None and records.base is not None
+
+    def serves(self, span: Span, placement: Placement) -> bool:
+        """Whether this is what would be built for `span`, too: frozen, of the same slots, at rest in the same places."""
+        if span.trainable or self.resident or self.rest is not placement.parameters:
+            return False
+        places = [(shard.tier, shard.numel) for shard in self.shards]
+        wanted = [*placement.optimizer] or [(placement.parameters, span.slice_numel)]
+        alike = (span.slice_numel, span.shards) == (self.span.slice_numel, self.span.shards)
+        return alike and _slots(span) == _slots(self.span) and (self.in_files or places == wanted)
+
+    @property
+    def shares_records(self) -> bool:
+        """On disk: `own` is the masters' field of the one shard's records."""
+        return self._region is None
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.span.slots]
+
+    # Parameters -----------------------------------------------------------------------------------------------------
+
+    def point(self, targets: Sequence[Tensor]) -> None:
+        pairs = list(zip(self.params, targets))
+        if self.pinned:
+            pairs = [pair for index, pair in enumerate(pairs) if index not in self.pinned]
+        for param, target in pairs:
+            param.data = target
+
+    def open(self) -> None:
+        """Give `full` its storage back; a gather fills it."""
+        self.full.untyped_storage().resize_(self.full_bytes)
+
+    def close(self) -> None:
+        if not self.resident:
+            self.full.untyped_storage().resize_(0)
+
+    def drop(self) -> None:
+        """Give all memory back, whoever still refers to it: other flats hold the values."""
+        for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+        self.close_shards()
+
+    def close_shards(self) -> None:
+        for shard in self.shards:
+            shard.close()
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def bring(self) -> Inflight:
+        """`own` into its place in `full`, from where it rests; `full` is open."""
+        own, link = self.own, self.storage.link
+        if isinstance(own, OnDisk):
+            landing = self.storage.scratch(own.numel(), own.dtype)
+            read = own.begin_read(landing)
+
+            def finish() -> None:
+                read.close()
+                values = landing
+                if landing.dtype != self.compute_dtype:
+                    values = self.storage.scratch(own.numel(), self.compute_dtype).copy_(landing)
+                    self.storage.give_back(landing)
+                link.up(values, self.place).close()
+                self.storage.give_back(values)
+
+            return Inflight((), (), finish)
+        return link.up(own, self.place)
+
+    def publish(self, shard: Shard, at: int, values: Tensor, staging: Staging | None = None) -> None:
+        """New master values of `shard`, from its element `at` on, into `own`. `values` are on the device or the host.
+
+        With `staging` (the thread that steps) copies to the device are left under way in it.
+        """
+        if shard.aliased:
+            return
+        start, numel, link = shard.start + at, values.numel(), self.storage.link
+        target = self.own[start : start + numel]
+        if isinstance(target, OnDisk):
+            if shard.tier is Tier.DEVICE:
+                link.meter.moved("down", numel * target.element_size())
+            target.copy_(values)
+        elif (shard.tier is Tier.DEVICE) == (self.rest is Tier.DEVICE):
+            target.copy_(values)
+        elif shard.tier is Tier.DEVICE:
+            link.down(values.to(target.dtype), target).close()
+        elif staging is not None:
+            staging.up(values, target)
+        else:
+            link.up(values.to(target.dtype), target).close()
+
+    def refresh(self) -> None:
+        """Carry all masters' values into `own`, after they were written."""
+        for shard in self.shards:
+            if not shard.aliased:
+                values = shard.values
+                if isinstance(values, Tensor):
+                    self.publish(shard, 0, values)
+                else:
+                    for at in range(0, shard.numel, BLOCK_NUMEL):
+                        self.publish(shard, at, values[at : at + BLOCK_NUMEL].read())
+
+    def refresh_device(self) -> None:
+        """As `refresh`, for the shards that the optimizer's own step has updated."""
+        for shard in self.shards:
+            if shard.tier is Tier.DEVICE and not shard.aliased:
+                self.publish(shard, 0, shard.master.detach())
+
+    def move(
+        self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
+    ) -> None:
+        """`own` rests in `rest` and every shard in its tier of `tiers` afterwards, with the same values. The unit is sharded.
+
+        Args:
+            keep_full: on the device `own` is a slice of `full`, which is allocated then; its other slices are undefined.
+        """
+        equal = self.compute_dtype == self.master_dtype
+        before, region = self.own, self._region
+        moves = rest is not self.rest
+        if moves:
+            values = fetch(self.own)
+            self.resident = rest is Tier.DEVICE and (keep_full or self.span.shards == 1)
+            if self.resident:
+                self.full.untyped_storage().resize_(self.full_bytes)
+            self.rest, self._region = rest, None
+            self.own = self._new_own(values)
+        for shard, tier in zip(self.shards, tiers):
+            place = self.own[shard.start : shard.stop]
+            alias = place if equal and tier is rest and isinstance(place, Tensor) else None
+            if tier is not shard.tier:
+                shard.move(tier, optimizer, alias)
+            elif moves and shard.tier is not Tier.DISK:
+                shard.rest_on(alias)
+            elif moves:
+                shard.aliased = False  # what was read from its records rests elsewhere now
+        if self.in_memory is False:
+            self.drop_bucket()
+            self._bucket = None
+        if not moves:
+            return
+        if region is not None:
+            region.close()
+        if isinstance(before, Tensor) and not self.resident:
+            self.full.untyped_storage().resize_(0)
+
+    def values(self, device: torch.device | None = None) -> Tensor:
+        """The slice in the master dtype, 1-D on the span's device (or `device`); a view where it rests there in one piece."""
+        out = assembled(self.shards, lambda shard: shard.values, 0, self.span.slice_numel, device or self.device)
+        if out is None:
+            raise StateError(f"span of {self.span.spec.name!r} has no values")
+        return out
+
+    # Optimizer state --------------------------------------------------------------------------------------------------
+
+    def state_names(self, optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+        """The optimizer's states of this span, and whether each has one value per element."""
+        names: dict[str, bool] = {}
+        for shard in self.shards:
+            for key, value in shard.entries(optimizer).items():
+                names[key] = is_elementwise(key, value, shard.numel)
+        return names
+
+    def state(self, optimizer: torch.optim.Optimizer, name: str) -> Any:
+        """One of them: 1-D over the slice, on the span's device (a view where it rests there in one piece), or one value."""
+
+        def of(shard: Shard) -> Any:
+            return shard.entries(optimizer).get(name)
+
+        if self.state_names(optimizer).get(name):
+            return assembled(self.shards, of, 0, self.span.slice_numel, self.device)
+        return next((value for shard in self.shards if (value := of(shard)) is not None), None)
+
+    def put_state(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
+        """Replace all of them, from values over the whole slice."""
+        numel = self.span.slice_numel
+        for shard in self.shards:
+            shard.put(
+                optimizer,
+                {
+                    key: (value if len(self.shards) == 1 else value[shard.start : shard.stop].clone())
+                    if is_elementwise(key, value, numel)
+                    else value.clone()
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in entries.items()
+                },
+            )
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def has_grads(self) -> bool:
+        return self._held or bool([param for param in self.params if param.grad is not None])
+
+    def drop_grads(self) -> None:
+        for param in self.params:
+            param.grad = None
+        if self._held:
+            self._held = False
+            self.drop_bucket()
+
+    def hold(self) -> None:
+        """Between backwards of one step, without a reduce: keep the local gradients in at least the reduce dtype."""
+        if self._holds:
+            self._gather_local(self.take())
+            self._held = True
+
+    def _gather_local(self, grads: list[Tensor | None]) -> Tensor:
+        if not self._held:
+            bucket, views = self.bucket()
+            _fill(views, grads)
+            return bucket
+        _add(self._bucket_views, grads)
+        if self._bucket is None:
+            raise StateError("gradients are held without a bucket")
+        return self._bucket
+
+    def take(self) -> list[Tensor | None]:
+        """The local gradients, dense, in order; the parameters forget them."""
+        grads = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
+
+    def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
+        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
+        wanted = dtype or self.reduce_dtype
+        if self._bucket is None or self._bucket.dtype != wanted:
+            self._bucket = self.allocate(self.span.numel, wanted)
+            self._bucket_views = self._cut(self._bucket)
+            self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
+        else:
+            self._bucket.untyped_storage().resize_(self._bucket_bytes)
+        if self.span.used_numel < self.span.numel:
+            self._bucket[self.span.used_numel :].zero_()
+        return self._bucket, self._bucket_views
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Device memory for gradients, 1-D."""
+
+        def make() -> Tensor:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+        what = f"gradients of {self.span.spec.name!r} and what is with it"
+        return self.storage.allocate(what, numel * dtype.itemsize, make)
+
+    def drop_bucket(self) -> None:
+        if self._bucket is not None:
+            self._bucket.untyped_storage().resize_(0)
+
+    def source(self, wire: SoloWire) -> Tensor:
+        """The local gradients as one 1-D buffer in the reduce dtype."""
+        grads = self.take()
+        if len(grads) == 1 and wire.ragged and not self._held:
+            # A span of one parameter needs no copy: its gradient is the buffer, less the padding.
+            grad = grads[0]
+            if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous():
+                return grad.view(-1)
+        bucket = self._gather_local(grads)
+        self._held = False
+        return bucket
+
+    @property
+    def in_memory(self) -> bool:
+        """One shard, on the device: gradients need no copying."""
+        return len(self.shards) == 1 and self.shards[0].tier is Tier.DEVICE
+
+    def add_local(self) -> None:
+        """World size 1: local gradients go straight into the master's gradient, which is the bucket itself."""
+        grads = self.take()
+        if not self.in_memory:
+            # In the type they came in: nothing is lost, and half the bytes go down.
+            bucket, views = self.bucket(self.compute_dtype)
+            _fill(views, grads)
+            self.add_reduced(bucket)
+            self.drop_bucket()
+            return
+        master = self.shards[0].master
+        if master.grad is None:
+            bucket, views = self.bucket()
+            _fill(views, grads)
+            master.grad = bucket
+            return
+        if self._bucket is None or master.grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
+            master.grad = self.bucket()[0].copy_(master.grad)
+        _add(self._bucket_views, grads)
+
+    def add_reduced(self, mean: Tensor) -> None:
+        if self.in_memory and self.shards[0].master.grad is None:
+            self.shards[0].master.grad = mean
+            return
+        for shard in self.shards:
+            shard.add(mean[shard.start : shard.stop])
+
+    def grads(self) -> list[tuple[Shard, Tensor]]:
+        """Every shard that has a gradient, with it."""
+        return [(shard, grad) for shard in self.shards if (grad := shard.whole_grad()) is not None]
+
+    def some_grad(self, wire: SoloWire) -> None:
+        """Zeros, from now on, for shards that have no gradient."""
+        if self.in_memory and wire.size == 1 and self.shards[0].master.grad is None:
+            self.shards[0].master.grad = self.bucket()[0].detach().zero_()
+        for shard in self.shards:
+            shard.some_grad()
+
+    def drop_master_grad(self) -> None:
+        for shard in self.shards:
+            shard.drop_grad()
+
+
+def _slots(span: Span) -> list[tuple[int, ParamSpec]]:
+    """Whatever the optimizer's groups are."""
+    return [(slot.offset, replace(slot.spec, group=-1)) for slot in span.slots]
+
+
+def _fill(views: list[Tensor], grads: list[Tensor | None]) -> None:
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
+        return
+    # A parameter that took no part in this rank's loss contributes zeros.
+    for view, grad in zip(views, grads):
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(grad)
+
+
+def _add(views: list[Tensor], grads: list[Tensor | None]) -> None:
+    pairs = [(view, grad) for view, grad in zip(views, grads) if grad is not None]
+    if pairs:
+        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])

@@ -1,0 +1,47 @@
+"""What a released parameter shows, and how a write to it is found."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import StateError
+from .layout import Span
+from .precision import dtype_of
+
+
+class Guards:
+    """One NaN per parameter of a span; a released parameter's `.data` is its guard expanded to the true shape.
+
+    A stray read gives NaN; a stray write changes the guard and is found by the next gather. Types without a NaN have 0, and
+    nothing is found.
+
+    Attributes:
+        shown: by parameter, its guard expanded; in the parameter's own type, whatever it is gathered in.
+    """
+
+    def __init__(self, span: Span, device: torch.device) -> None:
+        self._span = span
+        dtype = dtype_of(span.spec.dtype)
+        self._has_nan = dtype.is_floating_point or dtype.is_complex
+        value = float("nan") if self._has_nan else 0
+        self._values = torch.full((len(span.slots),), value, dtype=dtype, device=device)
+        self.shown = [guard.expand(slot.spec.shape) for guard, slot in zip(self._values.unbind(), span.slots)]
+
+    def intact(self) -> Tensor:
+        """0-dim bool: no parameter was written while it was released. No host wait."""
+        if self._has_nan:
+            return self._values.isnan().all()
+        return torch.ones((), dtype=torch.bool, device=self._values.device)
+
+    def check(self, unit: str) -> None:
+        """Raise if a parameter was written while it was released."""
+        if self._has_nan and not bool(self.intact()):
+            broken = int((~self._values.isnan()).nonzero()[0])
+            name = self._span.slots[broken].spec.name
+            self._values.fill_(float("nan"))
+            raise StateError(
+                f"parameter {name!r} of unit {unit!r} was written to while it was released (its values live in the "
+                "ranks' shards; what was written is lost). Write it inside a forward, through load_state_dict, or "
+                "before the model is sharded"
+            )
