@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +19,13 @@ from .comm import SoloWire
 from .config import ZeroConfig
 from .errors import CheckpointError, RankMismatchError, TierError, ZeroError
 from .layout import ParamSpec
-from .shard import Storage
+from .storage import Storage
 
 T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""How long a rank waits for the others at a collective until it says for whom."""
+_arrivals = itertools.count(1)
 
 
 @contextmanager
@@ -50,8 +57,9 @@ def together(
         Every rank's result in rank order; with `answer=False` only this rank's.
 
     Raises:
-        ZeroError: this rank's own.
-        CheckpointError (or `kind`): any other failure, here or elsewhere; names the first rank that failed, and how.
+        ZeroError: this rank's own refusal.
+        CheckpointError (or `kind`): any other failure, here or elsewhere, a disk's among them; names the first rank that
+            failed, and how.
     """
     result: Any = None
     failure: Exception | None = None
@@ -64,12 +72,52 @@ def together(
         reports = wire.exchange((report, result if answer and failure is None else None))
     except RuntimeError as error:  # the process group's own
         raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
-    if isinstance(failure, ZeroError):
+    if isinstance(failure, ZeroError) and not isinstance(failure, TierError):
         raise failure
     for rank, (theirs, _) in enumerate(reports):
         if theirs is not None:
             raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
     return [value for _, value in reports] if answer else [result]
+
+
+@contextmanager
+def arriving(wire: SoloWire, what: str) -> Iterator[None]:
+    """Around the first communication of what programs tend to do on one rank only: waiting for the others has an end in words.
+
+    Costs one message to the process group's store. Every rank counts its arrivals, so one that has come this often has come.
+    """
+    if wire.size == 1:
+        yield
+        return
+    number = next(_arrivals)
+    wire.post(f"{number} {what}")
+    timer = threading.Timer(PATIENCE_S, _name_missing, (wire, number, what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _name_missing(wire: SoloWire, number: int, what: str) -> None:
+    try:
+        words = wire.posted()
+    except RuntimeError:  # the store is gone with its rank: the process group notices for itself
+        return
+    seen = [(0, "") if word is None else (int(word.split(" ", 1)[0]), word.split(" ", 1)[1]) for word in words]
+    missing = [
+        f"rank {rank} ({f'last in {at}' if at else 'in none so far'})"
+        for rank, (n, at) in enumerate(seen)
+        if n < number
+    ]
+    if missing:
+        print(
+            f"hf_zero: rank {wire.rank} has waited {PATIENCE_S:g} s in {what} for {', '.join(missing)}. Saving, loading and "
+            "state dicts need every rank: call them outside of `if rank == 0` and `if trainer.is_world_process_zero()`",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def read(wire: SoloWire, storage: Storage, values: Callable[[], T]) -> T:

@@ -4,11 +4,13 @@ export: a clean model of it. report: what a run took, against what was predicted
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
@@ -18,7 +20,6 @@ from .cli_report import add_command
 from .errors import ZeroError
 from .export import DTYPES, export, verified
 from .export import Progress as Note
-from .machine import cache_folder
 from .version import __version__
 
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-zero", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    add_commands(commands, cache_folder())
+    add_commands(commands, _cache_folder())
     _add_verify(commands)
     _add_export(commands)
     add_command(commands)
@@ -37,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ZeroError, OSError, ValueError) as error:
         print(f"hf-zero: {error}", file=sys.stderr)
         return 2 if options.command in ("plan", "probe") else 1
+
+
+def _cache_folder() -> Path:
+    """Where programs keep what they can make again (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

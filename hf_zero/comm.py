@@ -27,6 +27,7 @@ from .inflight import DONE, Inflight, Work
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
+_POST = "hf_zero/post/"
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
@@ -142,6 +143,13 @@ class SoloWire:
     def barrier(self) -> None:
         """Return when every rank is here."""
 
+    def post(self, word: str) -> None:
+        """Leave word for whoever looks; replaces what this rank has left before. Waits for no other rank."""
+
+    def posted(self) -> list[str | None]:
+        """What each rank has left, in rank order. Waits for no other rank, and may be called in any thread."""
+        return [None]
+
     def ranks_here(self) -> int:
         """How many ranks run on this machine; a collective."""
         names = self.exchange(socket.gethostname())
@@ -204,6 +212,13 @@ class _GroupWire(SoloWire):
 
     def barrier(self) -> None:
         dist.barrier(self.group)
+
+    def post(self, word: str) -> None:
+        dist.distributed_c10d._get_default_store().set(f"{_POST}{self.rank}", word)
+
+    def posted(self) -> list[str | None]:
+        store, keys = dist.distributed_c10d._get_default_store(), [f"{_POST}{rank}" for rank in range(self.size)]
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .agree import together
+from .agree import arriving, together
 from .comm import SoloWire
 from .errors import CheckpointError
+from .flat import Flat
 from .manifest import (
     MANIFEST,
     FileDigest,
@@ -36,7 +37,7 @@ from .safetensors_io import read_header
 from .saving import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 from .shard import MASTER, Shard, cut
 from .staging import recover
-from .unit import Flat, Unit
+from .unit import Unit
 from .weights import Located, Piece, Stored, WeightFormat, persistent_buffers
 
 _MAX_JSON_BYTES = 256 << 20
@@ -54,7 +55,8 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        together(wire, self._what, lambda: recover(self.folder) if wire.rank == 0 else None)
+        with arriving(wire, self._what):
+            together(wire, self._what, lambda: recover(self.folder) if wire.rank == 0 else None)
         self.manifest: Manifest | None = together(wire, self._what, self._open, answer=False)[0]
         self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)

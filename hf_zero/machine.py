@@ -125,11 +125,6 @@ class Machine:
         )
 
 
-def cache_folder() -> Path:
-    """Where programs keep what they can make again (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
-
-
 def kept(cache: Path) -> Path:
     """The file in the folder `cache` that holds what was measured on this host."""
     return cache / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"

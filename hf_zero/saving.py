@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agree import together
+from .agree import arriving, together
 from .comm import SoloWire
 from .errors import CheckpointError, ZeroError
 from .held import Held, entries_of, held_parameters, held_states, is_sliced, places
@@ -81,7 +81,8 @@ class Saving:
 
         self.target = self._staging.target
         try:
-            folder, token = together(wire, f"saving to {self.target}", begin)[0]
+            with arriving(wire, f"saving to {self.target}"):
+                folder, token = together(wire, f"saving to {self.target}", begin)[0]
             sees = wire.exchange(os.path.exists(token))
         except BaseException:
             self._staging.discard()

@@ -8,18 +8,20 @@ only looks at keys, shapes and types runs everywhere. Tied parameters are one te
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agree import read, together
+from .agree import arriving, read, together
 from .comm import SoloWire
 from .errors import RankMismatchError, StateError, TierError
+from .flat import Flat
 from .precision import dtype_of
 from .shard import cut
-from .unit import Flat, Unit
+from .unit import Unit
 
 
 def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
@@ -92,7 +94,9 @@ class FullState:
             flat, slot = self._flat[param]
             if flat not in self._values:
                 self._settle()
-                self._values[flat] = gather_full(flat, self._wire)
+                first = not self._values and flat.needs_all_ranks
+                with arriving(self._wire, "state_dict()") if first else nullcontext():
+                    self._values[flat] = gather_full(flat, self._wire)
             state[prefix + name] = self._values[flat][slot]
         self._depth -= 1
         if self._depth == 0 and not self._outlining:
@@ -137,7 +141,8 @@ class FullState:
             self._settle()
             # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
             meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())
-            answers = self._wire.exchange(meta)
+            with arriving(self._wire, "load_state_dict()"):
+                answers = self._wire.exchange(meta)
             self._spread = any(answers)
             if answers[0]:
                 raise RankMismatchError(
@@ -188,7 +193,7 @@ class FullState:
                 for shard, at, numel in cut(flat.shards, part.slice_start, part.numel):
                     done = shard.start + at - part.slice_start
                     shard.values[at : at + numel].copy_(source[done : done + numel])
-        param.data = flat.sentinels[slot]
+        param.data = flat.guards.shown[slot]
 
     def settle(self) -> None:
         """The masters are new: whole parameters follow, where the stage keeps them."""

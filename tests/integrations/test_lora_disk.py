@@ -275,6 +275,47 @@ def test_other_types(
         assert found == (True, True, True, True, {True})
 
 
+def bound_later(rank: int, world: int, root: Path, folder: Path, name: str, mixed_precision: str) -> None:
+    """The optimizer comes after `shard`, as with `accelerator.prepare(model)`, and later another one."""
+    runs = []
+    for later in (False, True):
+        model = born_lora(root / name)
+        optimizer = optimizer_of(model)
+        engine = engine_for(model, None if later else optimizer, folder, mixed_precision)
+        storage, meter = storage_of(engine), storage_of(engine).meter
+        if later:
+            meter.reset()
+            engine.bind(optimizer)
+            adapters = sum(param.numel() for param in model.parameters() if param.requires_grad) * 4
+            assert meter["read"].bytes <= 2 * adapters, "no frozen value is read to be cut anew"
+            assert not set(engine.layout.spans) ^ {flat.span for unit in engine.units for flat in unit.flats}
+        assert in_files(engine) == {True}
+        placed = engine.plan.to_dict(), storage.disk.nbytes, engine.report().predicted
+        losses = train(model, optimizer, mixed_precision)
+        assert meter["write"].bytes < frozen_bytes(model) / 8, "what is trained, and nothing of the base"
+        values = {key: zero.full_parameter(param) for key, param in model.named_parameters()}
+        assert in_files(engine) == {True}
+        runs.append((losses, placed, values))
+        # Group 0 is now another set of parameters: what is trained is cut anew, what is not stays where it is.
+        lora_b = [param for key, param in model.named_parameters() if "lora_B" in key]
+        engine.bind(torch.optim.SGD(lora_b, lr=1e-2))
+        assert in_files(engine) == {True}
+        assert all(torch.equal(zero.full_parameter(p), values[key]) for key, p in model.named_parameters())
+        engine.detach()
+    (losses, placed, values), (losses_later, placed_later, values_later) = runs
+    assert losses == losses_later
+    assert placed == placed_later
+    assert all(torch.equal(values[key], values_later[key]) for key in values)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("name", "mixed_precision"), [("small", "no"), ("small", "bf16"), ("bf16", "no")])
+def test_an_optimizer_that_comes_later(
+    world: int, name: str, mixed_precision: str, bases: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    pools[world].run(bound_later, bases, tmp_path, name, mixed_precision)
+
+
 def whole_checkpoint(rank: int, world: int, root: Path, folder: Path) -> None:
     """Without PEFT a save has all weights, those of the base from its files; loading it gives the base a place of its own."""
     with zero.Init(offload_params="disk"):
