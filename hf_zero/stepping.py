@@ -252,12 +252,12 @@ class Stepper:
         kernel = step.twin.kernel(group)
         if kernel is not None and entries:
             count = entries["step"] + 1
-            first, second = entries["exp_avg"].split(width), entries["exp_avg_sq"].split(width)
+            blocks = [each.split(width) for each in (master, grad, entries["exp_avg"], entries["exp_avg_sq"])]
             at = start
-            for values, part, *moments in zip(master.split(width), grad.split(width), first, second):
+            for values, part, first, second in zip(*blocks):
                 if not plain:
                     part = self._cast(part, claim.coefficient, master.dtype)
-                kernel(values, part, *moments, count)
+                kernel(values, part, first, second, count)
                 if goes_out:
                     publish(at, values)
                 if on_disk:

@@ -8,7 +8,7 @@ with the bytes that one turn of it must move through memory or to and from the d
   in-place torch operators with the same reads and writes (no arithmetic to speak of: the bandwidth there is), and torch's fused
   AdamW over one tensor.
 * `step-disk`: the same step with the optimizer's state on disk, against plain positional O_DIRECT reads and writes of as many
-  bytes, at the same time, in a file beside it, and against DeepSpeed's NVMe path over as many elements.
+  bytes in a file beside it, each request written after it was read, and against DeepSpeed's NVMe path over as many elements.
 * `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
 * `gpu`: whole steps of a Llama-class model on one GPU, each engine in processes of its own.
 * `plan`: `hf_zero.plan` for GPT-3's shapes on 1,024 ranks.
@@ -21,13 +21,14 @@ import math
 import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -206,7 +207,11 @@ def step_host(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
 
 
 class RawDisk:
-    """A file, and plain loops over all of it: half of the threads read while the other half write."""
+    """A file, and plain loops that read all of it and write all of it.
+
+    A request is written after it was read, as in a step. Loops that write ahead of their reads would find what they have
+    just written in a cache of the host, and measure that.
+    """
 
     def __init__(self, folder: str | None, nbytes: int) -> None:
         self.nbytes = nbytes - nbytes % REQUEST_BYTES or REQUEST_BYTES
@@ -225,22 +230,31 @@ class RawDisk:
 
     def move(self, threads: int) -> None:
         """Read and write `nbytes` each, with so many threads for either."""
-        requests = range(0, self.nbytes, REQUEST_BYTES)
+        there: SimpleQueue[int | None] = SimpleQueue()
 
-        def loop(call: Callable[..., int], part: int) -> None:
+        def transfer(call: Callable[..., int], offset: int, buffer: mmap.mmap) -> None:
+            if call(self._fd, [buffer], offset) != REQUEST_BYTES:
+                raise OSError(f"a transfer of {REQUEST_BYTES} bytes at byte {offset} was cut short")
+
+        def read(part: int) -> None:
+            with mmap.mmap(-1, REQUEST_BYTES) as buffer:
+                for offset in range(part * REQUEST_BYTES, self.nbytes, threads * REQUEST_BYTES):
+                    transfer(os.preadv, offset, buffer)
+                    there.put(offset)
+            there.put(None)
+
+        def write() -> None:
             with mmap.mmap(-1, REQUEST_BYTES) as buffer:
                 buffer.write(b"\1" * REQUEST_BYTES)
-                for offset in requests[part::threads]:
-                    if call(self._fd, [buffer], offset) != REQUEST_BYTES:
-                        raise OSError(f"a transfer of {REQUEST_BYTES} bytes at byte {offset} was cut short")
+                while (offset := there.get()) is not None:
+                    transfer(os.pwritev, offset, buffer)
 
-        running = [
-            threading.Thread(target=loop, args=(call, part)) for part in range(threads) for call in (os.preadv, os.pwritev)
-        ]  # fmt: skip
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
+        with ThreadPoolExecutor(2 * threads) as pool:
+            running = [pool.submit(read, part) for part in range(threads)] + [
+                pool.submit(write) for _ in range(threads)
+            ]
+            for one in running:
+                one.result()
 
 
 def step_disk(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
