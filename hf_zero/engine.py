@@ -114,8 +114,7 @@ class Engine:
             self._bind(optimizer, originals)
         overrides.put_on(model, self.units, self.zero_grad)
         model.__dict__[_ENGINE] = self
-        if config.is_auto:
-            self.offload.monitor = Monitor(self, self.offload.ranks_here)
+        self._watch()
         self.offload.explain_with(self.advice)
         self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
         if self.rank == 0:
@@ -180,6 +179,7 @@ class Engine:
             self._schedule = self._new_schedule()
             self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
         self._bind(optimizer, originals)
+        self._watch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -420,6 +420,11 @@ class Engine:
         if self.config.is_auto:
             machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
         return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer))
+
+    def _watch(self) -> None:
+        """Anew where units or optimizer are."""
+        if self.config.is_auto:
+            self.offload.monitor = Monitor(self, self.offload.ranks_here)
 
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
         fresh = self.optimizer is not optimizer

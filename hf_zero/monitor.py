@@ -53,7 +53,7 @@ class Monitor:
             *(item for item in self._shards() if config.offload_optimizer == "auto"),
             *(item for item in self._parameters() if config.offload_params == "auto"),
         ]
-        self._planned = [_tier_of(flat, shard) for _, flat, shard in self._movable]
+        self._planned = [self._planned_tier(flat, shard) for _, flat, shard in self._movable]
 
     def look(self) -> None:
         """Move what must go, or may come back."""
@@ -150,6 +150,12 @@ class Monitor:
             for flat in unit.flats:
                 if not flat.resident:
                     yield unit, flat, None
+
+    def _planned_tier(self, flat: Flat, shard: Shard | None) -> Tier:
+        placement = self._engine.plan.placements[flat.span.index]
+        if shard is None or not placement.optimizer:
+            return placement.parameters
+        return placement.optimizer[flat.shards.index(shard)][0]
 
     def resting_bytes(self, tier: Tier) -> int:
         """What this rank's parameters, gradients and optimizer state take in a tier between backward and step."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .errors import StateError, TierError, ZeroError
 from .flat import Flat
-from .inflight import Inflight
+from .inflight import DONE, Inflight
 from .records import Records
 from .shard import MASTER, Shard, is_elementwise
 from .storage import Storage
@@ -387,11 +387,11 @@ class Stepper:
         self, step: Step, move: Inflight, memory: Tensor | None = None, home: list[Tensor] | None = None
     ) -> None:
         """First in, first out: what was sent from a slab before the slab itself is written is over when the slab is free."""
-        if move.ready and memory is not None and home is not None:
-            home.append(memory)
-        elif not move.ready:
+        if move is not DONE:
             step.moving += 1
             self._leaving.append((step, move, memory, home))
+        elif memory is not None and home is not None:
+            home.append(memory)
 
     def _drain(self, most: int) -> None:
         """Wait until at most that many transfers are under way."""

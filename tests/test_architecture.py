@@ -50,6 +50,7 @@ LAYERS = {
         "flat",
         "unit",
         "arrangement",
+        "twin",
         "stepping",
         "schedule",
         "optim",
