@@ -21,7 +21,7 @@ from .costs import KINDS, ROADS, TIERS, paper_states_bytes
 from .errors import ConfigError
 from .layout import Layout
 from .machine import Machine, here, host_name, kept, probe
-from .outline import Units, from_files, from_number
+from .outline import Units, from_files, from_number, visits_by_name
 from .plan import Drafter, Plan, plan, size_text
 from .precision import Precision
 
@@ -101,7 +101,7 @@ class _Model:
 
     def layout(self, shards: int) -> Layout:
         if self._drafter is None:
-            return Layout.build(self._units, shards)
+            return Layout.build(self._units, shards, None if self.is_number else visits_by_name(self._units))
         return self._drafter.layout(self._drafter.specs(dict.fromkeys(self._drafter.names, 0)), shards)
 
 

@@ -230,12 +230,12 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
-    predicted = run.facts["predicted"]["peak"]
+    predicted, highest = run.facts["predicted"]["peak"], run.facts["predicted"].get("peak_bytes", {})
     for tier in (tier.value for tier in TIERS):
         rows = [(kind, int(predicted[tier][kind]), run.peak(tier, kind)) for kind in KINDS]
         rows = [row for row in rows if row[1] or row[2]]
         if rows:
-            rows.append(("all", sum(row[1] for row in rows), run.peak(tier, "all")))
+            rows.append(("all", int(highest.get(tier, sum(row[1] for row in rows))), run.peak(tier, "all")))
         for kind, told, found in rows:
             yield {"tier": tier, "kind": kind, "predicted": told, "measured": found, "off": _off(told, found)}
 
@@ -419,7 +419,8 @@ def picture(runs: Sequence[Run]) -> bytes:
     marker = "." if len(numbers) < 200 else ""
     for color, tier in enumerate(tier.value for tier in TIERS):
         values = [_peaks(step)[color] / size for step in run.steps]
-        told = sum(run.facts["predicted"]["peak"][tier].values()) / size
+        predicted = run.facts["predicted"]
+        told = predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())) / size
         if any(values) or told:
             above.plot(numbers, values, color=f"C{color}", marker=marker, label=f"{tier}, peak of the step")
             above.axhline(told, color=f"C{color}", linestyle="--", linewidth=1, label=f"{tier}, predicted")

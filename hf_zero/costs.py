@@ -7,17 +7,20 @@ tiers are equal, `own` is the master.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .config import StagePolicy
-from .layout import Layout, Span, UnitLayout, itemsize
+from .layout import Layout, Span, UnitLayout, Visit, itemsize
 from .machine import Machine
+from .passes import High, Manner, SpanBytes, UnitBytes, play
 from .records import records_bytes
-from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Tier
+from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Tier, padded
 
 SLABS = 3
 """Records in host memory at once: one is read, one updated, one written."""
+LANES = 2
+"""Blocks through which parameters that are cast on the host go up to the device."""
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "staging", "activations")
 STATES = ("parameters", "gradients", "optimizer")
@@ -50,24 +53,39 @@ class Setup:
     """Tensors of optimizer state per master element: 2 for Adam."""
     backward_per_step: int = 1
     step_in_backward: bool = False
+    is_cpu: bool = False
+    """The device is the CPU: its wire takes fresh gradients of a span of one parameter as they are, and a copy over the link is
+    over at once, so that one block serves all.
+    """
+    in_files: frozenset[str] = frozenset()
+    """Parameters whose values are in the model's own files, where they stay as long as they are frozen and rest on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes on one rank, by tier and kind.
 
-    `rest` is what stays from step to step, and the gradients between backward and step; `peak` has what comes and goes too.
-    Fresh gradients of a unit on their way to their owner count as communication.
+    `rest` is what is there between backward and step; `peak` the highest of each kind, with what comes and goes. These are not
+    all there at one time. Fresh gradients on their way to their owner count as communication.
     """
 
     rest: Mapping[Tier, Mapping[str, int]]
     peak: Mapping[Tier, Mapping[str, int]]
+    highest: Mapping[Tier, int]
+    """By tier: all that is there at the highest moment."""
+    most: Mapping[Tier, int]
+    """A bound above it: with all states at rest and complete, which makes it linear in what rests where."""
 
     def at_rest(self, tier: Tier) -> int:
         return sum(self.rest[tier].values())
 
     def at_peak(self, tier: Tier) -> int:
-        return sum(self.peak[tier].values())
+        """At the highest moment."""
+        return self.highest[tier]
+
+    def at_most(self, tier: Tier) -> int:
+        """What budgets are compared with."""
+        return self.most[tier]
 
     @property
     def states(self) -> int:
@@ -92,19 +110,36 @@ def slice_bytes(span: Span) -> int:
     return span.slice_numel * itemsize(span.spec.compute_dtype)
 
 
-def parameter_bytes(span: Span, placement: Placement, policy: StagePolicy) -> int:
-    """In the parameter tier: `own`, or all of the span where it stays."""
-    numel = span.numel if stays(span, placement, policy) else span.slice_numel
-    return numel * itemsize(span.spec.compute_dtype)
+def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
+    """Whether a frozen span stays where it is in the model's own files."""
+    if placement.parameters is not Tier.DISK or span.trainable:
+        return False
+    return all(slot.spec.name in setup.in_files for slot in span.slots)
+
+
+def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+    """In the parameter tier: `own`, or all of the span where it stays; on disk whole pages, where not in its records."""
+    if is_in_files(span, placement, setup):
+        return 0
+    numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
+    nbytes = numel * itemsize(span.spec.compute_dtype)
+    return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_records(span, placement) else nbytes
+
+
+def _shares_records(span: Span, placement: Placement) -> bool:
+    """On disk: `own` is the masters' field of the records."""
+    if placement.parameters is not Tier.DISK or span.spec.compute_dtype != span.spec.master_dtype:
+        return False
+    return not placement.optimizer or (len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DISK)
 
 
 def master_bytes(span: Span, placement: Placement, tier: Tier) -> int:
-    """Masters in `tier` that are a memory of their own."""
+    """Masters in `tier`, in memory, that are a memory of their own."""
     same = span.spec.compute_dtype == span.spec.master_dtype
     if same and placement.parameters is tier:
         return 0
     numel = placement.numel(tier)
-    if not span.is_updated and not same and placement.parameters is tier:
+    if not placement.optimizer and not same and placement.parameters is tier:
         numel = span.slice_numel  # a frozen span keeps its own values beside those it computes with
     return numel * itemsize(span.spec.master_dtype)
 
@@ -114,124 +149,173 @@ def record_bytes(span: Span, numel: int, tensors: int) -> int:
     return records_bytes(numel, SLAB_NUMEL, [itemsize(span.spec.master_dtype)] * (1 + tensors))
 
 
-def optimizer_bytes(span: Span, placement: Placement, tier: Tier, tensors: int) -> int:
-    """Optimizer states in `tier`, and masters that are a memory of their own; on disk, in whole records."""
+def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
+    """Optimizer states in `tier`, and masters that are a memory of their own; on disk, in whole records.
+
+    Where the masters in records are the parameters themselves, these count as parameters, and all padding here.
+    """
+    tensors = setup.optimizer_tensors
     if tier is not Tier.DISK:
         states = placement.numel(tier) * itemsize(span.spec.master_dtype) * tensors
         return states + master_bytes(span, placement, tier)
+    if is_in_files(span, placement, setup):
+        return 0
     records = sum(record_bytes(span, numel, tensors) for place, numel in placement.optimizer if place is tier)
-    same = span.spec.compute_dtype == span.spec.master_dtype and placement.parameters is tier
-    if not records:
-        return master_bytes(span, placement, tier)
-    return records - (placement.numel(tier) * itemsize(span.spec.master_dtype) if same else 0)
+    if not placement.optimizer and placement.parameters is tier:
+        records = record_bytes(span, span.slice_numel, 0)
+    return records - (slice_bytes(span) if _shares_records(span, placement) else 0)
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
     """Bytes per gradient element at rest.
 
     Float32 (the master's type) is what sums over ranks and backwards need. Alone, with one backward per step, a gradient that
-    rests below the device keeps the type it came in. Stepped in backward, it does not rest.
+    rests below the device keeps the type it came in, but for float16, which loss scalers unscale. Stepped in backward, it does
+    not rest.
     """
     if tier is Tier.DEVICE:
         return itemsize(span.spec.master_dtype)
     if setup.backward_per_step == 1 and setup.step_in_backward:
         return 0
-    if setup.backward_per_step == 1 and setup.world_size == 1:
+    if setup.backward_per_step == 1 and setup.world_size == 1 and span.spec.compute_dtype != "float16":
         return itemsize(span.spec.compute_dtype)
     return itemsize(span.spec.master_dtype)
 
 
-def gathered_bytes(layout: Layout, placements: Sequence[Placement], policy: StagePolicy) -> int:
-    """Three largest units: in backward one is fetched while one is entered and the one before is not given back yet."""
-    return sum(sorted((_moved_bytes(unit, placements, policy) for unit in layout.units), reverse=True)[:3])
+def of_passes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> High:
+    """What comes and goes: gathered units, gradients on their way, buffers of the host."""
+    units = [_unit_bytes(unit, place, layout, placements, setup) for place, unit in enumerate(layout.units)]
+    return play(layout.visits, units, _manner(layout, placements, setup))
 
 
-def _moved_bytes(unit: UnitLayout, placements: Sequence[Placement], policy: StagePolicy) -> int:
-    return sum(
-        span.numel * itemsize(span.spec.compute_dtype)
-        for span in unit.spans
-        if not stays(span, placements[span.index], policy)
+def _manner(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Manner:
+    return Manner(
+        frees=not setup.policy.keep_full,
+        defers=setup.world_size > 1 and not setup.policy.reduce_each_backward,
+        alone=setup.world_size == 1,
+        consumes=setup.step_in_backward and setup.backward_per_step == 1,
+        backwards=setup.backward_per_step,
     )
 
 
-def communication_bytes(layout: Layout, setup: Setup) -> int:
-    """Gradients of the largest unit as backward leaves them; on several ranks, its bucket and its mean too."""
-    reduce_size = itemsize(setup.reduce_dtype)
+def _unit_bytes(
+    unit: UnitLayout, place: int, layout: Layout, placements: Sequence[Placement], setup: Setup
+) -> UnitBytes:
+    moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
+    trained = [span for span in unit.spans if span.is_updated]
+    return UnitBytes(
+        full=sum(span.numel * itemsize(span.spec.compute_dtype) for span in moved),
+        reads=tuple(
+            _read_bytes(span, placements[span.index], setup)
+            for span in moved
+            if placements[span.index].parameters is Tier.DISK
+        ),
+        spans=tuple(_span_bytes(span, placements[span.index], setup) for span in trained),
+        tied=tied_bytes(layout, place) * tied_copies(layout),
+        is_trained=bool(trained),
+    )
 
-    def of(span: Span) -> int:
-        fresh = span.used_numel * itemsize(span.spec.compute_dtype)
-        if setup.world_size == 1:
-            return fresh
-        return fresh + span.numel * reduce_size + span.slice_numel * itemsize(span.spec.master_dtype)
 
-    return max((sum(of(span) for span in unit.spans if span.is_updated) for unit in layout.units), default=0)
-
-
-def local_gradient_bytes(layout: Layout, setup: Setup) -> int:
-    """Whole gradients that add up on this rank between backwards, where the stage does not send them each time."""
-    if setup.world_size == 1 or setup.policy.reduce_each_backward or setup.backward_per_step == 1:
+def tied_bytes(layout: Layout, place: int) -> int:
+    """Of a unit: fresh gradients of parameters that an embedding has and another module, too."""
+    kinds = {visit.is_embedding for visit in every(layout.visits) if visit.unit == place}
+    if len(kinds) < 2:
         return 0
-    return sum(span.used_numel * itemsize(span.spec.master_dtype) for span in layout.spans if span.is_updated)
+    slots = (slot for span in layout.units[place].spans if span.is_updated for slot in span.slots)
+    return sum(slot.spec.numel * itemsize(slot.spec.compute_dtype) for slot in slots if len(slot.spec.names) > 1)
 
 
-def scratch_bytes(layout: Layout, placements: Sequence[Placement]) -> int:
-    """Host: one block of float32 gradients and two of parameters on their way up, where masters are cast on the host."""
-    sizes = [
-        itemsize(span.spec.compute_dtype)
-        for span, placement in zip(layout.spans, placements)
-        if span.spec.compute_dtype != span.spec.master_dtype and placement.numel(Tier.HOST) + placement.numel(Tier.DISK)
-    ]
-    return BLOCK_NUMEL * (4 + 2 * max(sizes)) if sizes else 0
+def tied_copies(layout: Layout) -> int:
+    """Of such a gradient, beside the one that stays, when it is added up: the other one, and their sum. Under autocast the one
+    that waits has come through a cast, and is added to in place.
+    """
+    return 1 if any(span.spec.compute_dtype != span.spec.dtype for span in layout.spans) else 2
+
+
+def every(visits: Sequence[Visit]) -> Iterator[Visit]:
+    """Inner ones, too."""
+    for visit in visits:
+        yield visit
+        yield from every(visit.inner)
+
+
+def _read_bytes(span: Span, placement: Placement, setup: Setup) -> tuple[int, ...]:
+    """The host buffer of one read, and a second one for what has another type in its file than where it is used."""
+    stored = _stored_itemsize(span, placement, setup)
+    compute = itemsize(span.spec.compute_dtype)
+    return (
+        (span.slice_numel * stored,) if stored == compute else (span.slice_numel * stored, span.slice_numel * compute)
+    )
+
+
+def _stored_itemsize(span: Span, placement: Placement, setup: Setup) -> int:
+    """Of parameters on disk."""
+    return itemsize(span.spec.master_dtype if is_in_files(span, placement, setup) else span.spec.compute_dtype)
+
+
+def _span_bytes(span: Span, placement: Placement, setup: Setup) -> SpanBytes:
+    compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
+    reduced = itemsize(_reduce_dtype(span, setup))
+    is_kept = len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DEVICE
+    below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
+    alone = setup.world_size == 1
+    defers = not alone and not setup.policy.reduce_each_backward and setup.backward_per_step > 1
+    is_sent_whole = setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == _reduce_dtype(span, setup)
+    arriving = compute if alone else master
+    rests = gradient_itemsize(span, Tier.HOST, setup)
+    bucket = span.numel * (compute if alone else reduced)
+    return SpanBytes(
+        fresh=span.used_numel * compute,
+        bucket=0 if (is_kept if alone else is_sent_whole) else bucket,
+        mean=0 if alone else span.slice_numel * master,
+        kept=placement.numel(Tier.DEVICE) * master,
+        is_kept=is_kept,
+        held=span.numel * reduced if defers and span.spec.compute_dtype != span.spec.master_dtype else 0,
+        down=tuple(numel * arriving for numel in below),
+        lands=arriving < rests,
+    )
+
+
+def _reduce_dtype(span: Span, setup: Setup) -> str:
+    """Of gradients on the wire: masters that are no float32 are never narrowed."""
+    return setup.reduce_dtype if span.spec.master_dtype == "float32" else span.spec.master_dtype
+
+
+def scratch_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
+    """Host: a block for gradients that rest in another type than their masters', and two for parameters that are cast on their
+    way up to the device.
+    """
+    block = lanes = blocks = 0
+    for span, placement in zip(layout.spans, placements):
+        compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
+        below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
+        if span.spec.compute_dtype == span.spec.master_dtype or not below:
+            continue
+        if (gradient_itemsize(span, Tier.HOST, setup) or (compute if setup.world_size == 1 else master)) != master:
+            block = max(block, BLOCK_NUMEL * master)
+        if placement.parameters is Tier.DEVICE:
+            blocks += sum(-(-numel // BLOCK_NUMEL) for numel in below)
+            lanes = max(lanes, BLOCK_NUMEL * compute)
+    return block + min(1 if setup.is_cpu else LANES, blocks) * lanes
 
 
 def ring_bytes(layout: Layout, placements: Sequence[Placement], tensors: int) -> int:
     """Host: the records under way of the disk tier."""
-    largest = max(
-        (
-            record_bytes(span, min(numel, SLAB_NUMEL), tensors)
-            for span, placement in zip(layout.spans, placements)
-            for tier, numel in placement.optimizer
-            if tier is Tier.DISK
-        ),
-        default=0,
-    )
-    return SLABS * largest
-
-
-def fetch_bytes(layout: Layout, placements: Sequence[Placement]) -> int:
-    """Host: slices of two units between disk and device, where parameters rest on disk."""
-    return 2 * max(
-        (
-            sum(slice_bytes(span) for span in unit.spans if placements[span.index].parameters is Tier.DISK)
-            for unit in layout.units
-        ),
-        default=0,
-    )
-
-
-def landing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: gradients of two units that are consumed as they come."""
-    if not setup.step_in_backward or setup.backward_per_step > 1:
-        return 0
-    return 2 * max(
-        (
-            sum(
-                (span.slice_numel - placements[span.index].numel(Tier.DEVICE)) * itemsize(span.spec.master_dtype)
-                for span in unit.spans
-                if span.is_updated
-            )
-            for unit in layout.units
-        ),
-        default=0,
-    )
+    count = largest = 0
+    for span, placement in zip(layout.spans, placements):
+        for tier, numel in placement.optimizer:
+            if tier is Tier.DISK:
+                count += -(-numel // SLAB_NUMEL)
+                largest = max(largest, record_bytes(span, min(numel, SLAB_NUMEL), tensors))
+    return min(SLABS, count) * largest
 
 
 def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
     """One span's parameters, gradients and optimizer state at rest, by tier and kind."""
     out = {(tier, kind): 0 for tier in TIERS for kind in STATES}
-    out[placement.parameters, "parameters"] = parameter_bytes(span, placement, setup.policy)
+    out[placement.parameters, "parameters"] = parameter_bytes(span, placement, setup)
     for tier in TIERS:
-        out[tier, "optimizer"] = optimizer_bytes(span, placement, tier, setup.optimizer_tensors)
+        out[tier, "optimizer"] = optimizer_bytes(span, placement, tier, setup)
     for tier, numel in placement.optimizer:
         home = Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST
         out[home, "gradients"] += numel * gradient_itemsize(span, tier, setup)
@@ -246,19 +330,20 @@ def memory_of(
     for span, placement in zip(layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():
             rest[tier][kind] += value
-    rest[Tier.HOST]["staging"] = (
-        scratch_bytes(layout, placements)
-        + ring_bytes(layout, placements, setup.optimizer_tensors)
-        + fetch_bytes(layout, placements)
-        + landing_bytes(layout, placements, setup)
-    )
+    high = of_passes(layout, placements, setup)
+    blocks = scratch_bytes(layout, placements, setup) + ring_bytes(layout, placements, setup.optimizer_tensors)
+    rest[Tier.HOST]["staging"] = blocks + high.resting_scratch
     peak = {tier: dict(kinds) for tier, kinds in rest.items()}
-    device = peak[Tier.DEVICE]
-    device["gathered"] = gathered_bytes(layout, placements, setup.policy)
-    device["communication"] = communication_bytes(layout, setup)
-    device["gradients"] += local_gradient_bytes(layout, setup)
-    device["activations"], peak[Tier.HOST]["activations"] = activations
-    return Memory(rest, peak)
+    device, host = peak[Tier.DEVICE], peak[Tier.HOST]
+    device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
+    host["staging"] = max(high.scratch, blocks + high.later_scratch)
+    device["activations"], host["activations"] = activations
+    most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
+    most[Tier.HOST] += blocks + high.later_scratch - host["staging"]
+    highest = dict(most)
+    most[Tier.DEVICE] += high.passing - high.gathered - high.communication
+    highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + high.device + device["activations"]
+    return Memory(rest, peak, highest, most)
 
 
 def paper_states_bytes(parameters: int, policy: StagePolicy, ranks: int, optimizer_bytes: int = 12) -> float:
@@ -290,10 +375,12 @@ ROADS = ("gather", "reduce", "down", "up", "read", "write")
 def uses(layout: Layout, setup: Setup) -> list[int]:
     """How often a step brings each unit in, where it is released between its uses.
 
-    Once in every forward and once in every backward; the unit that ends the forward is still there when backward begins.
+    As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
+    begins, and an embedding's backward needs no weights.
     """
-    twice = 2 * setup.backward_per_step
-    return [twice] * (len(layout.units) - 1) + [setup.backward_per_step] * min(1, len(layout.units))
+    trained = [UnitBytes(0, is_trained=any(span.is_updated for span in unit.spans)) for unit in layout.units]
+    manner = Manner(frees=True, defers=False, alone=True, consumes=False, backwards=1)
+    return [setup.backward_per_step * count for count in play(layout.visits, trained, manner).gathers]
 
 
 def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
@@ -315,17 +402,17 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     slice_numel = span.slice_numel
     if span.shards > 1 and not setup.policy.keep_full:
         add(PASSES, "gather", used * others * slice_numel, compute)
-    elif span.shards > 1 and span.is_updated:
+    elif span.shards > 1:
         add(AFTER, "gather", others * slice_numel, compute)
     if own is not Tier.DEVICE:
         add(PASSES, "up", used * slice_numel, compute)
     if own is Tier.DISK:
-        add(PASSES, "read", used * slice_numel, compute)
+        add(PASSES, "read", used * slice_numel, _stored_itemsize(span, placement, setup))
     if not span.is_updated:
         return work
 
     sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
-    reduced = itemsize(setup.reduce_dtype) if span.spec.master_dtype == "float32" else master
+    reduced = itemsize(_reduce_dtype(span, setup))
     if span.shards > 1:
         add(PASSES, "reduce", sends * others * slice_numel, reduced)
     elif others:

@@ -9,11 +9,13 @@ a parameter (tied weights) are one unit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import nn
+
+from .layout import Visit
 
 T = TypeVar("T")
 _MIN_BLOCKS = 2
@@ -57,6 +59,34 @@ def find_groups(model: nn.Module) -> list[Group]:
             is_block.append(id(module) in inside)
     groups = _merge_small(groups, is_block) if blocks else _by_size(groups)
     return _merge_tied(groups)
+
+
+def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
+    """A pass forward as registration order shows it: each group's hosts, and what runs inside which.
+
+    A single module that is no block (a head) is taken to get its input through an operation of its model, as heads of causal
+    models do, which cut the positions out that they need.
+    """
+    unit_of = {host: place for place, group in enumerate(groups) for host in group.hosts}
+    known: set[nn.Module] = set()
+
+    def visits(module: nn.Module) -> Iterator[Visit]:
+        if module in known:
+            return
+        known.add(module)
+        inner = (visit for child in module.children() for visit in visits(child))
+        if module in unit_of:
+            follows = any(True for _ in module.children())
+            yield Visit(unit_of[module], is_plain_embedding(module), follows, tuple(inner))
+        else:
+            yield from inner
+
+    return tuple(visits(model))
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether its backward needs its indices and not its weights."""
+    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -140,11 +140,26 @@ class UnitLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Visit:
+    """One module's forward that uses one unit, in its place in a pass. What memory a step takes follows from these."""
+
+    unit: int
+    is_embedding: bool = False
+    """Its inputs are indices: its backward needs no weights, and nothing tells when it is over but the end of backward."""
+    follows: bool = True
+    """Its input is the very output of the visit before it, with no operation of the model's own between the two."""
+    inner: tuple[Visit, ...] = ()
+    """Visits that happen inside this one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """All units of one model, cut for `shards` owners."""
 
     units: tuple[UnitLayout, ...]
     shards: int
+    visits: tuple[Visit, ...] = ()
+    """A pass forward, as far as the model's structure shows it; without one every unit is used once, one after another."""
 
     @property
     def spans(self) -> Iterator[Span]:
@@ -160,8 +175,10 @@ class Layout:
         return sum(span.used_numel for span in self.spans if span.trainable)
 
     @staticmethod
-    def build(units: Iterable[tuple[str, Sequence[ParamSpec]]], shards: int) -> Layout:
-        """Cut `(unit name, its parameters)` pairs for `shards` owners.
+    def build(
+        units: Iterable[tuple[str, Sequence[ParamSpec]]], shards: int, visits: Sequence[Visit] | None = None
+    ) -> Layout:
+        """Cut `(unit name, its parameters)` pairs for `shards` owners. Without `visits`, units are used in this order.
 
         Parameters keep the order given within their span; spans are ordered by their first parameter.
         """
@@ -176,7 +193,8 @@ class Layout:
                 spans.append(_cut(index, bucket, shards))
                 index += 1
             out.append(UnitLayout(name, tuple(spans)))
-        return Layout(tuple(out), shards)
+        order = [Visit(place) for place in range(len(out))] if visits is None else visits
+        return Layout(tuple(out), shards, tuple(order))
 
 
 def _cut(index: int, specs: Sequence[ParamSpec], shards: int) -> Span:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from .errors import ConfigError
-from .layout import ParamSpec
+from .layout import ParamSpec, Visit
 from .precision import Precision, dtype_name
 from .safetensors_io import read_header
 
@@ -16,6 +17,7 @@ Units = list[tuple[str, list[ParamSpec]]]
 _BLOCK = re.compile(r"^((?:.*\.)?\d+)\.")
 _EMBEDDING = re.compile(r"emb|wte|wpe")
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
+_HEAD = "lm_head.weight"
 _SMALL = 16
 """What lies outside blocks and weighs less than a block divided by this joins one, as `discover` does it."""
 
@@ -58,8 +60,26 @@ def from_files(path: Path, precision: Precision) -> Units:
             blocks.append((block[1], of[block[1]]))
     sizes = sorted(sum(spec.numel for spec in specs) for _, specs in blocks)
     small = sizes[len(sizes) // 2] // _SMALL if sizes else 0
+    if before and not any(len(spec.shape) > 1 for spec in after):  # the largest embedding is the head, too
+        at = max(range(len(before)), key=lambda place: before[place].numel)
+        before[at] = replace(before[at], names=(before[at].name, _HEAD))
     large = _split(before, small, blocks[0][1] if blocks else [])
     return [*large, *blocks, *_split(after, small, blocks[-1][1] if blocks else [])]
+
+
+def visits_by_name(units: Units) -> list[Visit]:
+    """A pass forward: embeddings, blocks, then what is behind them; or an embedding again, where that is the head, too."""
+    place_of = {spec.name: place for place, (_, specs) in enumerate(units) for spec in specs}
+    names = sorted(place_of, key=lambda name: (place_of[name], _natural(name)))
+    outside = [name for name in names if _BLOCK.match(name) is None]
+    embeddings = [name for name in outside if _EMBEDDING.search(name)]
+    heads = [place_of[name] for name in outside if name not in embeddings]
+    blocks = sorted({place_of[name] for name in names if _BLOCK.match(name)})
+    out = [Visit(place_of[name], is_embedding=True, follows=False) for name in embeddings]
+    out += [Visit(place) for place in blocks]
+    out += [Visit(place, follows=False) for place in dict.fromkeys(heads) if place not in blocks]
+    tied = [place for place, (_, specs) in enumerate(units) if any(len(spec.names) > 1 for spec in specs)]
+    return out + [Visit(place, follows=False) for place in tied]
 
 
 def _split(specs: Iterable[ParamSpec], small: int, nearest: list[ParamSpec]) -> Units:

@@ -28,7 +28,7 @@ from .costs import (
     together,
     work_in_total,
 )
-from .discover import Group, find_groups
+from .discover import Group, find_groups, find_visits
 from .errors import ConfigError, LayoutError
 from .layout import Layout, ParamSpec, itemsize
 from .machine import Machine
@@ -112,6 +112,7 @@ def plan(
     optimizer_tensors: int = 2,
     batch: Batch | None = None,
     backward_per_step: int = 1,
+    in_files: frozenset[str] = frozenset(),
 ) -> Plan:
     """Place every span of `layout` and predict what that takes: pure arithmetic, the same on every rank.
 
@@ -121,11 +122,14 @@ def plan(
         optimizer_tensors: tensors of state per master; 2 for Adam.
         batch: for activations and computing time; None: both are left out.
         backward_per_step: micro-batches that add up to a step.
+        in_files: names of parameters whose values the model's own files have, and may keep.
 
     Raises:
         ConfigError: an offload that the stage does not allow; `auto`, and nothing fits: the message says what would.
     """
-    request = _Request(layout, machine, config, world_size, precision, optimizer_tensors, batch, backward_per_step)
+    request = _Request(
+        layout, machine, config, world_size, precision, optimizer_tensors, batch, backward_per_step, in_files
+    )
     problem = request.problem()
     placements = solve(problem) if config.is_auto else _as_asked(problem)
     if placements is None:
@@ -170,6 +174,7 @@ class _Request:
     optimizer_tensors: int
     batch: Batch | None
     backward_per_step: int
+    in_files: frozenset[str]
 
     def problem(self) -> Problem:
         """Raises:
@@ -186,12 +191,14 @@ class _Request:
                 f"{self.layout.shards}"
             )
         setup = Setup(
-            self.config.policy,
+            self.config.policy_for(self.world_size),
             self.world_size,
             dtype_name(self.precision.reduce_dtype),
             self.optimizer_tensors,
             self.backward_per_step,
             self.config.step_in_backward,
+            self.machine.shares_memory,
+            self.in_files,
         )
         size = itemsize(self._compute_dtype())
         is_mixed = self.precision.autocast_dtype is not None
@@ -306,6 +313,15 @@ ALTERNATIVES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+def advice(made: Plan, device_bytes: int, precision: Precision, optimizer_tensors: int) -> str:
+    """What to change where a plan's device memory, of which so much is in use, was not enough."""
+    ways = "; or ".join(alternatives(made, device_bytes, precision, optimizer_tensors))
+    return (
+        f"{device_bytes} bytes of it are in use; at peak the plan counts {made.memory.at_peak(Tier.DEVICE)} and activations. "
+        f"What would take less: {ways or 'more ranks'}; or a smaller batch, or gradient checkpointing"
+    )
+
+
 def alternatives(made: Plan, device_bytes: int, precision: Precision, optimizer_tensors: int) -> Iterator[str]:
     """Other settings than a plan's, with the device memory that each would save at peak, the cheapest first."""
     now = made.memory.at_peak(Tier.DEVICE)
@@ -330,7 +346,7 @@ def recut(layout: Layout, shards: int) -> Layout:
     if shards == layout.shards:
         return layout
     units = ((unit.name, [slot.spec for span in unit.spans for slot in span.slots]) for unit in layout.units)
-    return Layout.build(units, shards)
+    return Layout.build(units, shards, layout.visits)
 
 
 def size_text(nbytes: int, *, up: bool = False) -> str:
@@ -408,6 +424,7 @@ class Drafter:
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.names = names_of(model)
         self.groups: list[Group] = find_groups(model)
+        self._visits = find_visits(model, self.groups)
         self._precision = precision
         self._castable = castable_params(model) if precision.autocast_dtype is not None else set()
 
@@ -421,7 +438,7 @@ class Drafter:
         ]
 
     def layout(self, specs: Sequence[Sequence[ParamSpec]], shards: int) -> Layout:
-        return Layout.build(zip((group.name for group in self.groups), specs), shards)
+        return Layout.build(zip((group.name for group in self.groups), specs), shards, self._visits)
 
     def _spec(self, param: nn.Parameter, group: int, old: ParamSpec | None) -> ParamSpec:
         if old is None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from .discover import is_plain_embedding
 from .unit import Unit
 
 
@@ -64,8 +65,7 @@ class Host:
         self.trace = trace
         self.acting = False  # of a guest: its own forward brought the unit in
         self.is_open = False  # the last forward's inputs need no gradient: no post-backward will come
-        # An embedding's backward needs its indices, not its weights.
-        self.is_embedding = type(module) is nn.Embedding and module.max_norm is None
+        self.is_embedding = is_plain_embedding(module)
 
 
 class Trace:

@@ -20,6 +20,7 @@ import numpy as np
 from .costs import (
     PASSES,
     PHASES,
+    STATES,
     TIERS,
     Memory,
     Placement,
@@ -83,8 +84,8 @@ class Budgets:
                 yield name, tiers, limit
 
     def excess(self, memory: Memory) -> dict[str, int]:
-        """Bytes by which `memory` at its peak is over each limit."""
-        over = {name: sum(memory.at_peak(tier) for tier in tiers) - limit for name, tiers, limit in self.rows()}
+        """Bytes by which `memory` may be over each limit."""
+        over = {name: sum(memory.at_most(tier) for tier in tiers) - limit for name, tiers, limit in self.rows()}
         return {name: value for name, value in over.items() if value > 0}
 
 
@@ -205,7 +206,7 @@ class _Regime:
     problem: Problem
     kinds: tuple[tuple[Span, ...], ...]
     columns: tuple[tuple[int, Mode], ...]
-    reserved: Memory
+    reserved: Mapping[Tier, int]
     bytes_: Mapping[Tier, _Array]
     times: Mapping[tuple[str, str], _Array]
     """Of each resource, by (phase, resource)."""
@@ -272,7 +273,7 @@ class _Regime:
         """Budgets first, by name; then the resources of each phase."""
         rows, limits, names = [], [], []
         for name, tiers, limit in self.problem.budgets.rows():
-            fixed = sum(sum(self.reserved.peak[tier].values()) for tier in tiers)
+            fixed = sum(self.reserved[tier] for tier in tiers)
             rows.append(np.concatenate([sum(self.bytes_[tier] for tier in tiers), np.zeros(len(PHASES))]))
             limits.append(min(float(limit - fixed), self._most(rows[-1])))
             names.append(name)
@@ -404,18 +405,11 @@ def _modes(span: Span, parameters: Sequence[Tier], optimizer: Sequence[Tier]) ->
     return tuple(modes)
 
 
-def _reserved(problem: Problem, parameters: Tier, optimizer: Tier) -> Memory:
+def _reserved(problem: Problem, parameters: Tier, optimizer: Tier) -> dict[Tier, int]:
     """What is there whichever spans use the tiers: everything but states, as with all spans in the slowest ones."""
     slowest = []
     for span in problem.layout.spans:
         stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
         slowest.append(Placement(together(parameters, span, stretches), stretches))
     memory = memory_of(problem.layout, slowest, problem.setup, problem.activations)
-    peak = {
-        tier: {
-            kind: value - (memory.rest[tier][kind] if kind in ("parameters", "gradients", "optimizer") else 0)
-            for kind, value in kinds.items()
-        }
-        for tier, kinds in memory.peak.items()
-    }
-    return Memory(memory.rest, peak)
+    return {tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS}

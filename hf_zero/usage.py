@@ -4,13 +4,14 @@ What is counted, in the words of `costs.Memory`:
 * parameters, gradients, optimizer: where they rest. Masters of a memory of their own are optimizer state.
 * gathered: whole spans that come and go. communication: gradients on their way to their owners, in buckets and means.
   staging: the blocks, slabs and landing buffers of the host.
-* Not counted: activations, what the transport itself takes, and on disk the padding behind parameters (below a page per span).
-  Frozen parameters that stay in the model's own files count there, though they take nothing more.
+* On disk regions count as taken, whole pages. Frozen parameters that stay in the model's own files take nothing.
+* Not counted: activations, what the transport itself takes, an optimizer's own temporaries.
 On a CPU device both device and host are host memory, told apart by where a tensor is to rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from .costs import KINDS, TIERS, Memory, Setup, Traffic, memory_of, work_in_total
+from .flat import Flat
 from .ondisk import OnDisk
 from .optim import state_tensors
 from .precision import dtype_name
 from .report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from .tiers import Tier
-from .unit import Flat
+from .tiers import Tier, padded
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -77,8 +78,8 @@ def measure(engine: Engine) -> Table:
                 if shard.tier is Tier.DEVICE:
                     if shard.master.grad is not None:
                         tally.add(Tier.DEVICE, "gradients", shard.master.grad)
-                else:
-                    tally.add_bytes(Tier.HOST, "staging" if transient else "gradients", shard.grad_bytes)
+                elif not transient:  # else it is of the scratch memory
+                    tally.add_bytes(Tier.HOST, "gradients", shard.grad_bytes)
                 for value in () if engine.optimizer is None else shard.entries(engine.optimizer).values():
                     if isinstance(value, Tensor):
                         tally.add(_tier_of(value, shard.tier, engine.device), "optimizer", value)
@@ -94,7 +95,9 @@ def measure(engine: Engine) -> Table:
 def _tally_parameters(tally: _Tally, flat: Flat) -> None:
     tally.add(Tier.DEVICE, "parameters" if flat.resident else "gathered", flat.full)
     if isinstance(flat.own, OnDisk):
-        tally.add_bytes(Tier.DISK, "parameters", flat.own.numel() * flat.own.element_size())
+        if not flat.in_files:
+            nbytes = flat.own.numel() * flat.own.element_size()
+            tally.add_bytes(Tier.DISK, "parameters", nbytes if flat.shares_records else padded(nbytes))
     else:
         tally.add(flat.rest, "parameters", flat.own)
 
@@ -134,15 +137,24 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
     """The plan's formulas for the optimizer that is bound now and the micro-batches that a step is seen to have."""
     plan = engine.plan
     setup = Setup(
-        engine.config.policy,
+        engine.policy,
         engine.world_size,
         dtype_name(engine.precision.reduce_dtype),
         state_tensors(engine.optimizer),
         max(1, backward_per_step),
         engine.config.step_in_backward,
+        engine.device.type == "cpu",
+        frozenset(_names_in_files(engine)),
     )
     work = work_in_total(plan.layout, plan.placements, setup)
     return memory_of(plan.layout, plan.placements, setup), Traffic.of(work)
+
+
+def _names_in_files(engine: Engine) -> Iterator[str]:
+    for unit in engine.units:
+        for flat in unit.flats:
+            if flat.in_files:
+                yield from (slot.spec.name for slot in flat.span.slots)
 
 
 # Report -------------------------------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ def test_a_run_that_is_pushed(recorded: tuple[Path, zero.Report], tmp_path: Path
 def test_warnings(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts, *steps = lines(recorded[0])
     facts["predicted"]["peak"]["host"]["optimizer"] += 64 << 20
+    facts["predicted"]["peak_bytes"]["host"] += 64 << 20
     facts["predicted"]["traffic"]["down"] = 50 << 20
     facts["predicted"]["step_s"] = 1.0
     for step in steps:

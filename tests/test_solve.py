@@ -65,8 +65,8 @@ def test_no_placement_of_whole_spans_is_faster(seed, shares, compute):
     setup = Setup(STAGES[3], 4, backward_per_step=draw.choice([1, 3]), step_in_backward=draw.random() < 0.3)
     worst = memory_of(layout, [Placement(Tier.DEVICE, ((Tier.DEVICE, s.slice_numel),)) for s in layout.spans], setup)
     least = memory_of(layout, [Placement(Tier.DISK, ((Tier.DISK, s.slice_numel),)) for s in layout.spans], setup)
-    low, high = least.at_peak(Tier.DEVICE), worst.at_peak(Tier.DEVICE)
-    device, host = round(draw.uniform(low, high)), round(draw.uniform(least.at_peak(Tier.HOST), 1.2 * (high - low)))
+    low, high = least.at_most(Tier.DEVICE), worst.at_most(Tier.DEVICE)
+    device, host = round(draw.uniform(low, high)), round(draw.uniform(least.at_most(Tier.HOST), 1.2 * (high - low)))
     problem = Problem(
         layout, setup, machine, Budgets(device, host, 1 << 40), TIERS, TIERS, compute_s=draw.choice([0.0, 1e-3, 1.0])
     )
@@ -90,7 +90,7 @@ def test_spans_of_different_sizes(seed):
     setup = Setup(STAGES[3], 2)
     tiers = (Tier.DEVICE, Tier.HOST)
     least = memory_of(layout, [Placement(Tier.HOST, ((Tier.HOST, s.slice_numel),)) for s in layout.spans], setup)
-    device = least.at_peak(Tier.DEVICE) + round(draw.random() * 16 * layout.numel / 2)
+    device = least.at_most(Tier.DEVICE) + round(draw.random() * 16 * layout.numel / 2)
     problem = Problem(layout, setup, Machine(**SPEEDS), Budgets(device), tiers, tiers)
     found = solve(problem)
     assert found is not None
@@ -104,12 +104,12 @@ def test_spans_of_different_sizes(seed):
 def test_a_split_uses_the_budget_to_the_last_block():
     layout = layout_of([1 << 26], 1)
     setup = Setup(STAGES[3], 1)
-    all_there = memory_of(layout, [Placement(Tier.DEVICE, ((Tier.DEVICE, 1 << 26),))], setup).at_peak(Tier.DEVICE)
+    all_there = memory_of(layout, [Placement(Tier.DEVICE, ((Tier.DEVICE, 1 << 26),))], setup).at_most(Tier.DEVICE)
     problem = Problem(layout, setup, Machine(), Budgets(all_there - (300 << 20)), (Tier.DEVICE,), TIERS)
     (placement,) = solve(problem)
     assert [tier for tier, _ in placement.optimizer] == [Tier.DEVICE, Tier.HOST]
     assert all(numel % BLOCK_NUMEL == 0 for _, numel in placement.optimizer)
-    left = problem.budgets.device - memory_of(layout, [placement], setup).at_peak(Tier.DEVICE)
+    left = problem.budgets.device - memory_of(layout, [placement], setup).at_most(Tier.DEVICE)
     assert 0 <= left < 2 * 16 * BLOCK_NUMEL
 
 
@@ -123,7 +123,7 @@ def test_parameters_hidden_behind_computing_leave_first():
     """With much to compute the link is idle: parameters go up for nothing, and the optimizer's state stays on the device."""
     layout = layout_of([1 << 22] * 8, 1)
     setup = Setup(STAGES[3], 1)
-    kept = memory_of(layout, [Placement(Tier.HOST, ((Tier.DEVICE, 1 << 22),))] * 8, setup).at_peak(Tier.DEVICE)
+    kept = memory_of(layout, [Placement(Tier.HOST, ((Tier.DEVICE, 1 << 22),))] * 8, setup).at_most(Tier.DEVICE)
 
     def on_device(compute_s: float) -> tuple[int, int]:
         found = solve(Problem(layout, setup, Machine(**SPEEDS), Budgets(kept, 1 << 40), TIERS, TIERS, compute_s))
