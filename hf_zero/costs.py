@@ -402,7 +402,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     slice_numel = span.slice_numel
     if span.shards > 1 and not setup.policy.keep_full:
         add(PASSES, "gather", used * others * slice_numel, compute)
-    elif span.shards > 1:
+    elif span.shards > 1 and span.is_updated:
         add(AFTER, "gather", others * slice_numel, compute)
     if own is not Tier.DEVICE:
         add(PASSES, "up", used * slice_numel, compute)

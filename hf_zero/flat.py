@@ -84,6 +84,8 @@ class Flat:
             self.place = self.full[begin : begin + span.slice_numel]
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
             self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
+            self.stale = False
+            """Where `full` stays: other ranks' slices of it may be old."""
             self._region: Records | None = None
             self.shards: list[Shard] = []
             self.own: Values = self.place
@@ -244,7 +246,8 @@ class Flat:
             link.up(values.to(target.dtype), target).close()
 
     def refresh(self) -> None:
-        """Carry all masters' values into `own`, after they were written."""
+        """Carry all masters' values into `own`, after they were written, here or on another rank."""
+        self.stale = True
         for shard in self.shards:
             if not shard.aliased:
                 values = shard.values
@@ -276,6 +279,7 @@ class Flat:
             self.resident = rest is Tier.DEVICE and (keep_full or self.span.shards == 1)
             if self.resident:
                 self.full.untyped_storage().resize_(self.full_bytes)
+                self.stale = True
             self.rest, self._region = rest, None
             self.own = self._new_own(values)
         for shard, tier in zip(self.shards, tiers):

@@ -96,7 +96,7 @@ class Unit:
                 self.failure = self.failure or error
         self._brings.clear()
         for flat in self.flats:
-            if flat.span.shards == 1:
+            if flat.span.shards == 1 or (flat.resident and not flat.stale):
                 continue
             if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):
                 self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index))
@@ -123,6 +123,7 @@ class Unit:
         self._gathers = []
         for flat in self.flats:
             flat.point(flat.views)
+            flat.stale = False
         self.state = State.GATHERED
 
     def release(self) -> None:
@@ -170,7 +171,8 @@ class Unit:
         self.close()
         for flat in self.trained:
             flat.refresh_device()
-        if self.policy.keep_full:
+            flat.stale = flat.stale or flat.span.is_updated
+        if self.policy.keep_full and any(flat.stale for flat in self.flats):
             self.state = State.SHARDED
 
     def updated(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_zero as zero
-from tests.common import batch, gpt2, optimizer_for
+from tests.common import batch, bert, gpt2, optimizer_for
 
 pytestmark = pytest.mark.gloo
 
@@ -64,6 +65,38 @@ def test_counts_and_bytes(pools, world, stage, micros):
         assert traffic["other"]["calls"] == 0
     # The padding itself stays below one alignment per unit and rank.
     assert out["numel"] - out["used"] < units * world * 32
+
+
+def frozen_base(rank: int, world: int, stage: int) -> None:
+    """What no step changes is not sent after a step; what a load has written is."""
+    model = bert()
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    trained = [span for span in engine.layout.spans if span.is_updated]
+    assert len(trained) < len(list(engine.layout.spans))
+    for step in range(3):
+        ids = batch(step, 0, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        engine.traffic.reset()
+        optimizer.step()
+        optimizer.zero_grad()
+        gathers = engine.traffic["gather"]
+        assert (gathers.calls, gathers.bytes) == (
+            len(trained),
+            sum(4 * span.slice_numel * (world - 1) for span in trained),
+        )
+    changed = {name: value + 1 for name, value in bert(frozen=False).state_dict().items()}
+    model.load_state_dict(changed)
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    assert frozen
+    for name, param in model.named_parameters():
+        assert torch.equal(param, changed[name]), name
+    engine.detach()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_base_is_not_sent_after_a_step(pools, stage):
+    pools[3].run(frozen_base, stage)
 
 
 def test_bytes_on_the_wire_are_those_counted(two):
