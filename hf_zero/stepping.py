@@ -32,7 +32,7 @@ from .inflight import DONE, Inflight
 from .records import Records
 from .shard import MASTER, Shard, is_elementwise
 from .storage import Storage
-from .tiers import BLOCK_NUMEL, Tier
+from .tiers import BLOCK_NUMEL, LOOP_NUMEL, Tier
 from .twin import Twin
 from .unit import Unit
 
@@ -248,7 +248,12 @@ class Stepper:
         grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
         on_disk = room is not None
-        width = BLOCK_NUMEL if not plain else PLAIN_NUMEL if goes_out or on_disk else numel
+        if not step.twin.is_fused(group):
+            width = LOOP_NUMEL
+        elif plain:
+            width = PLAIN_NUMEL if goes_out or on_disk else numel
+        else:
+            width = BLOCK_NUMEL
         kernel = step.twin.kernel(group)
         if kernel is not None and entries:
             count = entries["step"] + 1

@@ -14,6 +14,8 @@ from enum import Enum
 
 BLOCK_NUMEL = 1 << 19
 """Elements that the host optimizer updates at a time in mixed precision, so that they stay in the processor's cache."""
+LOOP_NUMEL = 1 << 17
+"""The same where the update is a loop of operators: what they allocate in between stays in the cache, and in malloc's heap."""
 SLAB_NUMEL = 1 << 20
 """Elements of one record of the disk tier: what is read, updated and written at a time."""
 ALIGN_BYTES = 4096

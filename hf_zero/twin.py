@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from .errors import UnsupportedOptimizerError
 from .shard import Fields, is_elementwise
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(master, gradient, exp_avg, exp_avg_sq, step count): one update of the first and of the moments, in place."""
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Twin:
@@ -32,11 +32,15 @@ class Twin:
         torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
         scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        self._kernels = [None if scaled else _fused_adam(self._kind, options) for options in self._options]
+        self._kernels = [None if scaled else _adam(self._kind, options) for options in self._options]
 
     def kernel(self, group: int) -> Kernel | None:
         """What the group's step ends in once there is state, where that is one call; None: call `step`."""
         return self._kernels[group]
+
+    def is_fused(self, group: int) -> bool:
+        """Whether an update reads and writes memory once."""
+        return bool(self._options[group].get("fused"))
 
     def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""
@@ -52,19 +56,34 @@ class Twin:
         return found
 
 
-def _fused_adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel | None:
-    """The kernel of Adam and AdamW. What comes before it in their `step` takes as long as a small block in the cache does.
+def _adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel | None:
+    """The function that Adam's and AdamW's `step` ends in. What comes before it takes as long as a small block in the cache.
 
     None where they would do anything else, and for other optimizers.
     """
-    if kind not in (torch.optim.Adam, torch.optim.AdamW) or not options.get("fused"):
+    if kind not in (torch.optim.Adam, torch.optim.AdamW) or "decoupled_weight_decay" not in options:
         return None
-    if options["amsgrad"] or options["differentiable"]:
+    if options["amsgrad"] or options["differentiable"] or options["foreach"]:
         return None
-    kernel = torch._fused_adamw_ if options.get("decoupled_weight_decay") else torch._fused_adam_
-    beta1, beta2 = (float(beta) for beta in options["betas"])
     settings = {name: options[name] for name in ("lr", "weight_decay", "eps", "maximize")}
-    settings |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "grad_scale": None, "found_inf": None}
+    settings |= {"amsgrad": False, "grad_scale": None, "found_inf": None}
+    beta1, beta2 = options["betas"]
+    decoupled = options["decoupled_weight_decay"]
+    if not options["fused"]:
+        settings |= {
+            "beta1": beta1,
+            "beta2": beta2,
+            "decoupled_weight_decay": decoupled,
+            "foreach": False,
+            "fused": False,
+        }
+
+        def loop(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
+            adam([master], [grad], [exp_avg], [exp_avg_sq], [], [count - 1], **settings)  # it counts by itself
+
+        return loop
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    settings |= {"beta1": float(beta1), "beta2": float(beta2)}
 
     def step(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
         kernel([master], [grad], [exp_avg], [exp_avg_sq], [], [count], **settings)

@@ -22,7 +22,7 @@ from tests.common import MODELS, Case, Result, batch, optimizer_for
 
 BLOCK_NUMEL, SLAB_NUMEL = 1536, 2048
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
-_SMALL = {"BLOCK_NUMEL": BLOCK_NUMEL, "SLAB_NUMEL": SLAB_NUMEL}
+_SMALL = {"BLOCK_NUMEL": BLOCK_NUMEL, "LOOP_NUMEL": BLOCK_NUMEL // 3, "SLAB_NUMEL": SLAB_NUMEL}
 _ROTATED = (
     (Tier.DEVICE, Tier.HOST, Tier.DISK),
     (Tier.HOST, Tier.DISK, Tier.DEVICE),
