@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -90,7 +90,8 @@ def arriving(wire: SoloWire, what: str) -> Iterator[None]:
         yield
         return
     number = next(_arrivals)
-    wire.post(f"{number} {what}")
+    with suppress(RuntimeError):  # the store is gone with its rank: what is communicated next says so
+        wire.post(f"{number} {what}")
     timer = threading.Timer(PATIENCE_S, _name_missing, (wire, number, what))
     timer.daemon = True
     timer.start()

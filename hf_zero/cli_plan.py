@@ -107,7 +107,7 @@ class _Model:
 
 def _count(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace(",", ""))
-    if match is None or not float(match[1]):
+    if match is None or not round(float(match[1]) * _COUNT[match[2]]):
         raise ConfigError(f"--parameters: expected a number such as 7.5B or 124M, found {text!r}")
     return round(float(match[1]) * _COUNT[match[2]])
 

@@ -184,7 +184,9 @@ def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
 
 def of_passes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> High:
     """What comes and goes: gathered units, gradients on their way, buffers of the host."""
-    units = [_unit_bytes(unit, place, layout, placements, setup) for place, unit in enumerate(layout.units)]
+    copies = tied_copies(layout)
+    tied = [nbytes * copies for nbytes in tied_bytes(layout)]
+    units = [_unit_bytes(unit, tied_, placements, setup) for unit, tied_ in zip(layout.units, tied)]
     return play(layout.visits, units, _manner(layout, placements, setup))
 
 
@@ -198,9 +200,7 @@ def _manner(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Ma
     )
 
 
-def _unit_bytes(
-    unit: UnitLayout, place: int, layout: Layout, placements: Sequence[Placement], setup: Setup
-) -> UnitBytes:
+def _unit_bytes(unit: UnitLayout, tied: int, placements: Sequence[Placement], setup: Setup) -> UnitBytes:
     moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
     trained = [span for span in unit.spans if span.is_updated]
     return UnitBytes(
@@ -211,18 +211,28 @@ def _unit_bytes(
             if placements[span.index].parameters is Tier.DISK
         ),
         spans=tuple(_span_bytes(span, placements[span.index], setup) for span in trained),
-        tied=tied_bytes(layout, place) * tied_copies(layout),
+        tied=tied,
         is_trained=bool(trained),
     )
 
 
-def tied_bytes(layout: Layout, place: int) -> int:
-    """Of a unit: fresh gradients of parameters that an embedding has and another module, too."""
-    kinds = {visit.is_embedding for visit in every(layout.visits) if visit.unit == place}
-    if len(kinds) < 2:
-        return 0
-    slots = (slot for span in layout.units[place].spans if span.is_updated for slot in span.slots)
-    return sum(slot.spec.numel * itemsize(slot.spec.compute_dtype) for slot in slots if len(slot.spec.names) > 1)
+def tied_bytes(layout: Layout) -> list[int]:
+    """By unit: fresh gradients of parameters that an embedding has and another module, too."""
+    kinds: list[set[bool]] = [set() for _ in layout.units]
+    for visit in every(layout.visits):
+        kinds[visit.unit].add(visit.is_embedding)
+    return [
+        sum(
+            slot.spec.numel * itemsize(slot.spec.compute_dtype)
+            for span in unit.spans
+            if span.is_updated
+            for slot in span.slots
+            if len(slot.spec.names) > 1
+        )
+        if len(of) > 1
+        else 0
+        for unit, of in zip(layout.units, kinds)
+    ]
 
 
 def tied_copies(layout: Layout) -> int:

@@ -85,7 +85,7 @@ class Flat:
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
             self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
             self.stale = False
-            """Where `full` stays: other ranks' slices of it may be old."""
+            """Where `full` stays: other ranks' slices of it may be old. The same on every rank: who gathers decides by it."""
             self._region: Records | None = None
             self.shards: list[Shard] = []
             self.own: Values = self.place
@@ -246,8 +246,7 @@ class Flat:
             link.up(values.to(target.dtype), target).close()
 
     def refresh(self) -> None:
-        """Carry all masters' values into `own`, after they were written, here or on another rank."""
-        self.stale = True
+        """Carry all masters' values into `own`, after they were written."""
         for shard in self.shards:
             if not shard.aliased:
                 values = shard.values

@@ -19,6 +19,7 @@ from .agree import arriving, read
 from .comm import SoloWire
 from .errors import CheckpointError, LayoutError, UnsupportedOptimizerError
 from .flat import Flat
+from .shard import is_elementwise
 from .unit import Unit
 
 _WHOLE_TENSOR: dict[str, str] = {
@@ -260,6 +261,9 @@ class Binding:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's slices from a full state (every rank passes all of it).
 
+        As in torch: floating values come in the parameters' type, here the masters', and the optimizer brings older forms of
+        its state (a `step` that is a number) up to date.
+
         Raises:
             CheckpointError: other groups, or a state tensor of another shape; names the parameter.
         """
@@ -277,9 +281,13 @@ class Binding:
             for i, param in zip(group["params"], params)
         }
         for flat, entries in [(flat, self._slice_state(flat, saved)) for flat in self.flats]:
+            for key, value in entries.items():
+                if is_elementwise(key, value, flat.span.slice_numel) and value.is_floating_point():
+                    entries[key] = value.to(flat.master_dtype)
             flat.put_state(self.optimizer, entries)
         for group, packed in zip(self.optimizer.param_groups, groups):
             group.update({key: value for key, value in packed.items() if key != "params"})
+        self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
     def _slice_state(self, flat: Flat, saved: dict[nn.Parameter, dict[str, Any] | None]) -> dict[str, Any]:
         states = [saved.get(param) or {} for param in flat.params]

@@ -111,8 +111,12 @@ def play(visits: Sequence[Visit], units: Sequence[UnitBytes], manner: Manner) ->
     """Play the passes of a step and look at every moment."""
     player = _Player(visits, units, manner)
     lends = any(unit.reads or any(span.down for span in unit.spans) for unit in units)
+    before: object = None
     for _ in range(STEPS if lends else 2):
         player.step()
+        if (left := player.left()) == before:
+            break  # the next one would be the same again
+        before = left
     return player.high
 
 
@@ -136,7 +140,9 @@ class _Player:
         self._reached, self._late = reached, late
         self._open = {id(visit) for visit in flat if visit.unit in late and self._is_open(visit, flat)}
         self._backward = list(_backward(visits, reached))
-        self._expected = [sum(visit.unit == place for visit in flat) for place in range(len(units))]
+        self._expected = [0] * len(units)
+        for visit in flat:
+            self._expected[visit.unit] += 1
         self._order: list[int] = []  # of the last pass
         self._order_back: list[int] = []
         self._steps = 0
@@ -174,6 +180,10 @@ class _Player:
         while self._stepping:
             for size in self._stepping.pop(0):
                 self._pool.give_back(size)
+
+    def left(self) -> object:
+        """What a step leaves to the next one."""
+        return self._steps > 1, tuple(self._pool.free), self._pool.nbytes, tuple(self._order), tuple(self._order_back)
 
     def _pass_forward(self) -> None:
         if not self.manner.frees:

@@ -39,6 +39,7 @@ from .tiers import Tier
 TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
 MOST_RANKS = 1 << 14
 """How far a plan that does not fit looks for a number of ranks that would."""
+_RANKS_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class _Request:
         for name in ("world_size", "backward_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.optimizer_tensors < 0:
+            raise ConfigError(f"optimizer_tensors must be at least 0, found {self.optimizer_tensors}")
         self.config.check_world_size(self.world_size)
         owners = self.world_size if self.config.policy.shard else 1
         if self.layout.shards != owners:
@@ -278,13 +281,13 @@ class _Request:
             return False
 
     def _ranks_that_fit(self) -> int | None:
-        """The least number of ranks, found by doubling and halving."""
+        """The least number of ranks, of many to a 64th: found by doubling and halving."""
         low, high = self.world_size, 2 * self.world_size
         while high <= MOST_RANKS and not replace(self, world_size=high)._fits():
             low, high = high, 2 * high
         if high > MOST_RANKS:
             return None
-        while high - low > 1:
+        while high - low > max(1, low // _RANKS_PARTS):
             middle = (low + high) // 2
             low, high = (low, middle) if replace(self, world_size=middle)._fits() else (middle, high)
         return high

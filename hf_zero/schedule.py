@@ -58,20 +58,23 @@ class Order:
 class Host:
     """One module whose forward uses one unit's parameters."""
 
-    __slots__ = ("acting", "is_embedding", "is_open", "module", "trace")
+    __slots__ = ("acting", "age", "is_embedding", "is_open", "module", "trace")
 
     def __init__(self, module: nn.Module, trace: Trace) -> None:
         self.module = module
         self.trace = trace
         self.acting = False  # of a guest: its own forward brought the unit in
         self.is_open = False  # the last forward's inputs need no gradient: no post-backward will come
+        self.age = -1  # of its youngest input's node: nodes made in the forward are younger
         self.is_embedding = is_plain_embedding(module)
 
 
 class Trace:
     """What the schedule remembers of one unit between forward and backward."""
 
-    __slots__ = ("expected", "final", "in_backward", "open", "pending", "ready", "reduced", "running", "seen", "unit")
+    __slots__ = (
+        "expected", "final", "in_backward", "in_open", "open", "pending", "ready", "reduced", "running", "seen", "unit",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit, hosts: int) -> None:
         self.unit = unit
@@ -80,6 +83,7 @@ class Trace:
         self.pending: dict[int, int] = {}  # pass -> host forwards whose post-backward will come
         self.open: set[int] = set()  # passes with a host forward whose post-backward will not come
         self.in_backward = False
+        self.in_open = False  # also in that of an open host that needs weights: it ends with all of backward
         self.ready = self.reduced = False  # in this backward
         self.final = False  # and who wants to know has been told that all gradients are there
         self.running = 0  # hosts whose forward is under way
@@ -121,7 +125,6 @@ class Schedule:
         # Alone, a reduce is an addition in place: nothing to put off.
         self._defers = any(not t.unit.policy.reduce_each_backward and t.unit.wire.size > 1 for t in self.traces)
         add = self._handles.append
-        add(model.register_forward_pre_hook(self._root_pre_forward, prepend=True))
         for host in hosts:
             add(host.module.register_forward_pre_hook(partial(self._pre_forward, host), prepend=True, with_kwargs=True))
             add(host.module.register_forward_hook(partial(self._post_forward, host)))
@@ -131,13 +134,18 @@ class Schedule:
                 inner.register_forward_pre_hook(partial(self._guest_pre_forward, guest), prepend=True, with_kwargs=True)
             )
             add(inner.register_forward_hook(partial(self._guest_post_forward, guest)))
+        # The last to come first: the root may be a host, too, and its forward begins a new count.
+        add(model.register_forward_pre_hook(self._root_pre_forward, prepend=True))
         add(model.register_forward_hook(self._root_post_forward))
 
     @staticmethod
     def _guests(hosts: list[Host]) -> Iterator[Host]:
-        """Modules inside a host that hold parameters: someone may call them and go around the host's forward."""
+        """Modules inside a host that hold parameters: someone may call them and go around the host's forward.
+
+        Where hosts enclose others, the innermost is theirs.
+        """
         known = {id(host.module) for host in hosts}
-        for host in hosts:
+        for host in sorted(hosts, key=lambda host: sum(1 for _ in host.module.modules())):
             for inner in host.module.modules():
                 if id(inner) not in known and inner._parameters:
                     known.add(id(inner))
@@ -189,7 +197,7 @@ class Schedule:
             return
         if self._in_backward and (trace.in_backward or trace.pending):
             return  # a non-reentrant recomputation: the first forward's hooks stand
-        node = _youngest(args, kwargs)
+        node, host.age = _youngest(args, kwargs)
         if node is None:
             host.is_open = True
             trace.open.add(self._pass)
@@ -204,7 +212,7 @@ class Schedule:
             return
         if torch.is_grad_enabled() and (self.frees or host.is_open):
             hook = partial(self._pre_backward, host, host.is_open)
-            for node in _nodes(output):
+            for node in _nodes(output, host.age):
                 node.register_prehook(hook)
         if self.frees and not self._in_backward:
             trace.seen += 1
@@ -261,22 +269,24 @@ class Schedule:
         if host.is_embedding or not self.frees:
             return
         trace.in_backward = True
+        trace.in_open = trace.in_open or is_open
         self._need(trace.unit, self._backward)
 
     def _post_backward(self, trace: Trace, pass_: int, *_: Any) -> None:
         self._begin_backward()
-        trace.in_backward = False
+        trace.in_backward = trace.in_open
         left = trace.pending.pop(pass_, 0) - 1
         if left > 0:
             trace.pending[pass_] = left
             return
-        trace.unit.release()
+        if not trace.in_open:
+            trace.unit.release()
         if pass_ not in trace.open:
             self._ready(trace)
 
     def _close_open(self, trace: Trace) -> None:
         """The end of the (possibly inner) backward that an open host ran in."""
-        trace.in_backward = False
+        trace.in_backward = trace.in_open = False
         if self._in_backward and not trace.pending and trace.unit.has_grads():
             trace.unit.release()
             self._ready(trace)
@@ -340,7 +350,7 @@ class Schedule:
         self._backward.close()
         self._tail = None
         for trace in self.traces:
-            trace.in_backward = False
+            trace.in_backward = trace.in_open = False
             trace.open.clear()
             trace.unit.release()
         if self._defers and not self.sync:
@@ -378,7 +388,7 @@ class Schedule:
         self._reducing = None
         self._forward, self._backward = Order(), Order()
         for trace in self.traces:
-            trace.in_backward = trace.reduced = False
+            trace.in_backward = trace.in_open = trace.reduced = False
             trace.running = 0
             trace.pending.clear()
             trace.open.clear()
@@ -391,22 +401,22 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _youngest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """The autograd node made last among those of the inputs; None when an input is a leaf or none needs a gradient."""
+def _youngest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any | None, int]:
+    """The autograd node made last among those of the inputs, and its number; None, -1 where no node made any."""
     youngest, age = None, -1
     for tensor in _tensors(args, kwargs.values()):
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node is not None and (number := node._sequence_nr()) > age:
                 youngest, age = node, number
-    return youngest
+    return youngest, age
 
 
-def _nodes(output: Any) -> list[Any]:
-    """The autograd nodes that made the tensors in `output`."""
+def _nodes(output: Any, age: int = -1) -> list[Any]:
+    """The autograd nodes that made the tensors in `output`, but for those as old as `age`: inputs that are handed on."""
     nodes: list[Any] = []
     for tensor in _tensors((output,)):
-        if tensor.requires_grad:
+        if tensor.requires_grad and (tensor.grad_fn is None or tensor.grad_fn._sequence_nr() > age):
             for node in (
                 tensor.grad_fn,
                 tensor._base.grad_fn if tensor._is_view() and tensor._base is not None else None,

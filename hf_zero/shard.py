@@ -142,8 +142,8 @@ class Shard:
             if key in names and self.records is not None:
                 if isinstance(value, Tensor):
                     self.records.values(key).copy_(value)
-            elif isinstance(value, Tensor) and value.dim() and value.device != self.master.device:
-                kept[key] = value.to(self.master.device)
+            elif isinstance(value, Tensor):
+                kept[key] = value.to(self._home(optimizer, value))
             else:
                 kept[key] = value
         self.live = bool(names) and names <= entries.keys()
@@ -151,6 +151,16 @@ class Shard:
             optimizer.state[self.master] = kept
         else:
             optimizer.state.pop(self.master, None)
+
+    def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
+        """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
+        if value.dim():
+            return self.master.device
+        if self.tier is not Tier.DEVICE:
+            return torch.device("cpu")
+        groups = (group for group in optimizer.param_groups if any(p is self.master for p in group["params"]))
+        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+        return self.master.device if on_device else value.device
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.pop(self.master, None)

@@ -10,7 +10,7 @@ may be used. Counts become spans at the end: faster tiers go to the first units,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, floor
 from typing import Any
@@ -101,6 +101,8 @@ class Problem:
     optimizer: tuple[Tier, ...]
     compute_s: float = 0.0
     activations: tuple[int, int] = (0, 0)
+    reserved: dict[Mode, Mapping[Tier, int]] = field(default_factory=dict, compare=False, repr=False)
+    """By slowest tiers: what `_reserved` has found. It does not depend on budgets, so it stays when these are replaced."""
 
 
 def solve(problem: Problem) -> tuple[Placement, ...] | None:
@@ -131,11 +133,18 @@ def lacking(problem: Problem) -> dict[str, int]:
     out: dict[str, int] = {}
     for name, value in least.items():
         for margin in _MARGINS:  # the cuts fall on whole blocks
-            limit = getattr(problem.budgets, name) + value + margin
+            budget = getattr(problem.budgets, name)
+            limit = as_told(budget + value + margin)
             if solve(replace(problem, budgets=replace(problem.budgets, **{name: limit}))) is not None:
-                out[name] = value + margin
+                out[name] = limit - budget
                 break
     return out
+
+
+def as_told(nbytes: int) -> int:
+    """Rounded up to hundredths of its unit, as people are told it: what they are told has to fit."""
+    power = max(0, min(4, (nbytes.bit_length() - 1) // 10))
+    return (-(-100 * nbytes >> 10 * power) << 10 * power) // 100
 
 
 def minimise(c: _Array, upper: _Array, limits: _Array, equal: _Array, values: _Array) -> _Array | None:
@@ -405,11 +414,15 @@ def _modes(span: Span, parameters: Sequence[Tier], optimizer: Sequence[Tier]) ->
     return tuple(modes)
 
 
-def _reserved(problem: Problem, parameters: Tier, optimizer: Tier) -> dict[Tier, int]:
+def _reserved(problem: Problem, parameters: Tier, optimizer: Tier) -> Mapping[Tier, int]:
     """What is there whichever spans use the tiers: everything but states, as with all spans in the slowest ones."""
+    if (known := problem.reserved.get((parameters, optimizer))) is not None:
+        return known
     slowest = []
     for span in problem.layout.spans:
         stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
         slowest.append(Placement(together(parameters, span, stretches), stretches))
     memory = memory_of(problem.layout, slowest, problem.setup, problem.activations)
-    return {tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS}
+    found = {tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS}
+    problem.reserved[parameters, optimizer] = found
+    return found

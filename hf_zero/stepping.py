@@ -187,12 +187,12 @@ class Stepper:
             with self._lock:
                 self._queued -= 1
                 idle = self._queued == 0
-            step.worked = True
             step.claims.clear()
             self._current = None
             self._drain(0 if idle or step.error else SLABS)
             if step.error is not None:
-                self._abandon(step)
+                self._abandon()
+            step.worked = True  # not before: who has waited may load, and step again
             step.settle()
 
     def _update(self, step: Step, claim: _Claim) -> None:
@@ -412,12 +412,12 @@ class Stepper:
                 home.append(memory)
             step.settle()
 
-    def _abandon(self, step: Step) -> None:
+    def _abandon(self) -> None:
         """After an error: nothing is read ahead."""
         with self._lock:
             self._ahead.clear()
         for _, _, _, read in self._reading:
-            with contextlib.suppress(ZeroError):  # the step has failed already, for this or another reason
+            with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
                 read.close()
         self._reading.clear()
         # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.

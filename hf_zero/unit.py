@@ -176,11 +176,12 @@ class Unit:
             self.state = State.SHARDED
 
     def updated(self) -> None:
-        """The masters were written: what is gathered is old."""
+        """The masters were written, here or on another rank: what is gathered is old. On every rank alike."""
         self.finish_step()
         self.close()
         for flat in self.flats:
             flat.refresh()
+            flat.stale = True
         if self.policy.keep_full:
             self.state = State.SHARDED
 

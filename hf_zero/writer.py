@@ -15,6 +15,7 @@ from .errors import CheckpointError
 from .manifest import SEGMENT_BYTES, Segment, digest_of
 from .ondisk import OnDisk, Values, fetch
 from .safetensors_io import start_writeback, write_fully
+from .transfer import bytes_of as memory_of
 
 _DIRECT_BYTES = 1 << 20  # from here on a piece is written from where it lies; smaller ones are put together first
 
@@ -127,8 +128,8 @@ def copy_to(values: Values, target: Tensor) -> Tensor:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D CPU tensor."""
-    array: Any = values.view(torch.uint8).numpy()
+    """The memory of a contiguous 1-D CPU tensor, whose storage may still be resized once this is gone."""
+    array: Any = memory_of(values)
     return memoryview(array)
 
 

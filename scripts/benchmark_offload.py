@@ -125,11 +125,11 @@ LLAMA_NUMEL = {"tiny": 5e6, "1b": 1.35e9, "3b": 3.43e9, "7b": 6.74e9}
 
 def _plan(options: Options) -> Cases:
     auto = {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto"}
-    # A gathered block takes 17 GiB with its gradients; the states take 2.4 GiB.
+    # What comes and goes takes 22.6 GiB of the device at its highest, states 2.9 GiB in all.
     budgets = {
         "room for all": ("80GiB", "64GiB"),
-        "device and host": ("21GiB", "64GiB"),
-        "all three": ("21GiB", "1GiB"),
+        "device and host": ("24GiB", "64GiB"),
+        "all three": ("23GiB", "1GiB"),
     }
     yield options.job("plan", "nothing offloaded", {"stage": 3}, dtype="bf16", world_size=1)
     for name, (device, host) in budgets.items():

@@ -66,6 +66,7 @@ LAYERS = {
         "checkpoint",
         "assembly",
         "usage",
+        "highs",
         "recorder",
         "monitor",
         "offload",

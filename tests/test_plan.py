@@ -99,6 +99,31 @@ def test_175b_on_1024_ranks_in_a_second():
     assert made.memory.states == pytest.approx(18 * 175e9 / 1024, rel=0.02)
 
 
+def test_175b_that_does_not_fit_is_refused_in_seconds():
+    """Every way that may help is tried before it is named."""
+    config = transformers.GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257)
+    layout = layout_of(on_meta(config, transformers.GPT2LMHeadModel), 1024, BF16)
+    started = time.perf_counter()
+    with pytest.raises(zero.ConfigError, match="ranks with the same budgets"):
+        make(layout, 1024, precision=BF16, offload_optimizer="auto", offload_params="auto",
+             device_memory="23GiB", host_memory="100MiB")  # fmt: skip
+    assert time.perf_counter() - started < 2.0
+
+
+def test_a_budget_as_it_is_told_fits():
+    """Also where a little more memory makes for another cut than just enough does."""
+    model = on_meta(transformers.GPT2Config(), transformers.GPT2LMHeadModel)
+    settings = {"offload_optimizer": "auto", "offload_params": "disk", "step_in_backward": True}
+    layout = layout_of(model, 8, BF16)
+    problem = (layout, Machine(), ZeroConfig(stage=3, **settings, device_memory=12443980, host_memory=124439808))
+    with pytest.raises(zero.ConfigError) as refused:
+        plan(*problem, world_size=8, precision=BF16, backward_per_step=4)
+    told = str(refused.value).split("fit: device_memory of ")[1].split(",")[0]
+    assert told.endswith("iB")
+    wider = ZeroConfig(stage=3, **settings, device_memory=told, host_memory=124439808)
+    assert plan(layout, Machine(), wider, world_size=8, precision=BF16, backward_per_step=4).fits
+
+
 @pytest.mark.parametrize(("ranks", "memory", "fits"), [(1, "8GiB", True), (1, "4GiB", False), (4, "4GiB", True)])
 def test_bert_large_on_small_clusters(ranks, memory, fits):
     """340M parameters in float32: 16 bytes each on one card is 5 GiB."""
@@ -330,6 +355,11 @@ def test_settings_that_cannot_work_are_refused():
         make(layout, 2, backward_per_step=0)
     with pytest.raises(zero.ConfigError, match="0 x 5"):
         Batch(0, 5)
+
+
+def test_a_negative_number_of_states_is_refused():
+    with pytest.raises(zero.ConfigError, match="optimizer_tensors"):
+        plan(blocks(2, 1 << 12, 2), Machine(), ZeroConfig(stage=3), world_size=2, precision=FP32, optimizer_tensors=-1)
 
 
 def test_a_budget_that_a_fixed_placement_misses_is_said_not_raised():

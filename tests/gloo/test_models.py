@@ -130,6 +130,32 @@ class OddShapes(Stack):
         return super().forward(ids) * self.calls * self.scale + self.one + self.empty.sum()
 
 
+class ReadLast(Stack):
+    """The root reads its own parameter after a block joined with a small module has run, as CLIP's reads its scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.LayerNorm(8)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.norm(super().body(x)) * self.scale.exp()
+
+
+class LastBlockOnly(Stack):
+    """The block that is trained first needs no gradient of its inputs; the norm behind it, of the same unit, does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.requires_grad_(False)
+        self.blocks[-1].requires_grad_(True)
+        self.norm.requires_grad_(True)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.norm(super().body(x))
+
+
 class Experts(nn.Module):
     """One of three branches, chosen by the caller: a unit whose inner path differs from rank to rank."""
 
@@ -301,6 +327,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "convolutions": (Conv, image_loss),
     "float64": (double, token_loss),
     "sparse embedding gradients": (sparse, token_loss),
+    "read last": (ReadLast, token_loss),
+    "last block only": (LastBlockOnly, token_loss),
 }
 
 

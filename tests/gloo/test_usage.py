@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hf_zero as zero
 from hf_zero import usage
@@ -108,7 +109,7 @@ def gathered(rank: int, world: int) -> tuple[int, int, list[int]]:
     seen: list[tuple[int, int]] = []
 
     def look(*_: Any) -> None:
-        seen.append((recorder._gathered, usage.measure(engine)["device"]["gathered"]))
+        seen.append((recorder._highs.gathered, usage.measure(engine)["device"]["gathered"]))
 
     for module in model.modules():
         module.register_forward_hook(look)
@@ -125,6 +126,29 @@ def test_counters_are_what_is_there(two) -> None:
         assert looks > 100
         assert len(set(bytes_)) > 2
         assert wrong == 0
+
+
+def handed_on(rank: int, world: int) -> dict[str, tuple[int | None, int | None]]:
+    """T5's blocks hand on what the first has made of positions: no block is needed again for its gradient."""
+    torch.manual_seed(0)
+    options = {"vocab_size": 97, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**options, decoder_start_token_id=0, use_cache=False)
+    )
+    engine = zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=3))
+    engine.record()
+    for step in range(3):
+        backward(model, engine, rank, step)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return {road.road: (road.predicted_bytes, road.measured_bytes) for road in engine.report().roads}
+
+
+def test_what_is_handed_on_is_no_use(two) -> None:
+    for roads in two.run(handed_on):
+        planned, moved = roads["gather"]
+        assert planned == moved
+        assert planned
 
 
 def slow_rank(rank: int, world: int) -> dict[str, float]:
