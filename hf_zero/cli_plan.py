@@ -340,7 +340,10 @@ def _sweep(options: argparse.Namespace, model: _Model, precision: Precision) -> 
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        Console().print(_sweep_table(rows, model))
+        table = _sweep_table(rows, model)
+        # As wide as its figures are: cut off they are wrong, broken over lines by a narrow terminal they are not.
+        width = Console(width=1000).measure(table).maximum
+        Console(width=max(Console().width, width)).print(table)
     if options.plot:
         _draw(rows, model, options.plot)
     return 0

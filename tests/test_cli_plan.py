@@ -114,6 +114,7 @@ def test_a_number_and_the_papers_table(capsys):
 def test_a_sweep_as_table_json_and_picture(capsys, tmp_path):
     picture = tmp_path / "sweep.png"
     out = run(capsys, "plan", "--parameters", "7.5B", "--mixed-precision", "bf16", "--sweep", "--plot", picture)
+    assert "…" not in out  # no figure is cut off, however narrow
     for cell in ("120", "31.4", "16.6", "1.9", "1,024", "disk"):
         assert cell in out
     assert picture.read_bytes().startswith(b"\x89PNG")
