@@ -58,14 +58,14 @@ class Order:
 class Host:
     """One module whose forward uses one unit's parameters."""
 
-    __slots__ = ("acting", "age", "is_embedding", "is_open", "module", "trace")
+    __slots__ = ("acting", "given", "is_embedding", "is_open", "module", "trace")
 
     def __init__(self, module: nn.Module, trace: Trace) -> None:
         self.module = module
         self.trace = trace
         self.acting = False  # of a guest: its own forward brought the unit in
         self.is_open = False  # the last forward's inputs need no gradient: no post-backward will come
-        self.age = -1  # of its youngest input's node: nodes made in the forward are younger
+        self.given: list[Any] = []  # during its forward: the nodes that made its inputs
         self.is_embedding = is_plain_embedding(module)
 
 
@@ -197,7 +197,8 @@ class Schedule:
             return
         if self._in_backward and (trace.in_backward or trace.pending):
             return  # a non-reentrant recomputation: the first forward's hooks stand
-        node, host.age = _youngest(args, kwargs)
+        host.given = _nodes((args, kwargs))
+        node = _youngest(args, kwargs)
         if node is None:
             host.is_open = True
             trace.open.add(self._pass)
@@ -208,12 +209,14 @@ class Schedule:
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
         trace.running = max(0, trace.running - 1)
+        given, host.given = host.given, []
         if trace.in_backward:
             return
         if torch.is_grad_enabled() and (self.frees or host.is_open):
             hook = partial(self._pre_backward, host, host.is_open)
-            for node in _nodes(output, host.age):
-                node.register_prehook(hook)
+            for node in _nodes(output):
+                if all(node is not other for other in given):  # what is handed on is no use of the unit
+                    node.register_prehook(hook)
         if self.frees and not self._in_backward:
             trace.seen += 1
             if trace.seen >= trace.expected:
@@ -401,22 +404,22 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _youngest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any | None, int]:
-    """The autograd node made last among those of the inputs, and its number; None, -1 where no node made any."""
+def _youngest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """The autograd node made last among those of the inputs; None, where no node made any."""
     youngest, age = None, -1
     for tensor in _tensors(args, kwargs.values()):
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node is not None and (number := node._sequence_nr()) > age:
                 youngest, age = node, number
-    return youngest, age
+    return youngest
 
 
-def _nodes(output: Any, age: int = -1) -> list[Any]:
-    """The autograd nodes that made the tensors in `output`, but for those as old as `age`: inputs that are handed on."""
+def _nodes(values: Any) -> list[Any]:
+    """The autograd nodes that made the tensors in `values`, and those that these are views of."""
     nodes: list[Any] = []
-    for tensor in _tensors((output,)):
-        if tensor.requires_grad and (tensor.grad_fn is None or tensor.grad_fn._sequence_nr() > age):
+    for tensor in _tensors((values,)):
+        if tensor.requires_grad:
             for node in (
                 tensor.grad_fn,
                 tensor._base.grad_fn if tensor._is_view() and tensor._base is not None else None,
