@@ -115,6 +115,8 @@ class Engine:
         overrides.put_on(model, self.units, self.zero_grad)
         model.__dict__[_ENGINE] = self
         self._watch()
+        if config.is_auto:  # comes before the schedule's own: state may move while nothing is gathered
+            self._handles.append(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
         self.offload.explain_with(self.advice)
         self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
         if self.rank == 0:
@@ -459,6 +461,11 @@ class Engine:
         self._overflow.look()
         if self.recorder is not None:
             self.recorder.forward()
+
+    def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.offload.monitor is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.offload.refuse_while_away("forward")
+            self.offload.monitor.expect(args, kwargs)
 
     def _after_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recomputation

@@ -5,6 +5,9 @@ next step will still need beyond what rests now. Where that is too little, optim
 which the next forward needs last) goes one tier down; where there has been room for a while, it comes back, never further
 than the plan had it. Moves are local to a rank and bounded per step. Values are moved, not computed: results stay the same to
 the bit.
+
+Activations are not known when the plan is made. They are estimated from the shape of each batch that is larger than those
+before, and room is made for them before its forward.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from .activations import Architecture, Batch, activation_bytes
 from .flat import Flat
 from .machine import MARGIN, free_device_bytes, free_host_bytes
 from .optim import state_tensors
 from .shard import Shard
 from .tiers import Tier
-from .unit import Unit
+from .unit import State, Unit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -49,6 +55,9 @@ class Monitor:
         self._calm = 0
         self.moves: list[str] = []
         config = engine.config
+        names = (name for name, _ in engine.model.named_parameters())
+        self._architecture = Architecture.of(getattr(engine.model, "config", None), names)
+        self._activation_bytes = 0
         self._movable = [
             *(item for item in self._shards() if config.offload_optimizer == "auto"),
             *(item for item in self._parameters() if config.offload_params == "auto"),
@@ -68,11 +77,33 @@ class Monitor:
         if self._calm > CALM_STEPS:
             self._bring_back({Tier.DEVICE: -device, Tier.HOST: -host})
 
+    def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a forward with these inputs that backward follows: room for what it keeps, as far as anything may move now."""
+        engine = self._engine
+        shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)
+        if shape is None or self._architecture is None:
+            return
+        checkpointing = any(
+            getattr(module, "gradient_checkpointing", False) is True for module in engine.model.modules()
+        )
+        batch = Batch(max(1, shape[0]), max(1, shape[1]), checkpointing, architecture=self._architecture)
+        dtype = engine.precision.autocast_dtype or engine.units[0].flats[0].compute_dtype
+        expected, _ = activation_bytes(batch, dtype.itemsize, engine.precision.autocast_dtype is not None)
+        if expected <= self._activation_bytes:
+            return
+        self._activation_bytes = expected
+        if any(unit.state is not State.SHARDED and not unit.policy.keep_full for unit in engine.units):
+            return  # a forward before this one has not had its backward yet
+        while (missing := self.missing_bytes(Tier.DEVICE)) > 0 and self.make_room(Tier.DEVICE, missing):
+            pass
+
     def missing_bytes(self, tier: Tier) -> int:
         """What the next step needs in a tier beyond what is free there; negative where there is room."""
         engine = self._engine
         memory = engine.plan.memory
         grows = max(0, memory.at_peak(tier) - memory.at_rest(tier))
+        if tier is Tier.DEVICE:
+            grows += self._activation_bytes
         config = engine.config
         budget = config.device_memory if tier is Tier.DEVICE else config.host_memory
         if budget is not None:

@@ -53,7 +53,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, engine: zero.Engine, numb
     optimizer.step()
     optimizer.zero_grad()
     engine.finish_step()
-    return float(loss)
+    return loss.item()
 
 
 def values(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -159,6 +159,50 @@ def _within_budgets(rank: int, folder: str, dtype: str) -> None:
 @pytest.mark.parametrize(("world", "dtype"), [(1, "no"), (2, "bf16")])
 def test_budgets_are_kept_and_results_equal(pools, tmp_path, world, dtype):
     pools[world].run(within_budgets, str(tmp_path), dtype)
+
+
+def activations(rank: int, world: int, folder: str, dtype: str) -> None:
+    """What a batch will keep is counted before its forward, once the batch is there."""
+    losses, expected = reference(rank, dtype, 3)
+
+    def built(spare_bytes: int) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
+        config = zero.ZeroConfig(
+            stage=3,
+            offload_optimizer="auto",
+            offload_dir=folder,
+            device_memory=needed + spare_bytes,
+            host_memory=PLENTY,
+        )
+        return made(config, dtype, late=world > 1)
+
+    with small_blocks():
+        everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, host_memory=PLENTY)
+        _, _, engine = made(everything, dtype, late=False)
+        needed = engine.plan.memory.at_most(Tier.DEVICE)
+        engine.detach()
+        for spare_bytes in (40_000, 1 << 30):
+            model, optimizer, engine = built(spare_bytes)
+            planned = places(engine)
+            assert {tier for place in planned for tier in place} == {Tier.DEVICE}
+            with torch.no_grad():
+                model(input_ids=batch(0, 0, rank).repeat(50, 1))  # keeps nothing
+            watch = engine.offload.monitor
+            assert not watch.moves
+            ids = batch(0, 0, rank).repeat(3, 1)
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert bool(watch.moves) == (spare_bytes == 40_000)
+            assert all("from the device to the host" in line for line in watch.moves)
+            assert watch.missing_bytes(Tier.DEVICE) <= 0
+            optimizer.zero_grad()
+            found = [step(model, optimizer, engine, number, rank) for number in range(STEPS)]
+            assert found == losses
+            assert equal(values(model, optimizer), expected)
+            engine.detach()
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, "no"), (2, "bf16")])
+def test_room_is_made_for_activations_before_the_forward(pools, tmp_path, world, dtype):
+    pools[world].run(activations, str(tmp_path), dtype)
 
 
 def too_small(rank: int, world: int, folder: str) -> list[str]:
