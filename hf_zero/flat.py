@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .comm import SoloWire
 from .config import StagePolicy
 from .costs import Placement
-from .errors import StateError
+from .errors import StateError, ZeroError
 from .guards import Guards
 from .inflight import Inflight
 from .initial import left_in_files, poured, shard_over
@@ -269,18 +269,28 @@ class Flat:
 
         Args:
             keep_full: on the device `own` is a slice of `full`, which is allocated then; its other slices are undefined.
+
+        Raises:
+            TierError, ConfigError: a tier failed or has no room; what could not be moved is where it was.
         """
         equal = self.compute_dtype == self.master_dtype
         before, region = self.own, self._region
         moves = rest is not self.rest
         if moves:
             values = fetch(self.own)
+            former = self.rest, self.resident, self._region
             self.resident = rest is Tier.DEVICE and (keep_full or self.span.shards == 1)
             if self.resident:
                 self.full.untyped_storage().resize_(self.full_bytes)
                 self.stale = True
             self.rest, self._region = rest, None
-            self.own = self._new_own(values)
+            try:
+                self.own = self._new_own(values)
+            except ZeroError:
+                if self._region is not None:
+                    self._region.close()
+                self.rest, self.resident, self._region = former
+                raise
         for shard, tier in zip(self.shards, tiers):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None

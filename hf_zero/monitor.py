@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .activations import Architecture, Batch, activation_bytes
+from .errors import ConfigError, TierError
 from .flat import Flat
 from .machine import MARGIN, free_device_bytes, free_host_bytes
 from .optim import state_tensors
@@ -54,6 +55,7 @@ class Monitor:
         self._step = 0
         self._calm = 0
         self.moves: list[str] = []
+        self._refused: set[Tier] = set()
         config = engine.config
         names = (name for name, _ in engine.model.named_parameters())
         self._architecture = Architecture.of(getattr(engine.model, "config", None), names)
@@ -87,7 +89,7 @@ class Monitor:
             getattr(module, "gradient_checkpointing", False) is True for module in engine.model.modules()
         )
         batch = Batch(max(1, shape[0]), max(1, shape[1]), checkpointing, architecture=self._architecture)
-        dtype = engine.precision.autocast_dtype or engine.units[0].flats[0].compute_dtype
+        dtype = engine.precision.autocast_dtype or next(flat for u in engine.units for flat in u.flats).compute_dtype
         expected, _ = activation_bytes(batch, dtype.itemsize, engine.precision.autocast_dtype is not None)
         if expected <= self._activation_bytes:
             return
@@ -127,9 +129,9 @@ class Monitor:
             target = self._next_below(tier, size)
             if target is None:
                 break
-            self._move(unit, flat, shard, target, f"{_mib(bytes_ - freed)} are missing on the {tier.value}")
-            freed += size
-            moved += 1
+            if self._move(unit, flat, shard, target, f"{_mib(bytes_ - freed)} are missing on the {tier.value}"):
+                freed += size
+                moved += 1
         return freed
 
     def _last_first(self) -> Iterator[Movable]:
@@ -138,8 +140,10 @@ class Monitor:
         yield from (item for item in reversed(self._movable) if item[2] is None)
 
     def _next_below(self, tier: Tier, size: int) -> Tier | None:
-        if tier is Tier.DEVICE and self.missing_bytes(Tier.HOST) + size <= 0:
+        if tier is Tier.DEVICE and Tier.HOST not in self._refused and self.missing_bytes(Tier.HOST) + size <= 0:
             return Tier.HOST
+        if Tier.DISK in self._refused:
+            return None
         free = shutil.disk_usage(_existing(self._engine.config.offload_dir)).free
         return Tier.DISK if free > 2 * size else None
 
@@ -150,13 +154,14 @@ class Monitor:
                 continue
             size = self._bytes_of(flat, shard)
             # Twice: what comes back must not be what is missing next.
-            if moved >= MOVES_PER_STEP or room.get(planned, 0) < 2 * size:
+            if moved >= MOVES_PER_STEP or room.get(planned, 0) < 2 * size or planned in self._refused:
                 return
             room[planned] -= size
             moved += 1
             self._move(unit, flat, shard, planned, f"there is room on the {planned.value} again")
 
-    def _move(self, unit: Unit, flat: Flat, shard: Shard | None, tier: Tier, why: str) -> None:
+    def _move(self, unit: Unit, flat: Flat, shard: Shard | None, tier: Tier, why: str) -> bool:
+        """False: the tier refused, and is asked no more. Other ranks know nothing of it, so it must be no error here."""
         unit.finish_step()
         before = _tier_of(flat, shard)
         rest = tier if shard is None else flat.rest
@@ -166,9 +171,15 @@ class Monitor:
             f"step {self._step}: {what} of {unit.name!r} ({_mib(self._bytes_of(flat, shard))}) "
             f"from the {before.value} to the {tier.value}: {why}"
         )
-        flat.move(rest, tiers, self._engine.optimizer, keep_full=unit.policy.keep_full)
-        self.moves.append(line)
+        try:
+            flat.move(rest, tiers, self._engine.optimizer, keep_full=unit.policy.keep_full)
+        except (TierError, ConfigError) as error:
+            self._refused.add(tier)
+            line = f"step {self._step}: {what} of {unit.name!r} stays on the {before.value}: {error}"
+        else:
+            self.moves.append(line)
         print(f"hf_zero: rank {self._engine.rank}: {line}", file=sys.stderr)
+        return tier not in self._refused
 
     def _shards(self) -> Iterator[Movable]:
         for unit in self._engine.units:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import StateError
+from .errors import StateError, ZeroError
 from .inflight import Inflight
 from .ondisk import OnDisk, Values, fetch
 from .records import Records
@@ -317,6 +317,9 @@ class Shard:
 
         Args:
             alias: memory in `tier` that has the master's values already.
+
+        Raises:
+            TierError, ConfigError: a tier failed or has no room; everything is where it was.
         """
         if tier is self.tier:
             return
@@ -327,16 +330,19 @@ class Shard:
             if optimizer is None
             else {k: fetch(v) if isinstance(v, OnDisk) else v for k, v in self.entries(optimizer).items()}
         )
+        records: Records | None = None
+        if tier is Tier.DISK:
+            records = self._written(values, entries)
+            entries |= {name: records.values(name) for name, _ in self._fields if name in entries}
+            data = self._placeholder()
+        else:
+            data = self._memory(tier).copy_(values) if alias is None else alias
+        # What may fail is done.
         self.master.grad = None
-        old, self.records = self.records, None
+        old, self.records = self.records, records
         self.tier = tier
         self.aliased = alias is not None
-        if tier is Tier.DISK:
-            self.records = self._make_records()
-            self.records.values(MASTER).copy_(values)
-            self.master.data = self._placeholder()
-        else:
-            self.master.data = self._memory(tier).copy_(values) if alias is None else alias
+        self.master.data = data
         if optimizer is not None:
             self.put(optimizer, entries)
         self._grad = None
@@ -352,6 +358,18 @@ class Shard:
             self._buffer = None
         if old is not None:
             old.close()
+
+    def _written(self, values: Tensor, entries: dict[str, Any]) -> Records:
+        records = self._make_records()
+        try:
+            records.values(MASTER).copy_(values)
+            for name, _ in self._fields:
+                if name in entries:
+                    records.values(name).copy_(entries[name])
+        except ZeroError:
+            records.close()
+            raise
+        return records
 
     def rest_on(self, alias: Tensor | None) -> None:
         """The master is `alias`, memory of its tier that has its values already; None: memory of its own from now on."""

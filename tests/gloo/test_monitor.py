@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +118,61 @@ def under_pressure(rank: int, world: int, folder: str, dtype: str, late: bool, e
 @pytest.mark.parametrize(("world", "everywhere"), [(1, True), (2, False), (2, True)])
 def test_what_moves_under_pressure_changes_no_result(pools, tmp_path, world, everywhere, dtype, late):
     pools[world].run(under_pressure, str(tmp_path), dtype, late, everywhere)
+
+
+@contextlib.contextmanager
+def failing_writes(after: int) -> Iterator[None]:
+    """The disk takes so many writes."""
+    plain, left = os.pwritev, [after]
+
+    def write(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(*args)
+
+    os.pwritev = write
+    try:
+        yield
+    finally:
+        os.pwritev = plain
+
+
+def refused(rank: int, world: int, folder: str, params: str, after: int) -> None:
+    """A disk that fails under the monitor of one rank: nothing is lost, and the other ranks need not know."""
+    losses, expected = reference(rank, "bf16", 3)
+    config = zero.ZeroConfig(
+        stage=3, offload_optimizer="none" if params == "auto" else "auto", offload_params=params, offload_dir=folder
+    )
+    room = [PLENTY]
+    said = io.StringIO()
+    with free(room), small_blocks():
+        model, optimizer, engine = made(config, "bf16", late=False)
+        planned, found = places(engine), []
+        for number in range(STEPS):
+            presses = rank == world - 1 and number == 3
+            if presses:
+                room.append(0)
+            with contextlib.redirect_stderr(said), failing_writes(after) if presses else contextlib.nullcontext():
+                found.append(step(model, optimizer, engine, number, rank))
+            if presses:
+                room.append(PLENTY)
+        watch = engine.offload.monitor
+        if rank == world - 1:
+            assert "stays on the device" in said.getvalue()
+            assert os.strerror(errno.EIO) in said.getvalue()
+            assert len(watch.moves) < MOVES_PER_STEP * 2
+        else:
+            assert not watch.moves
+        assert places(engine) == planned  # what had gone before is back
+        assert found == losses
+        assert equal(values(model, optimizer), expected)
+        engine.detach()
+
+
+@pytest.mark.parametrize(("params", "after"), [("none", 0), ("none", 1), ("none", 7), ("auto", 0), ("auto", 2)])
+def test_a_disk_that_refuses_what_the_monitor_moves(two, tmp_path, params, after):
+    two.run(refused, str(tmp_path), params, after)
 
 
 def within_budgets(rank: int, world: int, folder: str, dtype: str) -> None:
