@@ -17,13 +17,14 @@ from rich.table import Table
 from .activations import Architecture, Batch
 from .comm import open_wire
 from .config import OFFLOADS, STAGES, ZeroConfig, parse_bytes
-from .costs import KINDS, ROADS, TIERS, paper_states_bytes
+from .costs import KINDS, TIERS, paper_states_bytes
 from .errors import ConfigError
 from .layout import Layout
 from .machine import Machine, here, host_name, kept, probe
 from .outline import Units, from_files, from_number, visits_by_name
 from .plan import Drafter, Plan, plan, size_text
 from .precision import Precision
+from .work import ROADS
 
 SWEEP_RANKS = tuple(1 << power for power in range(11))
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

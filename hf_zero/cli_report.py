@@ -21,11 +21,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .costs import KINDS, ROADS, TIERS
+from .costs import KINDS, TIERS
 from .errors import ConfigError
 from .plan import size_text
 from .recorder import FORMAT
 from .usage import WAITS
+from .work import ROADS
 
 OFF = 0.05
 """A prediction that is further off is warned of, from `SMALL_BYTES` on."""

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .layout import Visit
+from .storage import KEPT_BUFFERS
 
 STEPS = 5
 """Steps that are played where the host lends buffers: what a step leaves is there for the next, until that is the same."""
-KEPT_BUFFERS = 2
-"""Landing buffers that stay for later, the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class Manner:
 
 
 class _Pool:
-    """Host buffers that are lent, as `shard.Storage` does it."""
+    """Host buffers that are lent, as `storage.Storage` does it."""
 
     def __init__(self) -> None:
         self.free: list[int] = []

@@ -14,20 +14,7 @@ from torch import nn
 
 from .activations import Batch, activation_bytes
 from .config import ZeroConfig
-from .costs import (
-    KINDS,
-    TIERS,
-    Memory,
-    Placement,
-    Setup,
-    Traffic,
-    compute_flops,
-    memory_of,
-    seconds,
-    step_seconds,
-    together,
-    work_in_total,
-)
+from .costs import KINDS, TIERS, Memory, Placement, Setup, memory_of, together
 from .discover import Group, find_groups, find_visits
 from .errors import ConfigError, LayoutError
 from .layout import Layout, ParamSpec, itemsize
@@ -35,6 +22,7 @@ from .machine import Machine
 from .precision import Precision, castable_params, dtype_name
 from .solve import Budgets, Problem, lacking, solve
 from .tiers import Tier
+from .work import Traffic, compute_flops, seconds, step_seconds, work_in_total
 
 TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
 MOST_RANKS = 1 << 14

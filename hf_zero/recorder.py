@@ -19,12 +19,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from .costs import ROADS, TIERS
+from .costs import TIERS
 from .errors import ConfigError
 from .highs import Highs
 from .tiers import Tier
 from .usage import COLLECTIVES, LINKS, WAITS, Table, measure, predicted, process_bytes, staging_bytes
 from .version import __version__
+from .work import ROADS
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -1,6 +1,6 @@
 """What lives where, in bytes per rank, what moves and what is waited for: predicted, measured, and under plain data parallel.
 
-Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of `costs.KINDS` and `costs.ROADS`.
+Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of `costs.KINDS` and `work.ROADS`.
 """
 
 from __future__ import annotations

@@ -17,26 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from .costs import (
-    PASSES,
-    PHASES,
-    STATES,
-    TIERS,
-    Memory,
-    Placement,
-    Setup,
-    memory_of,
-    phase_of,
-    resource,
-    speed,
-    state_bytes,
-    together,
-    uses,
-    work_of,
-)
+from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
 from .layout import ALIGN_NUMEL, Layout, Span
 from .machine import Machine
 from .tiers import BLOCK_NUMEL, Tier
+from .work import PASSES, PHASES, phase_of, resource, speed, uses, work_of
 
 Mode = tuple[Tier, Tier]
 _Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .costs import LANES, SLABS
 from .errors import StateError, TierError, ZeroError
 from .flat import Flat
 from .inflight import DONE, Inflight
@@ -36,12 +37,8 @@ from .tiers import BLOCK_NUMEL, LOOP_NUMEL, Tier
 from .twin import Twin
 from .unit import Unit
 
-SLABS = 3
-"""Host buffers of one record each: one is read, one is updated, one is written."""
 PLAIN_NUMEL = 2 * BLOCK_NUMEL
 """Elements between two looks at what else is to do, where nothing is cast and a cache therefore saves nothing."""
-LANES = 2
-"""Host blocks through which parameters of another type than their masters go up to the device."""
 
 
 @dataclass(eq=False)

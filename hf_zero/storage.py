@@ -16,6 +16,9 @@ from .tiers import Meter
 
 T = TypeVar("T")
 
+KEPT_BUFFERS = 2
+"""Scratch buffers that stay for later, the largest."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch, on any device, could not allocate."""
@@ -118,7 +121,7 @@ class Storage:
         whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         with self._lock:  # the largest stay: they fit whatever comes
             self._lent.pop(whole.data_ptr(), None)
-            self._free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)[:2]
+            self._free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)[:KEPT_BUFFERS]
 
     @property
     def scratch_bytes(self) -> int:

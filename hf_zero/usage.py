@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .costs import KINDS, TIERS, Memory, Setup, Traffic, memory_of, work_in_total
+from .costs import KINDS, TIERS, Memory, Setup, memory_of
 from .flat import Flat
 from .ondisk import OnDisk
 from .optim import state_tensors
 from .precision import dtype_name
 from .report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
 from .tiers import Tier, padded
+from .work import Traffic, work_in_total
 
 if TYPE_CHECKING:
     from .engine import Engine

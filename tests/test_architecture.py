@@ -38,7 +38,7 @@ LAYERS = {
         "placement",
         "objects",
     ),
-    "2 decision": ("passes", "costs", "activations", "outline", "solve", "plan"),
+    "2 decision": ("passes", "costs", "work", "activations", "outline", "solve", "plan"),
     "3 runtime": (
         "birth",
         "guard",

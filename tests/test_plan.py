@@ -14,13 +14,14 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.activations import Architecture, Batch, activation_bytes, layer_bytes, logits_bytes
 from hf_zero.config import STAGES, ZeroConfig
-from hf_zero.costs import BLOCK_NUMEL, SLABS, TIERS, Placement, compute_flops, paper_states_bytes
+from hf_zero.costs import BLOCK_NUMEL, SLABS, TIERS, Placement, paper_states_bytes
 from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.machine import Machine
 from hf_zero.outline import from_number
 from hf_zero.plan import Drafter, Plan, plan
 from hf_zero.precision import Precision
 from hf_zero.tiers import SLAB_NUMEL, Tier, padded
+from hf_zero.work import compute_flops
 
 DEVICE, HOST, DISK = TIERS
 GIB = 1 << 30

@@ -21,7 +21,6 @@ import torch
 import transformers
 
 import hf_zero as zero
-from hf_zero.costs import ROADS
 from hf_zero.engine import engine_of
 from hf_zero.flat import Flat
 from hf_zero.layout import Span, itemsize
@@ -29,6 +28,7 @@ from hf_zero.machine import Machine
 from hf_zero.plan import Drafter, Plan, plan
 from hf_zero.precision import Precision
 from hf_zero.tiers import Tier, padded
+from hf_zero.work import ROADS
 from tests.common import Case, batch, bert, gpt2, optimizer_for
 from tests.offloading import BLOCK_NUMEL, SLAB_NUMEL, mixed, pairwise, small_blocks, split
 from tests.pool import RankPool

@@ -14,7 +14,8 @@ import transformers
 
 import hf_zero as zero
 from hf_zero import usage
-from hf_zero.costs import ROADS, STATES, TIERS
+from hf_zero.costs import STATES, TIERS
+from hf_zero.work import ROADS
 from tests.common import batch, gpt2, optimizer_for
 
 pytestmark = pytest.mark.gloo
