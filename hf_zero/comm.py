@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,10 @@ class Count:
 
 
 class Traffic:
-    """Counters by kind: `gather`, `reduce`, `scalar`, `other` (start-up, state dicts)."""
+    """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts)."""
 
     def __init__(self) -> None:
-        self.kinds = {kind: Count() for kind in ("gather", "reduce", "scalar", "other")}
+        self.kinds = {kind: Count() for kind in ("gather", "reduce", "scalar", "agree", "other")}
 
     def __getitem__(self, kind: str) -> Count:
         return self.kinds[kind]
@@ -133,6 +133,11 @@ class SoloWire:
         """Maximum of a 0-dim tensor over the ranks."""
         return value
 
+    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the maximum over the ranks, element by element; what is returned waits and has it."""
+        own = list(values)
+        return lambda: own
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Rank `source`'s values everywhere. Synchronous."""
 
@@ -182,6 +187,18 @@ class _GroupWire(SoloWire):
         value = value.clone()
         self._timed(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
         return value
+
+    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
+        found = torch.tensor(values, dtype=torch.int32, device=home_device())
+        self.traffic["agree"].add(found.numel() * 4 * (self.size - 1))
+        work = self._timed(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
+
+        def answer() -> list[int]:
+            work.wait()
+            return found.tolist()
+
+        return answer
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.traffic["other"].add(tensor.numel() * tensor.element_size())

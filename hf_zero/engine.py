@@ -444,7 +444,7 @@ class Engine:
             overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
     def _new_schedule(self) -> Schedule:
-        schedule = Schedule(self.model, self._assembly.hosts())
+        schedule = Schedule(self.model, self._assembly.hosts(), self._wire)
         schedule.before_forward = self._before_forward
         schedule.after_backward = self._after_backward
         if self.config.step_in_backward:

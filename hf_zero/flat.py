@@ -97,6 +97,10 @@ class Flat:
         # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
         self._holds = self.compute_dtype != self.master_dtype
         self._held = False
+        self.arrived = [False] * len(self.params)
+        """By parameter: this rank has had a gradient of it since `drop_master_grad`."""
+        self.present = self.arrived
+        """The same on any rank, after a backward."""
         self._bucket: Tensor | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
@@ -386,6 +390,9 @@ class Flat:
         grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
+        came = [grad is not None for grad in grads]
+        if False in self.arrived:
+            self.arrived = [new or old for new, old in zip(came, self.arrived)]
         return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
 
     def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -472,6 +479,14 @@ class Flat:
     def drop_master_grad(self) -> None:
         for shard in self.shards:
             shard.drop_grad()
+        self.present = self.arrived = [False] * len(self.params)
+
+    def set_present(self, present: list[bool]) -> None:
+        """Which parameters have a gradient on any rank. Without one there is no gradient, whatever was sent for it."""
+        if True in present:
+            self.present = present
+        else:
+            self.drop_master_grad()
 
 
 def _slots(span: Span) -> list[tuple[int, ParamSpec]]:

@@ -1,38 +1,48 @@
-"""When a unit moves: hooks on its hosts, the order of the last step, prefetch, the end of a backward.
+"""When a unit moves: hooks on its hosts, the order of a backward, prefetch, the end of a backward.
 
 Hooks stand on *nodes of the autograd graph*, not on tensors and not as autograd functions, so that the user's graph stays
 as it was (in-place use of a unit's inputs and outputs included):
 
-* pre-backward: a prehook on the node that made an output (and on its base's, where the output is a view: autograd
-  replaces the view's node when the base is written to, never the base's). It runs before the first backward operation of
-  the unit: gather.
-* post-backward: a prehook on the node that made the unit's *youngest* input. Autograd runs the ready node that was made
+* pre-backward: a prehook on the nodes that made the host's outputs. It runs before the first backward operation of the
+  unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`graph.SavedTensors`).
+* post-backward: a prehook on the node that made the host's *youngest* input. Autograd runs the ready node that was made
   last, and AccumulateGrad before all others; so when the maker of the youngest input runs, every node made after it is
-  done: all of the unit's, and the gradients of its parameters. Reduce and release.
-* end of backward: an engine callback, for everything these miss: hosts whose inputs need no gradient (embeddings), unused
-  parameters (zeros), units that another rank used and this one did not.
+  done: all of the unit's, and the gradients of its parameters. Release and reduce.
+* end of backward: an engine callback, for everything these miss: hosts whose inputs need no gradient (embeddings), units
+  that another rank used and this one did not.
+
+**All ranks reduce the same units in the same order, each once per backward.** At the start of a backward one small
+all-reduce tells every rank which units any of them has used in forward and when first (`_Agreement`). Units used first are
+reduced last. By autograd's rule a unit whose turn has passed is complete, so nobody waits for a unit that this rank did
+not use: what is there is sent, zeros otherwise. At the end a second small all-reduce tells which parameters have a gradient on
+any rank (the others have none, as in DDP), and which units got more gradients after their turn: these are reduced again.
+
+At stage 3 the same order is the order of gathers in backward. A rank whose backward leaves a unit out takes part in its
+gather and its reduce all the same (`_stand_in`), since the others may need both.
 
 Recomputation (activation checkpointing) runs the same forward hooks. In its non-reentrant form the unit is already in
 backward then, and its forward leaves no second trace; in its reentrant form the recomputed forward is the only one that
-has a graph, and its inputs are leaves: the engine callback of that inner backward ends the unit.
+has a graph, and its inputs are leaves: an engine callback of that inner backward ends the unit.
 
 Everything here costs Python time per unit, never per parameter.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
+from . import on_read
+from .comm import SoloWire
 from .discover import is_plain_embedding
-from .unit import Unit
+from .graph import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
+from .unit import State, Unit
 
 
 class Order:
@@ -56,105 +66,182 @@ class Order:
 
 
 class Host:
-    """One module whose forward uses one unit's parameters."""
+    """One module whose forward uses one unit's parameters. The root is a host without a unit of its own here.
 
-    __slots__ = ("acting", "given", "is_embedding", "is_open", "module", "trace")
+    Attributes:
+        given: during its forward: the nodes that made its inputs.
+        entry: during its forward: the youngest of them.
+        use: during its forward with a graph: what this forward adds to.
+        borrowed: during its forward: units of other hosts whose parameters were read.
+    """
 
-    def __init__(self, module: nn.Module, trace: Trace) -> None:
+    __slots__ = ("acting", "borrowed", "entry", "given", "is_embedding", "module", "trace", "use")
+
+    def __init__(self, module: nn.Module, trace: Trace | None) -> None:
         self.module = module
         self.trace = trace
         self.acting = False  # of a guest: its own forward brought the unit in
-        self.is_open = False  # the last forward's inputs need no gradient: no post-backward will come
-        self.given: list[Any] = []  # during its forward: the nodes that made its inputs
+        self.given: list[Any] = []
+        self.entry: Any = None
+        self.use: Use | None = None
+        self.borrowed: list[Trace] = []
         self.is_embedding = is_plain_embedding(module)
 
 
+class Use:
+    """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
+
+    Attributes:
+        events: hosts of it whose post-backward will come; `left` of them in the backward under way.
+        is_open: it has a host whose post-backward will not come, its inputs need no gradient.
+    """
+
+    __slots__ = ("__weakref__", "count", "done", "events", "is_open", "left", "trace")
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.events = self.left = self.count = 0
+        self.is_open = self.done = False
+        trace.alive += 1
+
+    def __del__(self) -> None:
+        trace = self.trace
+        trace.alive -= 1
+        trace.uses -= self.count
+        if self.events and not self.done:
+            trace.pending -= 1
+
+
 class Trace:
-    """What the schedule remembers of one unit between forward and backward."""
+    """What the schedule remembers of one unit.
+
+    Attributes:
+        position: when it was first used, of the uses that are alive; a count that only grows.
+        alive: uses with a graph. `uses`: forwards of hosts in these. `pending`: those whose backward is not over.
+        noted: it ran in a forward with a graph, maybe without one of its own (reentrant checkpointing): until the next backward.
+        place: in the agreed order of the backward under way; -1: no rank has used it.
+        held: not released. 1: until the next forward or step, 2: until the end of a backward.
+    """
 
     __slots__ = (
-        "expected", "final", "in_backward", "in_open", "open", "pending", "ready", "reduced", "running", "seen", "unit",
+        "alive", "at", "borrowed", "came", "came_last", "everywhere", "expected", "held", "in_backward", "in_open", "joinable",
+        "local", "noted", "pending", "place", "position", "reduced", "running", "seen", "stepped", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit, hosts: int) -> None:
+    def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
         self.unit = unit
-        self.expected = hosts  # host forwards in a pass, as of the last one
+        self.at = at  # its index
+        self.expected = len(modules)  # uses in a pass, as of the last one
         self.seen = 0  # in this pass so far
-        self.pending: dict[int, int] = {}  # pass -> host forwards whose post-backward will come
-        self.open: set[int] = set()  # passes with a host forward whose post-backward will not come
-        self.in_backward = False
-        self.in_open = False  # also in that of an open host that needs weights: it ends with all of backward
-        self.ready = self.reduced = False  # in this backward
-        self.final = False  # and who wants to know has been told that all gradients are there
         self.running = 0  # hosts whose forward is under way
+        self.position = self.alive = self.uses = self.pending = 0
+        self.use: weakref.ref[Use] | None = None  # of the pass under way
+        self.noted = False
+        self.borrowed = False  # others than its hosts have read it
+        self.held = 0
+        self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
+        # In the backward under way:
+        self.place = -1
+        self.joinable = False  # used once in forward: its one gather in backward has one place in the order of all ranks
+        self.everywhere = True  # every rank has used it: none makes the others wait for its part
+        self.in_backward = self.in_open = self.came = self.came_last = self.reduced = False
+        self.stepped = False  # who wants to know has been told that all gradients are there
+        self.local = False  # gradients wait on this rank, from a backward that did not send them
 
 
 class Schedule:
     """Installs the hooks on one model and runs its units."""
 
-    def __init__(self, model: nn.Module, units: Iterable[tuple[Unit, list[nn.Module]]]) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[tuple[Unit, list[nn.Module]]], wire: SoloWire) -> None:
         self.model = model
+        self.wire = wire
         self.sync = True
         """False inside `no_sync`."""
         self.unsynced = False
         """Some local gradients wait for a reduce. The same on every rank, as `no_sync` is."""
+        self.before_backward: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
         self.after_reduce: Callable[[Unit], None] | None = None
         """Called once per backward that syncs, when all of a unit's gradients are with their owners."""
         self._handles: list[Any] = []
-        self._pass = 0
+        self._pass = self._clock = 0
         self._forward, self._backward = Order(), Order()
-        self._in_backward = False
+        self._in_backward = self._again = False  # _again: the backward under way makes a graph itself
+        self._seen_backward = False  # since the last step
         self._task = -1
+        self._with_graph = False  # the root's forward under way makes a graph
+        self._running: list[Host] = []  # hosts whose forward is under way, innermost last
+        self._hooked = False  # saved tensors pass through `_saved` just now
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._reducing: Trace | None = None
-        # The order in which all ranks send gradients, whatever order they come in: a unit that one rank skips must not
-        # make it wait for another unit than its peers do. Backward's order, until the first backward shows a better one.
-        self._turns: list[Trace] = []
-        self._turn = 0
-        self._came: list[Trace] | None = []  # in the first backward; None once agreed
+        self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
+        self._agreement: Callable[[], list[int]] | None = None
+        self._order: list[Trace] = []  # agreed: units in the order of their reduces
+        self._turn = self._walked = 0  # how far reduces and gathers have come in it
         self.traces: list[Trace] = []
-        hosts: list[Host] = []
+        self._hosts: list[Host] = []
         for unit, modules in units:
-            trace = Trace(unit, len(modules))
+            trace = Trace(unit, modules, len(self.traces))
             self.traces.append(trace)
-            hosts += [Host(module, trace) for module in modules]
-        self._turns = [trace for trace in reversed(self.traces) if trace.unit.trained]
+            self._hosts += [Host(module, trace) for module in modules]
         self.frees = any(not trace.unit.policy.keep_full for trace in self.traces)
         # Alone, a reduce is an addition in place: nothing to put off.
-        self._defers = any(not t.unit.policy.reduce_each_backward and t.unit.wire.size > 1 for t in self.traces)
-        add = self._handles.append
-        for host in hosts:
-            add(host.module.register_forward_pre_hook(partial(self._pre_forward, host), prepend=True, with_kwargs=True))
-            add(host.module.register_forward_hook(partial(self._post_forward, host)))
-        for guest in self._guests(hosts) if self.frees else ():
-            inner = guest.module
-            add(
-                inner.register_forward_pre_hook(partial(self._guest_pre_forward, guest), prepend=True, with_kwargs=True)
-            )
-            add(inner.register_forward_hook(partial(self._guest_post_forward, guest)))
+        self._defers = any(not t.unit.policy.reduce_each_backward for t in self.traces) and wire.size > 1
+        self._root = Host(model, None)
+        for host in self._hosts:
+            self._hook(host, self._pre_forward, self._post_forward)
+        self._dictionaries: list[on_read.ParameterDict] = []
+        self._trace_of: dict[nn.Module, Trace] = {}
+        self._opened: set[Trace] = set()
+        self._touched: list[Use] = []  # in the backward under way
+        if self.frees:
+            owner_of = {
+                flat.full.untyped_storage()._cdata: trace for trace in self.traces for flat in trace.unit.flats
+            }
+            self._saved = SavedTensors(owner_of, self._bring)
+            self._watch_reads()
         # The last to come first: the root may be a host, too, and its forward begins a new count.
-        add(model.register_forward_pre_hook(self._root_pre_forward, prepend=True))
-        add(model.register_forward_hook(self._root_post_forward))
+        self._hook(self._root, self._root_pre_forward, self._root_post_forward)
 
-    @staticmethod
-    def _guests(hosts: list[Host]) -> Iterator[Host]:
-        """Modules inside a host that hold parameters: someone may call them and go around the host's forward.
+    def _hook(self, host: Host, before: Callable[..., None], after: Callable[..., None]) -> None:
+        module, add = host.module, self._handles.append
+        add(module.register_forward_pre_hook(partial(before, host), prepend=True, with_kwargs=True))
+        add(module.register_forward_hook(partial(after, host), always_call=True))
 
-        Where hosts enclose others, the innermost is theirs.
-        """
-        known = {id(host.module) for host in hosts}
-        for host in sorted(hosts, key=lambda host: sum(1 for _ in host.module.modules())):
-            for inner in host.module.modules():
-                if id(inner) not in known and inner._parameters:
-                    known.add(id(inner))
-                    yield Host(inner, host.trace)
+    def _watch_reads(self) -> None:
+        """Parameters of a released unit are gathered when they are read."""
+        unit_of = {param: trace for trace in self.traces for flat in trace.unit.flats for param in flat.params}
+        for module in self.model.modules():
+            traces = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
+            if not traces:
+                continue
+            trace = self._trace_of[module] = min(traces, key=lambda each: each.at)
+            found = on_read.put_on([module], self._read)
+            self._dictionaries += found
+            trace.unit.watch(found)
+        for trace in self.traces:
+            # Recurrent layers keep their parameters in lists: nobody sees those read.
+            inside = (module for host in self._hosts if host.trace is trace for module in host.module.modules())
+            if any(isinstance(module, nn.RNNBase) for module in inside):
+                self._host_inside(trace)
+
+    def _host_inside(self, trace: Trace) -> None:
+        """Someone calls modules inside this unit's hosts and goes around their forward: these act as hosts from now on."""
+        if trace in self._opened:
+            return
+        self._opened.add(trace)
+        known = {host.module for host in self._hosts}
+        for module, owner in self._trace_of.items():
+            if owner is trace and module not in known:
+                self._hook(Host(module, trace), self._guest_pre_forward, self._guest_post_forward)
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        on_read.take_off(self._dictionaries)
+        self._dictionaries.clear()
 
     @property
     def units(self) -> Iterator[Unit]:
@@ -162,19 +249,26 @@ class Schedule:
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
+    def _root_pre_forward(self, host: Host, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:
-            if _inside_backward():
+            if in_backward_of_any():
+                self._enter(host)
                 return  # the whole model is being recomputed
             self.reset()
-        self.before_forward()
-        self._pass += 1
+        if self._root in self._running:  # an exception that no hook was told of
+            self._abandon()
+        if not self._running:
+            self.before_forward()
+        self._with_graph = torch.is_grad_enabled()
+        self._enter(host)
+        self._new_pass()
+        self._drop_holds(1)
         if self.frees:
             for trace in self.traces:
                 trace.seen = trace.running = 0
 
     def _guest_pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not host.trace.running:
+        if host.trace is not None and not host.trace.running:
             host.acting = True
             self._pre_forward(host, module, args, kwargs)
 
@@ -183,69 +277,222 @@ class Schedule:
             host.acting = False
             self._post_forward(host, module, args, output)
 
+    def _new_pass(self) -> None:
+        self._pass += 1
+        for trace in self.traces:
+            trace.use = None
+
+    def _enter(self, host: Host) -> None:
+        """A host's forward begins."""
+        if not self._running and self.frees and not self._hooked and torch.is_grad_enabled():
+            self._hooked = self._saved.push()
+        self._running.append(host)
+
+    def _leave(self, host: Host) -> bool:
+        """It is over, or has raised. False where that was noticed before."""
+        if host not in self._running:
+            return False
+        while self._running.pop() is not host:  # an exception that no hook was told of
+            pass
+        if not self._running and self._hooked:
+            self._hooked = False
+            self._saved.pop()
+        borrowed, host.borrowed = host.borrowed, []
+        for trace in borrowed:
+            trace.running = max(0, trace.running - 1)
+            if not trace.running and not self._in_backward and trace.seen >= trace.expected:
+                self._leave_tail(trace)
+                self._tail = trace
+        return True
+
+    def _abandon(self) -> None:
+        """No forward is under way."""
+        self._running.clear()
+        if self._hooked:
+            self._hooked = False
+            self._saved.pop()
+
     def _pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace = host.trace
+        if trace is None:
+            return
+        if not self._running:  # a part of the model, called by itself
+            if self._in_backward and not in_backward_of_any():
+                self.reset()
+            self._with_graph = torch.is_grad_enabled()
+            if not self._in_backward:
+                self._new_pass()
+        self._enter(host)
         trace.running += 1
         if self.frees:
-            tail = self._tail
-            if tail is not None and tail is not trace and not self._in_backward:
-                self._tail = None
-                tail.unit.release()
-            self._need(trace.unit, self._backward if self._in_backward else self._forward)
-        host.is_open = False
+            if not self._in_backward:
+                self._leave_tail(trace)
+            self._need(trace)
+        if self._with_graph and not self._in_backward:
+            self._note(trace)
         if not torch.is_grad_enabled() or not (self.frees or trace.unit.trained):
             return
         if self._in_backward and (trace.in_backward or trace.pending):
             return  # a non-reentrant recomputation: the first forward's hooks stand
-        host.given = _nodes((args, kwargs))
-        node = _youngest(args, kwargs)
-        if node is None:
-            host.is_open = True
-            trace.open.add(self._pass)
+        tensors = tensors_in((args, kwargs))
+        host.given = nodes_of(tensors)
+        host.entry = youngest_of(tensors)
+        host.use = self._used(trace, host.entry)
+
+    def _note(self, trace: Trace) -> None:
+        if not trace.noted:
+            trace.noted = True
+            if not trace.alive:
+                self._clock += 1
+                trace.position = self._clock
+
+    def _used(self, trace: Trace, entry: Any) -> Use:
+        """A forward with a graph; `entry` is the node whose backward comes right after it."""
+        use = None if trace.use is None else trace.use()
+        if use is None:
+            if not trace.alive and not trace.noted:
+                self._clock += 1
+                trace.position = self._clock
+            use = Use(trace)
+            trace.use = weakref.ref(use)
+        use.count += 1
+        trace.uses += 1
+        if entry is None:
+            use.is_open = True
         else:
-            trace.pending[self._pass] = trace.pending.get(self._pass, 0) + 1
-            node.register_prehook(partial(self._post_backward, trace, self._pass))
+            if not use.events:
+                trace.pending += 1
+            use.events += 1
+            use.left += 1
+            entry.register_prehook(partial(self._post_backward, use))
+        return use
 
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
+        if trace is None or not self._leave(host):
+            return
         trace.running = max(0, trace.running - 1)
-        given, host.given = host.given, []
+        given, use, is_open = host.given, host.use, host.entry is None
+        host.given, host.use, host.entry = [], None, None
+        if use is not None and (self.frees or is_open):
+            hook = partial(self._pre_backward, use, is_open, host.is_embedding)
+            for node in nodes_of(tensors_in(output)):
+                if node not in given:  # what is handed on is no use of the unit
+                    node.register_prehook(hook)
         if trace.in_backward:
             return
-        if torch.is_grad_enabled() and (self.frees or host.is_open):
-            hook = partial(self._pre_backward, host, host.is_open)
-            for node in _nodes(output):
-                if all(node is not other for other in given):  # what is handed on is no use of the unit
-                    node.register_prehook(hook)
         if self.frees and not self._in_backward:
             trace.seen += 1
-            if trace.seen >= trace.expected:
+            if trace.seen >= trace.expected and not trace.running:
+                self._leave_tail(trace)
                 self._tail = trace
 
-    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._in_backward:
+    def _root_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._leave(host) or self._in_backward:
             return
         graph = torch.is_grad_enabled()
         if graph:
-            for node in _nodes(output):
+            for node in nodes_of(tensors_in(output)):
                 node.register_prehook(self._root_pre_backward)
         if self.frees:
             self._forward.close()
             # The unit that ran last is the first that backward needs.
-            keep, self._tail = (self._tail, self._tail) if graph else (None, None)
+            self._tail = keep = self._tail if graph else None
             for trace in self.traces:
                 if trace.seen:
                     trace.expected = trace.seen
                 if trace is not keep:
-                    trace.unit.release()
+                    self._release(trace)
 
-    def _need(self, unit: Unit, order: Order) -> None:
-        """`unit` now; and start on the one that came next, last time: at most two are gathered for use at any moment."""
-        following = order.note(unit)
-        unit.gather()
+    def _leave_tail(self, trace: Trace) -> None:
+        tail, self._tail = self._tail, None
+        if tail is not None and tail is not trace and not tail.running:
+            self._release(tail)
+
+    def _release(self, trace: Trace) -> None:
+        if not trace.held:
+            trace.unit.release()
+
+    def _drop_holds(self, least: int) -> None:
+        """Units that were held for no longer than that are released."""
+        for trace in self.traces:
+            if trace.held and trace.held <= least:
+                trace.held = 0
+                trace.unit.release()
+
+    def _need(self, trace: Trace) -> None:
+        """This unit now; and start on the one that comes next: at most two are gathered for use at any moment."""
+        if self._in_backward:
+            self._need_in_backward(trace)
+            return
+        following = self._forward.note(trace.unit)
+        trace.unit.gather()
         if following is not None:
             following.gather()
-        unit.wait()
+        trace.unit.wait()
+
+    # Reads by others ------------------------------------------------------------------------------------------------
+
+    def _read(self, read: on_read.ParameterDict) -> None:
+        """A parameter of a released unit, or of one that others have read before, is read.
+
+        In a pass it is gathered, and stays until the forward of the innermost host under way is over (the reader, for all that
+        can be known), backward included. Outside of one nothing happens: code that looks at a weight on one rank would
+        wait for the others for ever. Between a forward and its backward with a graph (a loss function) counts as a pass.
+        """
+        trace = self._trace_of[read.module]
+        if self._running:
+            host = self._running[-1]
+            if trace is host.trace or trace in host.borrowed:
+                if trace.unit.state is not State.GATHERED:
+                    self._need(trace)
+                return
+            if trace.running and not trace.borrowed and trace.unit.state is State.GATHERED:
+                return  # inside one of its own hosts
+            if on_read.is_read_by_itself(read.module):
+                self._host_inside(trace)
+            self._borrow(host, trace)
+            return
+        if trace.unit.state is State.GATHERED:
+            return
+        itself = on_read.is_read_by_itself(read.module)
+        if itself:
+            self._host_inside(trace)
+        if self._in_backward or itself or (torch.is_grad_enabled() and any(each.alive for each in self.traces)):
+            graph = torch.is_grad_enabled() or self._in_backward
+            self._hold(trace, 2 if graph else 1)
+
+    def _borrow(self, host: Host, trace: Trace) -> None:
+        if not self._in_backward:
+            self._leave_tail(trace)
+        trace.borrowed = True
+        trace.weightless = False
+        trace.unit.always_asks = True
+        trace.running += 1
+        trace.seen += 1
+        host.borrowed.append(trace)
+        self._need(trace)
+        if self._with_graph and not self._in_backward:
+            self._note(trace)
+        if torch.is_grad_enabled() and host.entry is not None and not self._in_backward:
+            self._used(trace, host.entry)
+
+    def _hold(self, trace: Trace, how: int) -> None:
+        trace.held = max(trace.held, how)
+        self._need(trace)
+        if how == 2:
+            self._note(trace)
+
+    def _bring(self, trace: Trace) -> None:
+        """Backward reads a saved parameter of this unit."""
+        gathered = trace.unit.state is State.GATHERED
+        if gathered and trace.came:
+            return
+        if in_backward_of_any():
+            self._begin_backward()
+            self._need(trace)
+        elif not gathered:  # someone looks at a graph
+            self._hold(trace, 1)
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -257,96 +504,211 @@ class Schedule:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
-        self._in_backward = True
+        self._in_backward = self._seen_backward = True
         self._task = torch._C._current_graph_task_id()
-        self._turn = 0
-        for trace in self.traces:
-            trace.ready = trace.reduced = trace.final = False
+        self._again = torch.is_grad_enabled()
+        self.before_backward()
+        self._begin_order()
+        if self._again and self.frees:  # what it saves of parameters is not told to `_saved`
+            for trace in self.traces:
+                if trace.alive or trace.noted:
+                    trace.held = 2
         Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _pre_backward(self, host: Host, is_open: bool, *_: Any) -> None:
+    def _begin_order(self) -> None:
+        """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
+        for trace in self.traces:
+            trace.reduced = trace.stepped = trace.came = False
+            trace.place = -1
+        self._turn = self._walked = 0
+        self._order = []
+        if not self.frees and (self.wire.size == 1 or (self._defers and not self.sync)):
+            self._agreement = None
+            return
+        used = [trace.position if trace.alive or trace.noted or trace.local else 0 for trace in self.traces]
+        base = min([position for position in used if position], default=1) - 1
+        positions = [position and position - base for position in used]
+        unused = [int(not position) for position in positions]
+        uses = [trace.uses if trace.alive else 0 for trace in self.traces]
+        self._agreement = self.wire.start_maximum([*positions, *unused, *uses])
+
+    def _agreed(self) -> list[Trace]:
+        """The units in the order of their reduces; the last to be used first."""
+        answer, self._agreement = self._agreement, None
+        if answer is not None:
+            numbers, count = answer(), len(self.traces)
+            positions, unused, uses = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+            self._order = sorted(
+                (trace for trace in self.traces if positions[trace.at]), key=lambda t: (-positions[t.at], t.at)
+            )
+            for place, trace in enumerate(self._order):
+                trace.place = place
+                trace.everywhere = not unused[trace.at]
+                trace.joinable = uses[trace.at] == 1 and not trace.weightless and not trace.borrowed
+        return self._order
+
+    def _need_in_backward(self, trace: Trace) -> None:
+        order = self._agreed()
+        following = self._backward.note(trace.unit)
+        if trace.joinable and trace.place >= 0:
+            while self._walked < trace.place:
+                self._stand_in(self._walked)
+            self._walked = max(self._walked, trace.place + 1)
+            following = self._next_in(order) or following
+        if following is not None and all(each.unit is not following for each in order):
+            following = None  # other ranks may not need it in this backward
+        trace.came = True
+        unit = trace.unit
+        unit.gather()
+        if following is not None:
+            following.gather()
+        unit.wait()
+
+    def _next_in(self, order: list[Trace]) -> Unit | None:
+        """What all ranks gather next in this backward."""
+        for place in range(self._walked, len(order)):
+            trace = order[place]
+            if trace.joinable or (trace.came_last and not trace.weightless and not trace.alive):
+                return trace.unit
+            if not trace.weightless:
+                return None
+        return None
+
+    def _stand_in(self, place: int) -> None:
+        """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
+        self._walked = max(self._walked, place + 1)
+        trace = self._order[place]
+        if self.frees and trace.joinable and not trace.came and self.wire.size > 1:
+            trace.came = True
+            following = self._next_in(self._order)
+            trace.unit.gather()
+            if following is not None:
+                following.gather()
+            self._release(trace)
+            self._reduce_up_to(place)
+
+    def _pre_backward(self, use: Use, is_open: bool, is_embedding: bool, *_: Any) -> None:
         self._begin_backward()
-        trace = host.trace
-        if is_open:
-            Variable._execution_engine.queue_callback(partial(self._close_open, trace))
-        if host.is_embedding or not self.frees:
+        trace = use.trace
+        if is_open and torch._C._current_graph_task_id() != self._task:
+            Variable._execution_engine.queue_callback(partial(self._end_inner, use))
+        if is_embedding or not self.frees:
             return
         trace.in_backward = True
         trace.in_open = trace.in_open or is_open
-        self._need(trace.unit, self._backward)
+        self._need(trace)
 
-    def _post_backward(self, trace: Trace, pass_: int, *_: Any) -> None:
+    def _post_backward(self, use: Use, *_: Any) -> None:
         self._begin_backward()
+        if use.left == use.events:
+            self._touched.append(use)
+        use.left -= 1
+        if use.left > 0:
+            return
+        trace = use.trace
+        if not use.done:
+            use.done = True
+            trace.pending -= 1
         trace.in_backward = trace.in_open
-        left = trace.pending.pop(pass_, 0) - 1
-        if left > 0:
-            trace.pending[pass_] = left
-            return
         if not trace.in_open:
-            trace.unit.release()
-        if pass_ not in trace.open:
-            self._ready(trace)
+            self._release(trace)
+        if not use.is_open and not trace.pending:
+            self._passed(trace)
 
-    def _close_open(self, trace: Trace) -> None:
-        """The end of the (possibly inner) backward that an open host ran in."""
+    def _end_inner(self, use: Use) -> None:
+        """The end of an inner backward (reentrant checkpointing), which an open use ran in."""
+        trace = use.trace
         trace.in_backward = trace.in_open = False
-        if self._in_backward and not trace.pending and trace.unit.has_grads():
-            trace.unit.release()
-            self._ready(trace)
+        if self._in_backward and not trace.pending:
+            self._release(trace)
+            self._passed(trace)
 
-    def _ready(self, trace: Trace) -> None:
-        """All gradients of this unit's pass are there: they leave when it is their turn."""
-        if not trace.unit.trained:
-            return
+    def _passed(self, trace: Trace) -> None:
+        """Backward has come to where this unit was first used: its gradients are complete, and those of all used after it."""
         if not self.sync and self._defers:
             trace.unit.hold()
-        elif trace.reduced or trace.unit.wire.size == 1:
-            self._reduce(trace)  # of a further pass through the model
+        elif self.wire.size == 1:
+            if trace.unit.trained:
+                self._reduce(trace)
         else:
-            trace.ready = True
-            if self._came is not None:
-                self._came.append(trace)
-            while self._turn < len(self._turns) and self._turns[self._turn].ready:
-                self._reduce(self._turns[self._turn])
-                self._turn += 1
+            self._agreed()
+            if trace.place >= 0:
+                self._reduce_up_to(trace.place)
+
+    def _reduce_up_to(self, place: int) -> None:
+        while self._turn <= place:
+            trace = self._order[self._turn]
+            self._turn += 1
+            trace.in_backward = trace.in_open = False
+            self._release(trace)
+            if trace.unit.trained and (self.sync or not self._defers):
+                self._reduce(trace)
 
     def _reduce(self, trace: Trace) -> None:
         previous, self._reducing = self._reducing, trace
         if previous is not None:
-            self._finish_reduce(previous)
+            if previous.everywhere:
+                self._finish_reduce(previous)
+            else:
+                self._late.append(previous)
         trace.unit.reduce()
-        trace.reduced, trace.final = True, False
+        trace.reduced, trace.stepped = True, False
 
     def _finish_reduce(self, trace: Trace) -> None:
         trace.unit.finish_reduce()
-        # With another pass of it to come, or one whose end only the end of backward shows, there may be more.
-        if self.after_reduce is None or not self.sync or trace.final or trace.pending or trace.open:
-            return
-        trace.final = True
-        self.after_reduce(trace.unit)
+        # With another pass of it to come there may be more. Whether other ranks have gradients of it is known at the end.
+        if trace.unit.has_arrived and not trace.pending:
+            self._step(trace)
+
+    def _step(self, trace: Trace) -> None:
+        if self.after_reduce is not None and self.sync and trace.reduced and not trace.stepped:
+            trace.stepped = True
+            self.after_reduce(trace.unit)
+
+    def _finish_reduces(self) -> None:
+        late, self._late = self._late, []
+        if self._reducing is not None:
+            late.append(self._reducing)
+            self._reducing = None
+        for trace in late:
+            self._finish_reduce(trace)
 
     def _reduce_rest(self) -> None:
-        """Units that were not ready in this backward: unused ones send zeros, since another rank may have used them."""
-        for trace in self._turns:
-            if not trace.reduced or trace.unit.has_grads():
-                self._reduce(trace)
-        self._reducing = None
+        """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""
+        if self.wire.size == 1:
+            for trace in self.traces:
+                if trace.unit.has_grads():
+                    self._reduce(trace)
+            self._finish_reduces()
+        else:
+            order = self._agreed()
+            while min(self._turn, self._walked) < len(order):
+                if self._walked < len(order) and self._walked <= self._turn:
+                    self._stand_in(self._walked)
+                else:
+                    self._reduce_up_to(self._turn)
+            self._finish_reduces()
+            self._agree_on_gradients()
         for trace in self.traces:
-            self._finish_reduce(trace)
-        if self._came is not None:
-            self._agree_on_turns(self._came)
+            trace.local = False
+            self._step(trace)
 
-    def _agree_on_turns(self, came: list[Trace]) -> None:
-        """Once: rank 0's order, then units that only other ranks used, then those that no rank used."""
-        self._came = None
-        wire = self.traces[0].unit.wire
-        if wire.size == 1:
-            return
-        place = {id(trace): index for index, trace in enumerate(self._turns)}
-        everyone: list[list[int]] = wire.exchange([place[id(trace)] for trace in came])
-        order = list(dict.fromkeys(index for theirs in everyone for index in theirs))
-        order += [index for index in range(len(self._turns)) if index not in set(order)]
-        self._turns = [self._turns[index] for index in order]
+    def _agree_on_gradients(self) -> None:
+        """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
+        while True:
+            flags = [int(trace.unit.has_grads()) for trace in self.traces]
+            for trace in self.traces:
+                flags += trace.unit.arrived()
+            found = self.wire.start_maximum(flags)()
+            more = [trace for trace in self.traces if found[trace.at]]
+            if not more:
+                break
+            for trace in more:
+                self._reduce(trace)
+            self._finish_reduces()
+        start = len(self.traces)
+        for trace in self.traces:
+            start = trace.unit.set_present(found, start)
 
     def _end_backward(self) -> None:
         """Whatever the node hooks missed; then every owner's gradient is complete."""
@@ -354,93 +716,66 @@ class Schedule:
         self._tail = None
         for trace in self.traces:
             trace.in_backward = trace.in_open = False
-            trace.open.clear()
-            trace.unit.release()
+            if not self._again:
+                trace.held = 0
+            self._release(trace)
         if self._defers and not self.sync:
             for trace in self.traces:
+                trace.local = trace.local or trace.unit.has_grads()
                 trace.unit.hold()
         else:
             self._reduce_rest()
+        for trace in self.traces:
+            trace.came_last = trace.came
+            trace.noted = trace.noted and self._again
+        for use in self._touched:  # of a graph that is kept, in its next backward
+            use.left = use.events
+        self._touched.clear()
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
         self.after_backward()
 
     def flush(self) -> None:
-        """Reduce gradients that `no_sync` left on this rank. A collective where there are any."""
-        if not self.unsynced:
+        """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook. A collective where there are any."""
+        missed = not self._seen_backward and any(trace.unit.has_grads() for trace in self.traces)
+        if not self.unsynced and not missed:
             return
-        self.unsynced = False
-        for trace in self.traces:
-            trace.reduced = trace.final = False
-        self._reduce_rest()
+        self.unsynced, self._seen_backward = False, True
+        sync, self.sync = self.sync, True
+        try:
+            for trace in self.traces:
+                trace.local = trace.local or trace.unit.has_grads()
+            self._begin_order()
+            self._walked = len(self._agreed())
+            self._reduce_rest()
+        finally:
+            self.sync = sync
         self.after_backward()
 
     def quiesce(self) -> None:
         """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""
-        if self._in_backward and not _inside_backward():
+        if self._in_backward and not in_backward_of_any():
             self.reset()
         self._tail = None
-        for unit in self.units:
-            unit.release()
-            unit.close()
+        for trace in self.traces:
+            trace.held = 0
+            trace.unit.release()
+            trace.unit.close()
 
     def reset(self) -> None:
         """Forget the pass under way, after an exception in it: local gradients, hooks' counts, transfers."""
         self._in_backward = False
         self._tail = None
         self._reducing = None
+        self._late.clear()
+        self._touched.clear()
+        self._agreed()
+        self._abandon()
         self._forward, self._backward = Order(), Order()
         for trace in self.traces:
-            trace.in_backward = trace.in_open = trace.reduced = False
-            trace.running = 0
-            trace.pending.clear()
-            trace.open.clear()
+            trace.in_backward = trace.in_open = trace.reduced = trace.noted = trace.local = False
+            trace.running = trace.held = 0
+            trace.use = None
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
             trace.unit.release()
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _youngest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """The autograd node made last among those of the inputs; None, where no node made any."""
-    youngest, age = None, -1
-    for tensor in _tensors(args, kwargs.values()):
-        if tensor.requires_grad:
-            node = tensor.grad_fn
-            if node is not None and (number := node._sequence_nr()) > age:
-                youngest, age = node, number
-    return youngest
-
-
-def _nodes(values: Any) -> list[Any]:
-    """The autograd nodes that made the tensors in `values`, and those that these are views of."""
-    nodes: list[Any] = []
-    for tensor in _tensors((values,)):
-        if tensor.requires_grad:
-            for node in (
-                tensor.grad_fn,
-                tensor._base.grad_fn if tensor._is_view() and tensor._base is not None else None,
-            ):
-                if node is not None and all(node is not known for known in nodes):
-                    nodes.append(node)
-    return nodes
-
-
-def _tensors(*values: Iterable[Any]) -> list[Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses."""
-    found: list[Tensor] = []
-    stack: list[Iterable[Any]] = [*values]
-    while stack:
-        for value in stack.pop():
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (tuple, list)):
-                stack.append(value)
-            elif isinstance(value, (dict, OrderedDict)):
-                stack.append(value.values())
-            elif is_dataclass(value) and not isinstance(value, type):
-                stack.append([getattr(value, f.name) for f in fields(value)])
-    return found

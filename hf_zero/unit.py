@@ -21,6 +21,7 @@ from .errors import StateError, TierError
 from .flat import Flat
 from .inflight import Inflight
 from .layout import UnitLayout
+from .on_read import GatherOnRead, ParameterDict
 from .tiers import Tier
 
 
@@ -53,6 +54,9 @@ class Unit:
         """The update of this unit that another thread is busy with."""
         self.failure: TierError | None = None
         """Parameters could not be read from disk: what was computed since is worthless."""
+        self.always_asks = False
+        """Every access to a parameter is told to the schedule, also while the unit is gathered."""
+        self._dictionaries: list[ParameterDict] = []
         self._brings: list[tuple[Flat, Inflight]] = []
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -125,6 +129,9 @@ class Unit:
             flat.point(flat.views)
             flat.stale = False
         self.state = State.GATHERED
+        if not self.always_asks:
+            for each in self._dictionaries:
+                each.__class__ = ParameterDict
 
     def release(self) -> None:
         """Full parameters go away, unless the stage keeps them."""
@@ -138,6 +145,15 @@ class Unit:
             flat.point(flat.guards.shown)
             flat.close()
         self.state = State.SHARDED
+        for each in self._dictionaries:
+            each.__class__ = GatherOnRead
+
+    def watch(self, dictionaries: Sequence[ParameterDict]) -> None:
+        """These modules' parameters belong to this unit: while it is released, a read of one is told to the schedule."""
+        self._dictionaries += dictionaries
+        if self.state is not State.GATHERED:
+            for each in dictionaries:
+                each.__class__ = GatherOnRead
 
     def gather_if_kept(self) -> None:
         """After the slices have been elsewhere: whole again, where the stage keeps that. A collective there."""
@@ -188,7 +204,27 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return any(flat.has_grads() for flat in self.trained)
+        for flat in self.trained:
+            if flat.has_grads():
+                return True
+        return False
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this rank has had a gradient of it since the last `drop_grads`."""
+        return any(True in flat.arrived for flat in self.trained)
+
+    def arrived(self) -> list[bool]:
+        """By parameter, span by span: whether this rank has had a gradient of it since the last `drop_grads`."""
+        return [each for flat in self.trained for each in flat.arrived]
+
+    def set_present(self, found: Sequence[int], start: int) -> int:
+        """What `arrived` is on any rank, from `found[start]` on; returns where the next unit's begins."""
+        for flat in self.trained:
+            stop = start + len(flat.params)
+            flat.set_present([bool(each) for each in found[start:stop]])
+            start = stop
+        return start
 
     def hold(self) -> None:
         """The end of a backward inside `no_sync`, where nothing is sent."""

@@ -1,0 +1,169 @@
+"""Autograd's graph as the schedule sees it: the nodes that made a value, and the tensors that a forward saves for backward.
+
+Everything here runs once per unit and forward, or once per saved tensor: it makes as few Python calls as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_DEPTH = 4
+"""How deep unknown objects are looked into: a cache holds layers, which hold lists of tensors."""
+_DEEPEST = 32
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, sets, mappings, dataclasses and plain objects (their attributes)."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    known: set[int] = set()
+    level, depth = [value], 0
+    while level and depth < _DEEPEST:
+        deeper: list[Any] = []
+        for each in level:
+            if isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, (tuple, list)):
+                deeper += each
+            elif isinstance(each, _PLAIN):
+                continue
+            elif id(each) in known:
+                continue
+            else:
+                known.add(id(each))
+                deeper += _inside(each, depth)
+        level, depth = deeper, depth + 1
+    return found
+
+
+def _inside(value: Any, depth: int) -> list[Any]:
+    if isinstance(value, (dict, Mapping, MappingProxyType)):
+        return list(value.values())
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, (nn.Module, type)) or callable(value):
+        return []
+    if is_dataclass(value):
+        return [getattr(value, each.name, None) for each in fields(value)]
+    return list(vars(value).values()) if depth < _DEPTH and hasattr(value, "__dict__") else []
+
+
+def nodes_of(tensors: list[Tensor]) -> list[Any]:
+    """The autograd nodes that made these tensors, and those that these are views of. Each once.
+
+    Autograd replaces a view's node when its base is written to, never the base's: a hook on both is always found.
+    """
+    nodes: list[Any] = []
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        if node not in nodes:
+            nodes.append(node)
+        base = tensor._base
+        if base is not None:
+            node = base.grad_fn
+            if node is not None and node not in nodes:
+                nodes.append(node)
+    return nodes
+
+
+def youngest_of(tensors: list[Tensor]) -> Any | None:
+    """The autograd node made last among those that made these tensors; None, where no node made any."""
+    youngest, age = None, -1
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is not None:
+            number = node._sequence_nr()
+            if number > age:
+                youngest, age = node, number
+    return youngest
+
+
+def in_backward_of_any() -> bool:
+    """Whether autograd runs a backward in this thread just now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class SavedTensors:
+    """Makes backward find a parameter's values whenever it needs them, however it got there.
+
+    Between `push` and `pop` every tensor that autograd saves passes through `_pack`. One that lies in the unsharded buffer
+    of a unit (a weight, its transpose) is saved together with that unit: `unpack` gathers it before autograd reads
+    it. So the values are there in a second backward over a retained graph, in one that starts at a tensor recorded inside a
+    block, or behind an output that nobody can look into. The other tensors pass through, with the check of their
+    version that torch makes for tensors without hooks.
+
+    Hooks that are already on (`save_on_cpu`) go on working for what is not a parameter.
+
+    Args:
+        owner_of: address of a storage (`_cdata`) -> what to pass to `bring`.
+        bring: called before a saved parameter is read.
+    """
+
+    def __init__(self, owner_of: Mapping[int, Any], bring: Callable[[Any], None]) -> None:
+        self._owner_of = owner_of
+        self._bring = bring
+
+    def push(self) -> bool:
+        """From here on, in this thread. False, and nothing is done, where saved tensor hooks are disabled (`torch.func`), or
+        where `checkpoint` has its own on."""
+        autograd = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return False
+        outer = autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+            return False  # it counts what is saved, and its recomputation runs the forward hooks
+        if outer is None:
+            autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        else:
+            pack, unpack = self._around(*outer)
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        return True
+
+    @staticmethod
+    def pop() -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key = tensor.untyped_storage()._cdata
+        owners = self._owner_of
+        return tensor, tensor._version, owners[key] if key in owners else None
+
+    def _unpack(self, saved: Any) -> Tensor:
+        tensor, version, owner = saved
+        if owner is not None:
+            self._bring(owner)
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
+                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )
+        return tensor  # type: ignore[no-any-return]
+
+    def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+        owners = self._owner_of
+
+        def packed(tensor: Tensor) -> Any:
+            if tensor.untyped_storage()._cdata in owners:
+                return True, self._pack(tensor)
+            return False, pack(tensor)
+
+        def unpacked(saved: Any) -> Tensor:
+            is_parameter, value = saved
+            return self._unpack(value) if is_parameter else unpack(value)
+
+        return packed, unpacked

@@ -1,0 +1,414 @@
+"""A program that is right under plain data parallel gives its numbers at every stage: programs that look at a model in unusual ways.
+
+A program is a model and a function that runs one rank's forwards and backwards of one step on it. The reference plays all
+ranks in one process: gradients are averaged over the ranks, a parameter that no rank gave one has none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_zero as zero
+
+pytestmark = pytest.mark.gloo
+
+WIDTH = 16
+VOCAB = 23
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        self.seen = hidden
+        return x + self.down(hidden)
+
+
+class Body(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class Model(nn.Module):
+    """A language model whose parts can be used in other ways than its forward does."""
+
+    def __init__(self, *, tied: bool = False, root: bool = False, fused: bool = False, heads: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Body()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, VOCAB, bias=not tied) for _ in range(heads))
+        if tied:
+            self.heads[0].weight = self.body.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.0)) if root else None
+        self.fused = fused
+
+    def forward(self, ids: Tensor, head: int = 0) -> Tensor:
+        hidden = self.body(ids)
+        if self.fused:
+            logits = F.linear(hidden, self.heads[head].weight, self.heads[head].bias)
+        else:
+            logits = self.heads[head](hidden)
+        return logits if self.scale is None else logits * self.scale
+
+
+def ids_of(rank: int, step: int, micro: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, VOCAB, (2, 5), generator=generator)
+
+
+def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2).float(), ids.flatten())
+
+
+Run = Callable[[Any, int, int], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Program:
+    build: Callable[[], nn.Module]
+    run: Run
+    """(model, rank, step) -> losses; it has called backward."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    steps: int = 4
+    dtype: str = "no"
+    tolerance: float = 2e-5
+
+
+def plain(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids), ids)
+    loss.backward()
+    return [loss]
+
+
+def two_forwards(model: Any, rank: int, step: int) -> list[Tensor]:
+    one, two = ids_of(rank, step), ids_of(rank, step, 1)
+    loss = token_loss(model(one), one) + token_loss(model(two), two).square()
+    loss.backward()
+    return [loss]
+
+
+def forgotten_forward(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    model(ids_of(rank, step, 1))
+    if step == 1:
+        kept = model(ids_of(rank, step, 2))  # its graph is alive during the backward
+        del kept
+    return plain(model, rank, step) if ids.numel() else []
+
+
+def two_backwards(model: Any, rank: int, step: int) -> list[Tensor]:
+    one, two = ids_of(rank, step), ids_of(rank, step, 1)
+    first, second = token_loss(model(one), one), token_loss(model(two), two)
+    first.backward()
+    second.backward()
+    return [first, second]
+
+
+def retained(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids), ids)
+    loss.backward(retain_graph=True)
+    (0.5 * loss).backward(retain_graph=True)
+    loss.square().backward()
+    return [loss]
+
+
+def penalty(model: Any, rank: int, step: int) -> list[Tensor]:
+    """A gradient penalty with respect to what goes into the blocks."""
+    ids = ids_of(rank, step)
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(step * 7 + rank)).requires_grad_()
+    hidden = x
+    for block in model.body.blocks:
+        hidden = block(hidden)
+    loss = token_loss(model.heads[0](hidden), ids)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    total = loss + 0.1 * grad.square().sum()
+    total.backward()
+    return [total]
+
+
+def root_penalty(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids), ids)
+    params = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    total = loss + 0.01 * sum(g.square().sum() for g in grads if g is not None)
+    total.backward()
+    return [total]
+
+
+def recorded(model: Any, rank: int, step: int) -> list[Tensor]:
+    """The loss is on tensors recorded inside blocks; nobody uses the output."""
+    model(ids_of(rank, step))
+    loss = model.body.blocks[1].seen.square().mean()
+    loss.backward()
+    return [loss]
+
+
+def recorded_too(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids), ids) + sum(block.seen.square().mean() for block in model.body.blocks)
+    loss.backward()
+    return [loss]
+
+
+def hidden_only(model: Any, rank: int, step: int) -> list[Tensor]:
+    """Ranks run the same forward and take the loss from different depths."""
+    outputs: list[Tensor] = []
+    hooks = [block.register_forward_hook(lambda m, a, out: outputs.append(out)) for block in model.body.blocks]
+    ids = ids_of(rank, step)
+    logits = model(ids)
+    for hook in hooks:
+        hook.remove()
+    loss = token_loss(logits, ids) if (rank + step) % 2 else outputs[(rank + step) % 3].square().mean()
+    loss.backward()
+    return [loss]
+
+
+def alternating(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids, head=step % 2), ids)
+    loss.backward()
+    return [loss]
+
+
+def other_heads(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids, head=(rank + step) % 2), ids)
+    loss.backward()
+    return [loss]
+
+
+def skipping(model: Any, rank: int, step: int) -> list[Tensor]:
+    """Layer drop: other blocks on every rank."""
+    ids = ids_of(rank, step)
+    x = model.body.embed(ids)
+    for index, block in enumerate(model.body.blocks):
+        if (index + rank + step) % 3:
+            x = block(x)
+    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
+    loss.backward()
+    return [loss]
+
+
+def uneven_forwards(model: Any, rank: int, step: int) -> list[Tensor]:
+    total = torch.zeros(())
+    for micro in range(1 + (rank + step) % 3):
+        ids = ids_of(rank, step, micro)
+        total = total + token_loss(model(ids), ids)
+    total.backward()
+    return [total]
+
+
+def read_in_loss(model: Any, rank: int, step: int) -> list[Tensor]:
+    """A loss function outside of forward takes the head's weight."""
+    ids = ids_of(rank, step)
+    hidden = model.body(ids)
+    loss = token_loss(F.linear(hidden, model.heads[0].weight, model.heads[0].bias), ids)
+    loss.backward()
+    return [loss]
+
+
+def around_blocks(model: Any, rank: int, step: int) -> list[Tensor]:
+    """The blocks' modules are called, the blocks are not."""
+    ids = ids_of(rank, step)
+    x = model.body.embed(ids)
+    for block in model.body.blocks:
+        x = x + block.down(torch.tanh(block.up(block.norm(x))))
+    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
+    loss.backward()
+    return [loss]
+
+
+def reentrant(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    x = model.body.embed(ids)
+    for block in model.body.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
+    loss.backward()
+    return [loss]
+
+
+def not_reentrant(model: Any, rank: int, step: int) -> list[Tensor]:
+    ids = ids_of(rank, step)
+    x = model.body.embed(ids)
+    for block in model.body.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
+    loss.backward()
+    return [loss]
+
+
+class Box:
+    """A container that nobody knows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, box: Box) -> Box:
+        return Box(self.block(box.value))
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Boxing() for _ in range(3))
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, VOCAB)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        box = Box(self.embed(ids))
+        for layer in self.layers:
+            box = layer(box)
+        return self.heads[0](box.value)
+
+
+class Scaled(nn.Module):
+    """Its own weight is read by another module, in the middle of its forward; that one runs later too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x) + 0.1 * F.linear(x, self.layers[(index + 1) % 3].up.weight[:WIDTH])
+        return self.head(x) + F.linear(x, self.embed.weight)
+
+
+PROGRAMS = {
+    "plain": Program(Model, plain),
+    "tied": Program(lambda: Model(tied=True), plain),
+    "fused head": Program(lambda: Model(fused=True), plain),
+    "fused tied head": Program(lambda: Model(fused=True, tied=True), plain),
+    "fused head, root parameter": Program(lambda: Model(fused=True, root=True), two_forwards),
+    "read in the middle": Program(Scaled, plain),
+    "read in the loss": Program(Model, read_in_loss),
+    "read in the loss, tied": Program(lambda: Model(tied=True), read_in_loss),
+    "root parameter, two forwards": Program(lambda: Model(root=True), two_forwards),
+    "two forwards": Program(Model, two_forwards),
+    "forgotten forward": Program(lambda: Model(root=True), forgotten_forward),
+    "two backwards": Program(lambda: Model(root=True), two_backwards),
+    "retained graph": Program(lambda: Model(tied=True, root=True), retained),
+    "penalty": Program(Model, penalty),
+    "root penalty": Program(Model, root_penalty),
+    "recorded": Program(Model, recorded),
+    "recorded too": Program(Model, recorded_too),
+    "from the middle": Program(Model, hidden_only),
+    "alternating heads": Program(lambda: Model(heads=2), alternating),
+    "other heads": Program(lambda: Model(heads=2), other_heads, stages=(0, 1, 2)),
+    "unused head": Program(lambda: Model(heads=3), plain),
+    "layer drop": Program(Model, skipping, stages=(0, 1, 2)),
+    "uneven forwards": Program(Model, uneven_forwards, stages=(0, 1, 2)),
+    "around blocks": Program(Model, around_blocks),
+    "reentrant": Program(Model, reentrant),
+    "not reentrant": Program(Model, not_reentrant),
+    "boxes": Program(Boxes, plain),
+}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-3)
+
+
+def reference(program: Program, world: int) -> tuple[list[list[float]], dict[str, Tensor], dict[int, Any]]:
+    model = program.build()
+    optimizer = optimizer_of(model)
+    params = list(model.parameters())
+    losses = []
+    for step in range(program.steps):
+        found: list[list[Tensor | None]] = []
+        for rank in range(world):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=program.dtype == "bf16"):
+                values = program.run(model, rank, step)
+            found.append([p.grad for p in params])
+            for p in params:
+                p.grad = None
+            if rank == 0:
+                losses.append([value.item() for value in values])
+        for p, grads in zip(params, zip(*found)):
+            if any(grad is not None for grad in grads):
+                p.grad = sum(torch.zeros_like(p) if grad is None else grad for grad in grads) / world
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict(), optimizer.state_dict()["state"]
+
+
+def compare(name: str, stage: int, rank: int, world: int) -> None:
+    program = PROGRAMS[name]
+    model = program.build()
+    optimizer = optimizer_of(model)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision=program.dtype)
+    losses = []
+    for step in range(program.steps):
+        values = program.run(model, rank, step)
+        losses.append([value.item() for value in values])
+        del values
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = model.state_dict(), optimizer.state_dict()["state"]
+    if rank != 0:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected_losses, expected, expected_state = reference(program, world)
+    torch.testing.assert_close(losses, expected_losses, rtol=program.tolerance, atol=program.tolerance)
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{key}: {m}")
+    assert state.keys() == expected_state.keys(), f"optimizer state of {sorted(state)}, expected {sorted(expected_state)}"
+    for index, entries in expected_state.items():
+        for key, value in entries.items():
+            torch.testing.assert_close(
+                state[index][key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{index} {key}: {m}"
+            )
+
+
+def worker(rank: int, world: int, stage: int, name: str) -> None:
+    compare(name, stage, rank, world)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_plain_data_parallel(two, name: str, stage: int):
+    if stage not in PROGRAMS[name].stages:
+        pytest.skip("ranks that run other modules in a forward: not at stage 3")
+    two.run(worker, stage, name, timeout_s=20)
