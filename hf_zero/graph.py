@@ -137,6 +137,8 @@ class SavedTensors:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
+        if tensor.requires_grad:
+            tensor = tensor.detach()  # an operation's own output would keep the operation, and that the output, for ever
         key = tensor.untyped_storage()._cdata
         owners = self._owner_of
         return tensor, tensor._version, owners[key] if key in owners else None

@@ -17,8 +17,8 @@ reduced last. By autograd's rule a unit whose turn has passed is complete, so no
 not use: what is there is sent, zeros otherwise. At the end a second small all-reduce tells which parameters have a gradient on
 any rank (the others have none, as in DDP), and which units got more gradients after their turn: these are reduced again.
 
-At stage 3 the same order is the order of gathers in backward. A rank whose backward leaves a unit out takes part in its
-gather and its reduce all the same (`_stand_in`), since the others may need both.
+At stage 3 the order of gathers in backward is agreed as well: units used last come first. A rank whose backward leaves a unit
+out takes part in its gather and its reduce all the same (`_stand_in`), since the others may need both.
 
 Recomputation (activation checkpointing) runs the same forward hooks. In its non-reentrant form the unit is already in
 backward then, and its forward leaves no second trace; in its reentrant form the recomputed forward is the only one that
@@ -72,10 +72,10 @@ class Host:
         given: during its forward: the nodes that made its inputs.
         entry: during its forward: the youngest of them.
         use: during its forward with a graph: what this forward adds to.
-        borrowed: during its forward: units of other hosts whose parameters were read.
+        borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
     """
 
-    __slots__ = ("acting", "borrowed", "entry", "given", "is_embedding", "module", "trace", "use")
+    __slots__ = ("acting", "borrowed", "entry", "given", "is_embedding", "lent", "module", "trace", "use")
 
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
         self.module = module
@@ -85,6 +85,7 @@ class Host:
         self.entry: Any = None
         self.use: Use | None = None
         self.borrowed: list[Trace] = []
+        self.lent: list[Use] = []
         self.is_embedding = is_plain_embedding(module)
 
 
@@ -92,40 +93,50 @@ class Use:
     """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
 
     Attributes:
+        first: when it began.
         events: hosts of it whose post-backward will come; `left` of them in the backward under way.
         is_open: it has a host whose post-backward will not come, its inputs need no gradient.
+        done: a backward has been through it; with `retain_graph` there may be another.
     """
 
-    __slots__ = ("__weakref__", "count", "done", "events", "is_open", "left", "trace")
+    __slots__ = ("__weakref__", "done", "events", "first", "is_open", "left", "trace")
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, first: int) -> None:
         self.trace = trace
-        self.events = self.left = self.count = 0
+        self.first = first
+        self.events = self.left = 0
         self.is_open = self.done = False
-        trace.alive += 1
+        trace.uses.append(first)
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.trace.uses.remove(self.first)
+            self.trace.kept.append(self.first)
+            self.trace.pending -= bool(self.events)
 
     def __del__(self) -> None:
-        trace = self.trace
-        trace.alive -= 1
-        trace.uses -= self.count
-        if self.events and not self.done:
-            trace.pending -= 1
+        self.finish()
+        self.trace.kept.remove(self.first)
 
 
 class Trace:
     """What the schedule remembers of one unit.
 
     Attributes:
-        position: when it was first used, of the uses that are alive; a count that only grows.
-        alive: uses with a graph. `uses`: forwards of hosts in these. `pending`: those whose backward is not over.
-        noted: it ran in a forward with a graph, maybe without one of its own (reentrant checkpointing): until the next backward.
-        place: in the agreed order of the backward under way; -1: no rank has used it.
+        uses: when those began that have a graph and wait for its backward; `kept`: those that have had one.
+        pending: how many of `uses` will have a post-backward.
+        begun: when its use in this pass began; a count that only grows. `first`, `latest`: when its first use since the last
+            backward began, and its last one ended; in a backward as agreed.
+        noted: the last pass it ran in, maybe without a graph of its own (reentrant checkpointing); 0 after the next backward.
+        place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
         held: not released. 1: until the next forward or step, 2: until the end of a backward.
     """
 
     __slots__ = (
-        "alive", "at", "borrowed", "came", "came_last", "everywhere", "expected", "held", "in_backward", "in_open", "joinable",
-        "local", "noted", "pending", "place", "position", "reduced", "running", "seen", "stepped", "unit", "use", "uses", "weightless",
+        "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward", "in_open",
+        "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen", "step", "stepped", "unit",
+        "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -134,15 +145,17 @@ class Trace:
         self.expected = len(modules)  # uses in a pass, as of the last one
         self.seen = 0  # in this pass so far
         self.running = 0  # hosts whose forward is under way
-        self.position = self.alive = self.uses = self.pending = 0
+        self.uses: list[int] = []
+        self.kept: list[int] = []
+        self.first = self.begun = self.latest = self.pending = 0
         self.use: weakref.ref[Use] | None = None  # of the pass under way
-        self.noted = False
+        self.noted = 0
         self.borrowed = False  # others than its hosts have read it
         self.held = 0
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
         # In the backward under way:
-        self.place = -1
-        self.joinable = False  # used once in forward: its one gather in backward has one place in the order of all ranks
+        self.place = self.step = -1
+        self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
         self.everywhere = True  # every rank has used it: none makes the others wait for its part
         self.in_backward = self.in_open = self.came = self.came_last = self.reduced = False
         self.stepped = False  # who wants to know has been told that all gradients are there
@@ -178,7 +191,8 @@ class Schedule:
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
-        self._turn = self._walked = 0  # how far reduces and gathers have come in it
+        self._walk: list[Trace] = []  # and of their gathers, where units are released
+        self._turn = self._walked = 0  # how far these have come
         self.traces: list[Trace] = []
         self._hosts: list[Host] = []
         for unit, modules in units:
@@ -300,6 +314,8 @@ class Schedule:
         borrowed, host.borrowed = host.borrowed, []
         for trace in borrowed:
             trace.running = max(0, trace.running - 1)
+            if trace.noted:
+                self._end_use(trace)
             if not trace.running and not self._in_backward and trace.seen >= trace.expected:
                 self._leave_tail(trace)
                 self._tail = trace
@@ -340,23 +356,28 @@ class Schedule:
         host.use = self._used(trace, host.entry)
 
     def _note(self, trace: Trace) -> None:
-        if not trace.noted:
-            trace.noted = True
-            if not trace.alive:
-                self._clock += 1
-                trace.position = self._clock
+        if trace.noted != self._pass:
+            self._begin_use(trace)
+            if not trace.noted:
+                trace.first = trace.begun
+            trace.noted = self._pass
+
+    def _begin_use(self, trace: Trace) -> None:
+        self._clock += 1
+        trace.begun = trace.latest = self._clock
+
+    def _end_use(self, trace: Trace) -> None:
+        self._clock += 1
+        trace.latest = self._clock
 
     def _used(self, trace: Trace, entry: Any) -> Use:
         """A forward with a graph; `entry` is the node whose backward comes right after it."""
         use = None if trace.use is None else trace.use()
         if use is None:
-            if not trace.alive and not trace.noted:
-                self._clock += 1
-                trace.position = self._clock
-            use = Use(trace)
+            if trace.noted != self._pass:
+                self._begin_use(trace)
+            use = Use(trace, trace.begun)
             trace.use = weakref.ref(use)
-        use.count += 1
-        trace.uses += 1
         if entry is None:
             use.is_open = True
         else:
@@ -372,10 +393,12 @@ class Schedule:
         if trace is None or not self._leave(host):
             return
         trace.running = max(0, trace.running - 1)
-        given, use, is_open = host.given, host.use, host.entry is None
-        host.given, host.use, host.entry = [], None, None
+        if trace.noted:
+            self._end_use(trace)
+        given, use, is_open, lent = host.given, host.use, host.entry is None, host.lent
+        host.given, host.use, host.entry, host.lent = [], None, None, []
         if use is not None and (self.frees or is_open):
-            hook = partial(self._pre_backward, use, is_open, host.is_embedding)
+            hook = partial(self._pre_backward, use, is_open, host.is_embedding, lent)
             for node in nodes_of(tensors_in(output)):
                 if node not in given:  # what is handed on is no use of the unit
                     node.register_prehook(hook)
@@ -391,9 +414,11 @@ class Schedule:
         if not self._leave(host) or self._in_backward:
             return
         graph = torch.is_grad_enabled()
+        lent, host.lent = host.lent, []
         if graph:
+            hook = partial(self._root_pre_backward, lent)
             for node in nodes_of(tensors_in(output)):
-                node.register_prehook(self._root_pre_backward)
+                node.register_prehook(hook)
         if self.frees:
             self._forward.close()
             # The unit that ran last is the first that backward needs.
@@ -458,7 +483,7 @@ class Schedule:
         itself = on_read.is_read_by_itself(read.module)
         if itself:
             self._host_inside(trace)
-        if self._in_backward or itself or (torch.is_grad_enabled() and any(each.alive for each in self.traces)):
+        if self._in_backward or itself or (torch.is_grad_enabled() and any(each.uses for each in self.traces)):
             graph = torch.is_grad_enabled() or self._in_backward
             self._hold(trace, 2 if graph else 1)
 
@@ -474,8 +499,8 @@ class Schedule:
         self._need(trace)
         if self._with_graph and not self._in_backward:
             self._note(trace)
-        if torch.is_grad_enabled() and host.entry is not None and not self._in_backward:
-            self._used(trace, host.entry)
+        if torch.is_grad_enabled() and not self._in_backward:
+            host.lent.append(self._used(trace, host.entry))
 
     def _hold(self, trace: Trace, how: int) -> None:
         trace.held = max(trace.held, how)
@@ -496,7 +521,7 @@ class Schedule:
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def _root_pre_backward(self, *_: Any) -> None:
+    def _root_pre_backward(self, lent: list[Use], *_: Any) -> None:
         if self._in_backward and self._task != torch._C._current_graph_task_id():
             self.reset()  # the backward before this one raised
         self._begin_backward()
@@ -511,85 +536,106 @@ class Schedule:
         self._begin_order()
         if self._again and self.frees:  # what it saves of parameters is not told to `_saved`
             for trace in self.traces:
-                if trace.alive or trace.noted:
+                if trace.uses or trace.kept or trace.noted:
                     trace.held = 2
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _begin_order(self) -> None:
         """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
         for trace in self.traces:
-            trace.reduced = trace.stepped = trace.came = False
-            trace.place = -1
+            trace.reduced = trace.stepped = False
+            trace.came = trace.unit.state is not State.SHARDED  # kept from forward, on every rank: it is not gathered again
+            trace.place = trace.step = -1
         self._turn = self._walked = 0
-        self._order = []
+        self._order, self._walk = [], []
         if not self.frees and (self.wire.size == 1 or (self._defers and not self.sync)):
             self._agreement = None
             return
-        used = [trace.position if trace.alive or trace.noted or trace.local else 0 for trace in self.traces]
-        base = min([position for position in used if position], default=1) - 1
-        positions = [position and position - base for position in used]
-        unused = [int(not position) for position in positions]
-        uses = [trace.uses if trace.alive else 0 for trace in self.traces]
-        self._agreement = self.wire.start_maximum([*positions, *unused, *uses])
+        waiting = any(trace.uses or trace.noted or trace.local for trace in self.traces)
+        firsts, lasts, passes = [], [], []
+        for trace in self.traces:
+            uses = trace.uses if waiting else trace.kept  # all have had a backward: this is one over a graph that was kept
+            first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
+            firsts.append(first)
+            lasts.append(max(first, trace.latest) if first else 0)
+            passes.append(len(uses))
+        base = min([first for first in firsts if first], default=1) - 1
+        numbers = [first and first - base for first in firsts]
+        numbers += [latest and latest - base for latest in lasts]
+        numbers += passes
+        numbers += [int(not first) for first in firsts]
+        self._agreement = self.wire.start_maximum(numbers)
 
     def _agreed(self) -> list[Trace]:
         """The units in the order of their reduces; the last to be used first."""
         answer, self._agreement = self._agreement, None
         if answer is not None:
             numbers, count = answer(), len(self.traces)
-            positions, unused, uses = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
-            self._order = sorted(
-                (trace for trace in self.traces if positions[trace.at]), key=lambda t: (-positions[t.at], t.at)
-            )
+            first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
+            used = [trace for trace in self.traces if first[trace.at]]
+            for trace in used:
+                trace.first, trace.latest = first[trace.at], latest[trace.at]
+                trace.everywhere = not unused[trace.at]
+                trace.joinable = passes[trace.at] == 1 and not trace.weightless
+            self._order = sorted(used, key=lambda trace: (-trace.first, trace.at))
             for place, trace in enumerate(self._order):
                 trace.place = place
-                trace.everywhere = not unused[trace.at]
-                trace.joinable = uses[trace.at] == 1 and not trace.weightless and not trace.borrowed
+            if self.frees:
+                self._walk = sorted(used, key=lambda trace: (-trace.latest, trace.at))
+                for step, trace in enumerate(self._walk):
+                    trace.step = step
         return self._order
 
     def _need_in_backward(self, trace: Trace) -> None:
-        order = self._agreed()
+        self._agreed()
         following = self._backward.note(trace.unit)
-        if trace.joinable and trace.place >= 0:
-            while self._walked < trace.place:
-                self._stand_in(self._walked)
-            self._walked = max(self._walked, trace.place + 1)
-            following = self._next_in(order) or following
-        if following is not None and all(each.unit is not following for each in order):
+        if following is not None and all(each.unit is not following for each in self._walk):
             following = None  # other ranks may not need it in this backward
+        if trace.joinable:
+            while self._walked < trace.step:
+                self._stand_in(self._walk[self._walked])
+            self._walked = max(self._walked, trace.step + 1)
+            following = self._next_in_walk() or following
+        self._leave_used_after(trace)
         trace.came = True
-        unit = trace.unit
-        unit.gather()
+        trace.unit.gather()
         if following is not None:
             following.gather()
-        unit.wait()
+        trace.unit.wait()
 
-    def _next_in(self, order: list[Trace]) -> Unit | None:
+    def _next_in_walk(self) -> Unit | None:
         """What all ranks gather next in this backward."""
-        for place in range(self._walked, len(order)):
-            trace = order[place]
-            if trace.joinable or (trace.came_last and not trace.weightless and not trace.alive):
+        for trace in self._walk[self._walked :]:
+            if trace.joinable and not trace.came:
                 return trace.unit
-            if not trace.weightless:
+            if not trace.weightless and not trace.came:
                 return None
         return None
 
-    def _stand_in(self, place: int) -> None:
+    def _stand_in(self, trace: Trace) -> None:
         """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
-        self._walked = max(self._walked, place + 1)
-        trace = self._order[place]
-        if self.frees and trace.joinable and not trace.came and self.wire.size > 1:
-            trace.came = True
-            following = self._next_in(self._order)
-            trace.unit.gather()
-            if following is not None:
-                following.gather()
-            self._release(trace)
-            self._reduce_up_to(place)
+        self._walked = max(self._walked, trace.step + 1)
+        if not trace.joinable or trace.came or self.wire.size == 1:
+            return
+        trace.came = True
+        following = self._next_in_walk()
+        trace.unit.gather()
+        if following is not None:
+            following.gather()
+        self._release(trace)
+        if self._walked < len(self._walk):
+            self._leave_used_after(self._walk[self._walked])
 
-    def _pre_backward(self, use: Use, is_open: bool, is_embedding: bool, *_: Any) -> None:
+    def _leave_used_after(self, trace: Trace) -> None:
+        """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
+        while self._turn < len(self._order) and self._order[self._turn].first > trace.latest:
+            self._reduce_up_to(self._turn)
+
+    def _pre_backward(self, use: Use, is_open: bool, is_embedding: bool, lent: list[Use], *_: Any) -> None:
         self._begin_backward()
         trace = use.trace
+        if is_open:
+            self._touched.append(use)
         if is_open and torch._C._current_graph_task_id() != self._task:
             Variable._execution_engine.queue_callback(partial(self._end_inner, use))
         if is_embedding or not self.frees:
@@ -606,9 +652,7 @@ class Schedule:
         if use.left > 0:
             return
         trace = use.trace
-        if not use.done:
-            use.done = True
-            trace.pending -= 1
+        use.finish()
         trace.in_backward = trace.in_open
         if not trace.in_open:
             self._release(trace)
@@ -641,7 +685,7 @@ class Schedule:
             self._turn += 1
             trace.in_backward = trace.in_open = False
             self._release(trace)
-            if trace.unit.trained and (self.sync or not self._defers):
+            if trace.unit.trained and (self.wire.size > 1 or trace.unit.has_grads()):
                 self._reduce(trace)
 
     def _reduce(self, trace: Trace) -> None:
@@ -679,14 +723,13 @@ class Schedule:
             for trace in self.traces:
                 if trace.unit.has_grads():
                     self._reduce(trace)
+                trace.unit.set_present(trace.unit.arrived(), 0)
             self._finish_reduces()
         else:
-            order = self._agreed()
-            while min(self._turn, self._walked) < len(order):
-                if self._walked < len(order) and self._walked <= self._turn:
-                    self._stand_in(self._walked)
-                else:
-                    self._reduce_up_to(self._turn)
+            self._agreed()
+            while self._walked < len(self._walk):
+                self._stand_in(self._walk[self._walked])
+            self._reduce_up_to(len(self._order) - 1)
             self._finish_reduces()
             self._agree_on_gradients()
         for trace in self.traces:
@@ -727,9 +770,10 @@ class Schedule:
             self._reduce_rest()
         for trace in self.traces:
             trace.came_last = trace.came
-            trace.noted = trace.noted and self._again
+            trace.noted = trace.noted if self._again else 0
         for use in self._touched:  # of a graph that is kept, in its next backward
             use.left = use.events
+            use.finish()
         self._touched.clear()
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
@@ -746,7 +790,8 @@ class Schedule:
             for trace in self.traces:
                 trace.local = trace.local or trace.unit.has_grads()
             self._begin_order()
-            self._walked = len(self._agreed())
+            self._agreed()
+            self._walked = len(self._walk)
             self._reduce_rest()
         finally:
             self.sync = sync
@@ -773,8 +818,8 @@ class Schedule:
         self._abandon()
         self._forward, self._backward = Order(), Order()
         for trace in self.traces:
-            trace.in_backward = trace.in_open = trace.reduced = trace.noted = trace.local = False
-            trace.running = trace.held = 0
+            trace.in_backward = trace.in_open = trace.reduced = trace.local = False
+            trace.running = trace.held = trace.noted = 0
             trace.use = None
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)

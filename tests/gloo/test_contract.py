@@ -411,4 +411,4 @@ def worker(rank: int, world: int, stage: int, name: str) -> None:
 def test_as_plain_data_parallel(two, name: str, stage: int):
     if stage not in PROGRAMS[name].stages:
         pytest.skip("ranks that run other modules in a forward: not at stage 3")
-    two.run(worker, stage, name, timeout_s=20)
+    two.run(worker, stage, name, timeout_s=60)
