@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,6 +174,27 @@ class Assembly:
                 hand_over(param, self._owner)
         return unit
 
+    def parted(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]] | None:
+        """Specs that put parameters without a gradient in spans of their own; None where no span has both kinds.
+
+        The same on every rank, after a backward. Spans are only ever divided, each at most as often as it has parameters.
+        """
+        cohort_of: dict[nn.Parameter, int] = {}
+        for unit in self.units:
+            newest = max(slot.spec.cohort for flat in unit.flats for slot in flat.span.slots)
+            for flat in unit.trained:
+                if flat.span.is_updated and True in flat.present and False in flat.present:
+                    newest += 1
+                    absent = [param for param, has in zip(flat.params, flat.present) if not has]
+                    cohort_of.update(dict.fromkeys(absent, newest))
+        if not cohort_of:
+            return None
+        specs = self.specs(originals)
+        return [
+            [replace(spec, cohort=cohort_of.get(param, spec.cohort)) for spec, param in zip(unit_specs, group.params)]
+            for unit_specs, group in zip(specs, self._drafter.groups)
+        ]
+
     def recut(
         self,
         specs: list[list[ParamSpec]],
@@ -179,12 +202,22 @@ class Assembly:
         placements: Sequence[Placement],
         fields: Sequence[Fields],
     ) -> None:
-        """Other spans for the same parameters, and their optimizer state; one unit after another. A collective."""
+        """Other spans for the same parameters, their gradients and optimizer state; one unit after another. A collective."""
         self._placements, self._fields = placements, fields
+        before = [[self._spec(param) for param in group.params] for group in self._drafter.groups]
         self.layout = self.lay_out(specs)
         kept = self._kept()
         for number, unit_specs in enumerate(specs):
-            old = [flat for flat in self.units[number].flats if flat not in kept.values()]
+            layout, unit = self.layout.units[number], self.units[number]
+            if unit_specs == before[number] and all(
+                flat.rests_as(self._placements[span.index]) for flat, span in zip(unit.flats, layout.spans)
+            ):
+                unit.layout = layout
+                for flat, span in zip(unit.flats, layout.spans):
+                    flat.span = span
+                continue
+            old = [flat for flat in unit.flats if flat not in kept.values()]
+            grads = self._take_grads(old)
             state = binding.take(old) if binding is not None else {}
             self._restore(old, in_own_type=False)
             for flat in old:
@@ -192,6 +225,35 @@ class Assembly:
             self.units[number] = unit = self._build(number, unit_specs, kept)
             if binding is not None:
                 binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
+            self._put_grads(unit.trained, grads)
+
+    def _take_grads(self, flats: Sequence[Flat]) -> dict[nn.Parameter, torch.Tensor]:
+        """The reduced gradients of these spans' parameters, whole, on every rank, of those that have one. A collective."""
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for flat in flats:
+            if not flat.span.trainable or True not in flat.present:
+                continue
+            whole = self._whole(flat, partial(flat.grad, flat.device))
+            for slot, param, has in zip(flat.span.slots, flat.params, flat.present):
+                if has:
+                    found[param] = whole[slot.offset : slot.stop].clone()
+        return found
+
+    @staticmethod
+    def _put_grads(flats: Sequence[Flat], grads: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        for flat in flats:
+            present = [param in grads for param in flat.params]
+            if True not in present:
+                continue
+            mine = torch.zeros(flat.span.slice_numel, dtype=flat.master_dtype, device=flat.device)
+            param_of = {id(slot): param for slot, param in zip(flat.span.slots, flat.params)}
+            for part in flat.span.overlaps(flat.rank):
+                grad = grads.get(param_of[id(part.slot)])
+                if grad is not None:
+                    piece = grad[part.param_start : part.param_start + part.numel]
+                    mine[part.slice_start : part.slice_start + part.numel].copy_(piece)
+            flat.add_reduced(mine)
+            flat.arrived = flat.present = present
 
     def _kept(self) -> dict[int, Flat]:
         """By the index of a new span: what holds its values now and goes on to, with nothing moved. A collective."""
@@ -249,15 +311,21 @@ class Assembly:
 
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:
-            whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
-            own = read(self._wire, flat.storage, flat.values)
-            if flat.span.shards > 1:
-                self._wire.gather(whole, own, flat.span.index).close()
-            else:
-                whole.copy_(own)
+            whole = self._whole(flat, flat.values)
             for slot, param in zip(flat.span.slots, flat.params):
                 value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                 param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value
+
+
+    def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """All ranks' slices of a span, in the master dtype. A collective."""
+        whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
+        own = read(self._wire, flat.storage, values)
+        if flat.span.shards > 1:
+            self._wire.gather(whole, own, flat.span.index).close()
+        else:
+            whole.copy_(own)
+        return whole
 
 
 def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:

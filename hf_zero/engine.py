@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from .precision import Autocast, Precision
 from .recorder import Recorder
 from .report import Report
 from .schedule import Schedule
+from .shard import Fields
 from .statedict import FullState
 from .storage import is_out_of_memory
 from .tiers import Tier
@@ -174,14 +175,34 @@ class Engine:
         if self._assembly.cuts_otherwise(specs):
             if any(flat.grads() for unit in self.units for flat in unit.trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
-            self._schedule.detach()
-            self._full_state.detach()
-            self.plan = self._new_plan(specs, optimizer)
-            self._assembly.recut(specs, previous, self.plan.placements, fields)
-            self._schedule = self._new_schedule()
-            self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
+            self._recut(specs, optimizer, previous, fields)
         self._bind(optimizer, originals)
         self._watch()
+
+    def _recut(
+        self,
+        specs: list[list[ParamSpec]],
+        optimizer: torch.optim.Optimizer,
+        binding: Binding | None,
+        fields: Sequence[Fields],
+    ) -> None:
+        seen = self._schedule.state()
+        self._schedule.detach()
+        self._full_state.detach()
+        self.plan = self._new_plan(specs, optimizer)
+        self._assembly.recut(specs, binding, self.plan.placements, fields)
+        self._schedule = self._new_schedule()
+        self._schedule.take_over(seen)
+        self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
+
+    def _part_spans(self) -> None:
+        """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
+        binding = self._binding
+        specs = None if binding is None or self.config.step_in_backward else self._assembly.parted(binding.originals)
+        if binding is not None and specs is not None:
+            self._recut(specs, binding.optimizer, binding, self.offload.fields(binding.optimizer))
+            self._bind(binding.optimizer, binding.originals)
+            self._watch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -488,6 +509,7 @@ class Engine:
         self._schedule.flush()
         self._schedule.quiesce()
         self._assembly.check()
+        self._part_spans()
         if self.optimizer is not None:
             self.offload.begin_step(self.optimizer)
         return arguments

@@ -169,6 +169,11 @@ class Flat:
         alike = (span.slice_numel, span.shards) == (self.span.slice_numel, self.span.shards)
         return alike and _slots(span) == _slots(self.span) and (self.in_files or places == wanted)
 
+    def rests_as(self, placement: Placement) -> bool:
+        """Whether its parts rest where this says."""
+        wanted = [*placement.optimizer] or [(placement.parameters, self.span.slice_numel)]
+        return self.rest is placement.parameters and [(shard.tier, shard.numel) for shard in self.shards] == wanted
+
     @property
     def shares_records(self) -> bool:
         """On disk: `own` is the masters' field of the one shard's records."""
@@ -468,6 +473,11 @@ class Flat:
     def grads(self) -> list[tuple[Shard, Tensor]]:
         """Every shard that has a gradient, with it."""
         return [(shard, grad) for shard in self.shards if (grad := shard.whole_grad()) is not None]
+
+    def grad(self, device: torch.device) -> Tensor:
+        """The slice's reduced gradient, 1-D in the master dtype; zeros where a shard has none."""
+        out = assembled(self.shards, lambda shard: shard.whole_grad(), 0, self.span.slice_numel, device)
+        return torch.zeros(self.span.slice_numel, dtype=self.master_dtype, device=device) if out is None else out
 
     def some_grad(self, wire: SoloWire) -> None:
         """Zeros, from now on, for shards that have no gradient."""

@@ -49,6 +49,9 @@ class ParamSpec:
     trainable: bool = True
     group: int = 0
     """Index of its optimizer group; -1 when no optimizer has it."""
+    cohort: int = 0
+    """Parameters of one span have gradients in the same steps, so that a parameter without one is left alone: not decayed, not
+    counted in its optimizer's `step`. Those that were seen without one while others of their span had one get a number."""
 
     @property
     def name(self) -> str:
@@ -62,8 +65,8 @@ class ParamSpec:
         return numel
 
     @property
-    def key(self) -> tuple[str, str, str, bool, int]:
-        return (self.dtype, self.compute_dtype, self.master_dtype, self.trainable, self.group)
+    def key(self) -> tuple[str, str, str, bool, int, int]:
+        return (self.dtype, self.compute_dtype, self.master_dtype, self.trainable, self.group, self.cohort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class Layout:
         out: list[UnitLayout] = []
         index = 0
         for name, specs in units:
-            buckets: dict[tuple[str, str, str, bool, int], list[ParamSpec]] = {}
+            buckets: dict[tuple[str, str, str, bool, int, int], list[ParamSpec]] = {}
             for spec in specs:
                 buckets.setdefault(spec.key, []).append(spec)
             spans = []

@@ -442,7 +442,8 @@ class Drafter:
             if param.requires_grad and group >= 0 and own in ("bfloat16", "float16"):
                 master = "float32"
         shape, names = tuple(param.shape), tuple(self.names[param])
-        return ParamSpec(names, shape, own, compute, master, trainable=param.requires_grad, group=group)
+        cohort = 0 if old is None else old.cohort
+        return ParamSpec(names, shape, own, compute, master, param.requires_grad, group, cohort)
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -250,6 +250,17 @@ class Schedule:
             if owner is trace and module not in known:
                 self._hook(Host(module, trace), self._guest_pre_forward, self._guest_post_forward)
 
+    def state(self) -> tuple[Any, ...]:
+        """What `take_over` gives to the schedule of the same units with other spans."""
+        return self.sync, self.unsynced, self._seen_backward, self._opened, [trace.expected for trace in self.traces]
+
+    def take_over(self, state: tuple[Any, ...]) -> None:
+        self.sync, self.unsynced, self._seen_backward, opened, expected = state
+        for trace, number in zip(self.traces, expected):
+            trace.expected = number
+        for trace in opened:
+            self._host_inside(self.traces[trace.at])
+
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()

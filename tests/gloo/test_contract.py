@@ -162,6 +162,17 @@ def root_penalty(model: Any, rank: int, step: int) -> list[Tensor]:
     return [total]
 
 
+def grad_function(model: Any, rank: int, step: int) -> list[Tensor]:
+    """Gradients by `autograd.grad`, of parameters and of an input; then a backward."""
+    ids = ids_of(rank, step)
+    loss = token_loss(model(ids), ids)
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    total = sum(g.float().square().sum() for g in grads if g is not None)
+    loss.backward()
+    return [loss, total]
+
+
 def recorded(model: Any, rank: int, step: int) -> list[Tensor]:
     """The loss is on tensors recorded inside blocks; nobody uses the output."""
     model(ids_of(rank, step))
@@ -331,6 +342,10 @@ PROGRAMS = {
     "retained graph": Program(lambda: Model(tied=True, root=True), retained),
     "penalty": Program(Model, penalty),
     "root penalty": Program(Model, root_penalty),
+    "autograd.grad": Program(Model, grad_function),
+    "autograd.grad, bf16": Program(Model, grad_function, dtype="bf16", tolerance=2e-2),
+    "bf16": Program(lambda: Model(tied=True, root=True, fused=True), two_forwards, dtype="bf16", tolerance=2e-2),
+    "retained graph, bf16": Program(lambda: Model(root=True), retained, dtype="bf16", tolerance=2e-2),
     "recorded": Program(Model, recorded),
     "recorded too": Program(Model, recorded_too),
     "from the middle": Program(Model, hidden_only),
