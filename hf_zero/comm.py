@@ -28,6 +28,8 @@ PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
 _POST = "hf_zero/post/"
+_ENGINES = "hf_zero/engines"
+_TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
@@ -124,6 +126,9 @@ class SoloWire:
     def side(self) -> SoloWire:
         """A CPU wire of its own over the same ranks, for another thread. A collective."""
         return self
+
+    def take_tags(self) -> None:
+        """Message tags that no other engine has: over one group a rank may be ahead in one of two engines. A collective."""
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         """Sum of a 0-dim tensor over the ranks, in rank order."""
@@ -268,14 +273,20 @@ class PairWire(_GroupWire):
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(device, group)
+        self._first_tag = 0
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def take_tags(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        number = self.exchange(store.add(_ENGINES, 1) if self.rank == 0 else None)[0]
+        self._first_tag = number % _TAGS_WRAP * _TAGS_EACH
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         numel = own.numel()
         if numel == 0:
             return DONE
         self.traffic["gather"].add(numel * own.element_size() * (self.size - 1))
-        tag = tag * _TAGS + _GATHER_TAG
+        tag = self._first_tag + tag * _TAGS + _GATHER_TAG
         group = self.group
         place = full[self.rank * numel : (self.rank + 1) * numel]
         if place.data_ptr() != own.data_ptr():
@@ -290,7 +301,7 @@ class PairWire(_GroupWire):
             return DONE
         total = source.numel()
         self.traffic["reduce"].add(source.element_size() * (total - _length(total, numel, self.rank)))
-        tag = tag * _TAGS + _REDUCE_TAG
+        tag = self._first_tag + tag * _TAGS + _REDUCE_TAG
         piece = max(1, PIECE_BYTES // source.element_size())
         mine = source[self.rank * numel : (self.rank + 1) * numel]
         sends = []

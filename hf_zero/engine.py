@@ -91,6 +91,7 @@ class Engine:
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
+        self._wire.take_tags()
         self.offload = Offload(config, self._wire, self.device, self.units)
         self.offload.storage.wide = self._overflow.possible
         with agree.on_errors(self._wire, "zero.shard"):

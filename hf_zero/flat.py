@@ -436,7 +436,8 @@ class Flat:
                 return grad.view(-1)
         bucket = self._gather_local(grads)
         self._held = False
-        return bucket
+        # Every rank must send as much as its peers wait for, whether it has a gradient or not.
+        return bucket[: self.span.used_numel] if wire.ragged and len(grads) == 1 else bucket
 
     @property
     def in_memory(self) -> bool:

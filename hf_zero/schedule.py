@@ -4,7 +4,8 @@ Hooks stand on *nodes of the autograd graph*, not on tensors and not as autograd
 as it was (in-place use of a unit's inputs and outputs included):
 
 * pre-backward: a prehook on the nodes that made the host's outputs. It runs before the first backward operation of the
-  unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`graph.SavedTensors`).
+  unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`graph.SavedTensors`);
+  that costs Python time per saved tensor, so it is on for the first backwards, and then for units that were seen to need it.
 * post-backward: a prehook on the node that made the host's *youngest* input. Autograd runs the ready node that was made
   last, and AccumulateGrad before all others; so when the maker of the youngest input runs, every node made after it is
   done: all of the unit's, and the gradients of its parameters. Release and reduce.
@@ -43,6 +44,10 @@ from .comm import SoloWire
 from .discover import is_plain_embedding
 from .graph import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
+
+
+LEARNING = 4
+"""Backwards in which all saved tensors are looked at, to find the units that a backward comes to in other ways than by output."""
 
 
 class Order:
@@ -135,7 +140,7 @@ class Trace:
 
     __slots__ = (
         "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward", "in_open",
-        "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen", "step", "stepped", "unit",
+        "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen", "step", "stepped", "strict", "unit",
         "use", "uses", "weightless",
     )  # fmt: skip
 
@@ -151,6 +156,7 @@ class Trace:
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.borrowed = False  # others than its hosts have read it
+        self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
         # In the backward under way:
@@ -185,13 +191,16 @@ class Schedule:
         self._task = -1
         self._with_graph = False  # the root's forward under way makes a graph
         self._running: list[Host] = []  # hosts whose forward is under way, innermost last
-        self._hooked = False  # saved tensors pass through `_saved` just now
+        self._hooked: Host | None = None  # in whose forward saved tensors pass through `_saved` just now
+        self._learning = LEARNING
+        self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._reducing: Trace | None = None
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
         self._walk: list[Trace] = []  # and of their gathers, where units are released
+        self._walked_units: set[Unit] = set()
         self._turn = self._walked = 0  # how far these have come
         self.traces: list[Trace] = []
         self._hosts: list[Host] = []
@@ -234,6 +243,14 @@ class Schedule:
             found = on_read.put_on([module], self._read)
             self._dictionaries += found
             trace.unit.watch(found)
+        hosts = {host.module for host in self._hosts}
+        self._inner += [
+            (module, host.trace)
+            for host in self._hosts
+            if host.trace is not None
+            for module in host.module.modules()
+            if module not in hosts
+        ]
         for trace in self.traces:
             # Recurrent layers keep their parameters in lists: nobody sees those read.
             inside = (module for host in self._hosts if host.trace is trace for module in host.module.modules())
@@ -252,14 +269,14 @@ class Schedule:
 
     def state(self) -> tuple[Any, ...]:
         """What `take_over` gives to the schedule of the same units with other spans."""
-        return self.sync, self.unsynced, self._seen_backward, self._opened, [trace.expected for trace in self.traces]
+        learnt = [(trace.expected, trace.strict, trace in self._opened) for trace in self.traces]
+        return self.sync, self.unsynced, self._seen_backward, self._learning, learnt
 
     def take_over(self, state: tuple[Any, ...]) -> None:
-        self.sync, self.unsynced, self._seen_backward, opened, expected = state
-        for trace, number in zip(self.traces, expected):
-            trace.expected = number
-        for trace in opened:
-            self._host_inside(self.traces[trace.at])
+        self.sync, self.unsynced, self._seen_backward, self._learning, learnt = state
+        for trace, (trace.expected, trace.strict, is_open) in zip(self.traces, learnt):
+            if is_open:
+                self._host_inside(trace)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -309,8 +326,15 @@ class Schedule:
 
     def _enter(self, host: Host) -> None:
         """A host's forward begins."""
-        if not self._running and self.frees and not self._hooked and torch.is_grad_enabled():
-            self._hooked = self._saved.push()
+        if self.frees and self._hooked is None and torch.is_grad_enabled():
+            if not self._running:
+                # A hook of others on a module inside a host may record its tensors: a backward may begin there.
+                for module, trace in self._inner:
+                    if module._forward_hooks or module._forward_pre_hooks:
+                        trace.strict = True
+            strict = self._learning if host.trace is None else self._learning or host.trace.strict
+            if strict and self._saved.push():
+                self._hooked = host
         self._running.append(host)
 
     def _leave(self, host: Host) -> bool:
@@ -319,8 +343,8 @@ class Schedule:
             return False
         while self._running.pop() is not host:  # an exception that no hook was told of
             pass
-        if not self._running and self._hooked:
-            self._hooked = False
+        if self._hooked is not None and self._hooked not in self._running:
+            self._hooked = None
             self._saved.pop()
         borrowed, host.borrowed = host.borrowed, []
         for trace in borrowed:
@@ -335,8 +359,8 @@ class Schedule:
     def _abandon(self) -> None:
         """No forward is under way."""
         self._running.clear()
-        if self._hooked:
-            self._hooked = False
+        if self._hooked is not None:
+            self._hooked = None
             self._saved.pop()
 
     def _pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -410,9 +434,13 @@ class Schedule:
         host.given, host.use, host.entry, host.lent = [], None, None, []
         if use is not None and (self.frees or is_open):
             hook = partial(self._pre_backward, use, is_open, host.is_embedding, lent)
-            for node in nodes_of(tensors_in(output)):
+            nodes = nodes_of(tensors_in(output))
+            for node in nodes:
                 if node not in given:  # what is handed on is no use of the unit
                     node.register_prehook(hook)
+            if not nodes and self.frees and not self._in_backward:  # nobody can look into its output
+                trace.held = trace.held if self._hooked else 2
+                trace.strict = True
         if trace.in_backward:
             return
         if self.frees and not self._in_backward:
@@ -525,8 +553,11 @@ class Schedule:
         if gathered and trace.came:
             return
         if in_backward_of_any():
-            self._begin_backward()
-            self._need(trace)
+            trace.strict = True
+            if self._begin_backward():
+                self._need(trace)
+            else:
+                self._hold_inside_forward(trace)
         elif not gathered:  # someone looks at a graph
             self._hold(trace, 1)
 
@@ -535,11 +566,27 @@ class Schedule:
     def _root_pre_backward(self, lent: list[Use], *_: Any) -> None:
         if self._in_backward and self._task != torch._C._current_graph_task_id():
             self.reset()  # the backward before this one raised
-        self._begin_backward()
+        if self._begin_backward():
+            self._gather_lent(lent)
 
-    def _begin_backward(self) -> None:
+    def _gather_lent(self, lent: list[Use]) -> None:
+        """Backward enters a host that has read parameters of other units."""
+        for use in lent:
+            if self.frees and use.trace.unit.state is not State.GATHERED:
+                self._need(use.trace)
+
+    def _hold_inside_forward(self, trace: Trace) -> None:
+        """A backward inside a forward (forces from energies) needs this unit, and so does what is made of it."""
+        trace.held = 2 if torch.is_grad_enabled() else max(trace.held, 1)
+        trace.unit.gather()
+        trace.unit.wait()
+
+    def _begin_backward(self) -> bool:
+        """The first event of a backward. False for one inside a forward: that one sends nothing and ends nothing."""
         if self._in_backward:
-            return
+            return True
+        if self._running:
+            return False
         self._in_backward = self._seen_backward = True
         self._task = torch._C._current_graph_task_id()
         self._again = torch.is_grad_enabled()
@@ -550,6 +597,7 @@ class Schedule:
                 if trace.uses or trace.kept or trace.noted:
                     trace.held = 2
         Variable._execution_engine.queue_callback(self._end_backward)
+        return True
 
     def _begin_order(self) -> None:
         """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
@@ -593,6 +641,7 @@ class Schedule:
                 trace.place = place
             if self.frees:
                 self._walk = sorted(used, key=lambda trace: (-trace.latest, trace.at))
+                self._walked_units = {trace.unit for trace in used}
                 for step, trace in enumerate(self._walk):
                     trace.step = step
         return self._order
@@ -600,7 +649,7 @@ class Schedule:
     def _need_in_backward(self, trace: Trace) -> None:
         self._agreed()
         following = self._backward.note(trace.unit)
-        if following is not None and all(each.unit is not following for each in self._walk):
+        if following is not None and following not in self._walked_units:
             following = None  # other ranks may not need it in this backward
         if trace.joinable:
             while self._walked < trace.step:
@@ -643,8 +692,10 @@ class Schedule:
             self._reduce_up_to(self._turn)
 
     def _pre_backward(self, use: Use, is_open: bool, is_embedding: bool, lent: list[Use], *_: Any) -> None:
-        self._begin_backward()
         trace = use.trace
+        if not self._begin_backward():
+            self._hold_inside_forward(trace)
+            return
         if is_open:
             self._touched.append(use)
         if is_open and torch._C._current_graph_task_id() != self._task:
@@ -654,9 +705,12 @@ class Schedule:
         trace.in_backward = True
         trace.in_open = trace.in_open or is_open
         self._need(trace)
+        if lent:
+            self._gather_lent(lent)
 
     def _post_backward(self, use: Use, *_: Any) -> None:
-        self._begin_backward()
+        if not self._begin_backward():
+            return
         if use.left == use.events:
             self._touched.append(use)
         use.left -= 1
@@ -782,6 +836,7 @@ class Schedule:
         for trace in self.traces:
             trace.came_last = trace.came
             trace.noted = trace.noted if self._again else 0
+        self._learning = max(0, self._learning - 1)
         for use in self._touched:  # of a graph that is kept, in its next backward
             use.left = use.events
             use.finish()
@@ -827,6 +882,7 @@ class Schedule:
         self._touched.clear()
         self._agreed()
         self._abandon()
+        self._learning = LEARNING  # the exception may have come from a way to a unit that nobody knew
         self._forward, self._backward = Order(), Order()
         for trace in self.traces:
             trace.in_backward = trace.in_open = trace.reduced = trace.local = False

@@ -82,7 +82,10 @@ class Unit:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
-        if not any(flat.rest is Tier.DISK for flat in self.flats):
+        for flat in self.flats:
+            if flat.rest is Tier.DISK:
+                break
+        else:
             self._send()  # else when the disk has answered: see `wait`
         self.state = State.GATHERING
 
@@ -139,8 +142,10 @@ class Unit:
             return
         if self.state is State.GATHERING:
             self.wait()
-        if any(flat.rest is not Tier.DEVICE for flat in self.flats):
-            self.close()  # peers are still being sent what `full` holds
+        for flat in self.flats:
+            if flat.rest is not Tier.DEVICE:
+                self.close()  # peers are still being sent what `full` holds
+                break
         for flat in self.flats:
             flat.point(flat.guards.shown)
             flat.close()
@@ -212,7 +217,10 @@ class Unit:
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has had a gradient of it since the last `drop_grads`."""
-        return any(True in flat.arrived for flat in self.trained)
+        for flat in self.trained:
+            if True in flat.arrived:
+                return True
+        return False
 
     def arrived(self) -> list[bool]:
         """By parameter, span by span: whether this rank has had a gradient of it since the last `drop_grads`."""

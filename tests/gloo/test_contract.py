@@ -326,10 +326,33 @@ class Scaled(nn.Module):
         return self.head(x) + F.linear(x, self.embed.weight)
 
 
+class Forces(nn.Module):
+    """Takes a gradient inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = self.embed(ids)
+            if not x.requires_grad:
+                x.requires_grad_()
+            y = x
+            for layer in self.layers:
+                y = layer(y)
+            (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=self.training)
+        return self.head(y + 0.1 * force)
+
+
 PROGRAMS = {
+    "forces": Program(Forces, plain, steps=7),
     "plain": Program(Model, plain),
     "tied": Program(lambda: Model(tied=True), plain),
-    "fused head": Program(lambda: Model(fused=True), plain),
+    "fused head": Program(lambda: Model(fused=True), plain, steps=7),
     "fused tied head": Program(lambda: Model(fused=True, tied=True), plain),
     "fused head, root parameter": Program(lambda: Model(fused=True, root=True), two_forwards),
     "read in the middle": Program(Scaled, plain),
@@ -340,13 +363,13 @@ PROGRAMS = {
     "forgotten forward": Program(lambda: Model(root=True), forgotten_forward),
     "two backwards": Program(lambda: Model(root=True), two_backwards),
     "retained graph": Program(lambda: Model(tied=True, root=True), retained),
-    "penalty": Program(Model, penalty),
-    "root penalty": Program(Model, root_penalty),
+    "penalty": Program(Model, penalty, steps=7),
+    "root penalty": Program(Model, root_penalty, steps=7),
     "autograd.grad": Program(Model, grad_function),
     "autograd.grad, bf16": Program(Model, grad_function, dtype="bf16", tolerance=2e-2),
     "bf16": Program(lambda: Model(tied=True, root=True, fused=True), two_forwards, dtype="bf16", tolerance=2e-2),
     "retained graph, bf16": Program(lambda: Model(root=True), retained, dtype="bf16", tolerance=2e-2),
-    "recorded": Program(Model, recorded),
+    "recorded": Program(Model, recorded, steps=7),
     "recorded too": Program(Model, recorded_too),
     "from the middle": Program(Model, hidden_only),
     "alternating heads": Program(lambda: Model(heads=2), alternating),
@@ -357,7 +380,7 @@ PROGRAMS = {
     "around blocks": Program(Model, around_blocks),
     "reentrant": Program(Model, reentrant),
     "not reentrant": Program(Model, not_reentrant),
-    "boxes": Program(Boxes, plain),
+    "boxes": Program(Boxes, plain, steps=7),
 }
 
 

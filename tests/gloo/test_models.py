@@ -66,15 +66,16 @@ def reference(
     opt = optimizer([p for p in model.parameters() if p.requires_grad])
     params = [p for p in model.parameters() if p.requires_grad]
     for step in range(steps):
-        sums = [torch.zeros_like(p) for p in params]
+        sums: list[Tensor | None] = [None] * len(params)
         for rank in range(world):
             model.zero_grad()
             loss(model, rank, step).backward()
-            for total, p in zip(sums, params):
+            for index, p in enumerate(params):
                 if p.grad is not None:
-                    total += p.grad.to_dense() if p.grad.is_sparse else p.grad
+                    grad, total = p.grad.to_dense() if p.grad.is_sparse else p.grad, sums[index]
+                    sums[index] = grad if total is None else total + grad
         for total, p in zip(sums, params):
-            p.grad = total / world
+            p.grad = None if total is None else total / world  # what no rank has used has none
         opt.step()
     return model.state_dict()
 
