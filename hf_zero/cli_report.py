@@ -38,6 +38,7 @@ _NAMES = {
     "gather": "waiting for gathers",
     "reduce": "waiting for reduces",
     "scalar": "waiting for norms and flags",
+    "agree": "waiting for word of which units take part",
     "down": "waiting for the link, to the host",
     "up": "waiting for the link, to the device",
     "read": "waiting for disk reads",
@@ -50,6 +51,7 @@ _ADVICE = {
     "reduce": "more tokens per step on each rank (batch; accumulation at stage 1 sends once); reduce_dtype='bfloat16'; "
     "or a faster network",
     "scalar": "ranks arrive at different times: even out their batches, look for a slow rank",
+    "agree": "ranks arrive at different times: even out their batches, look for a slow rank",
     "down": "more tokens per step (batch), or less state on the host (a higher device_memory with offload_optimizer='auto')",
     "up": "more tokens per step (batch), or parameters on the device (offload_params='none' or 'auto')",
     "read": "parameters on the host (offload_params='cpu' or 'auto'), or a faster disk for offload_dir",
@@ -242,7 +244,7 @@ def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _traffic_rows(run: Run) -> Iterator[dict[str, Any]]:
-    for road in (*ROADS[:2], "scalar", *ROADS[2:]):
+    for road in (*ROADS[:2], "scalar", "agree", *ROADS[2:]):
         told, found = run.facts["predicted"]["traffic"].get(road), run.median("bytes", road)
         if told or found:
             off = None if told is None else _off(told, found)

@@ -737,12 +737,11 @@ class Schedule:
         if not self.sync and self._defers:
             trace.unit.hold()
         elif self.wire.size == 1:
-            if trace.unit.trained:
+            if trace.unit.has_grads():
                 self._reduce(trace)
         else:
             self._agreed()
-            if trace.place >= 0:
-                self._reduce_up_to(trace.place)
+            self._reduce_up_to(trace.place)
 
     def _reduce_up_to(self, place: int) -> None:
         while self._turn <= place:

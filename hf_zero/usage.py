@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Table = dict[str, dict[str, int]]
 """Tier -> kind -> bytes."""
-COLLECTIVES = ("gather", "reduce", "scalar")
+COLLECTIVES = ("gather", "reduce", "scalar", "agree")
 LINKS = ("down", "up", "read", "write")
 WAITS = (*COLLECTIVES, *LINKS, "optimizer")
 """What training stands still for; `optimizer`: the thread that steps over offloaded state."""
