@@ -14,12 +14,12 @@ from .comm import SoloWire
 from .config import ZeroConfig
 from .costs import Placement
 from .errors import ConfigError, StateError, TierError, ZeroError
-from .link import empty_cache
+from .link import Link, empty_cache
 from .monitor import Monitor
 from .shard import Fields
 from .stepping import Stepper
 from .storage import Storage
-from .tiers import Tier
+from .tiers import Meter, Tier
 from .twin import Twin, fields_of
 from .unit import Step, Unit
 
@@ -36,10 +36,17 @@ class Offload:
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 
-    def __init__(self, config: ZeroConfig, wire: SoloWire, device: torch.device, units: list[Unit]) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        wire: SoloWire,
+        device: torch.device,
+        units: list[Unit],
+        open_link: Callable[[torch.device, Meter], Link] = Link,
+    ) -> None:
         self._config, self._wire, self._device, self._units = config, wire, device, units
         self.ranks_here = wire.ranks_here() if config.offloads else 1
-        self.storage = Storage(device, wire.rank, config.offload_dir)
+        self.storage = Storage(device, wire.rank, config.offload_dir, open_link)
         self.storage.transient = config.step_in_backward
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None
