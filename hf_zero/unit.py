@@ -57,6 +57,8 @@ class Unit:
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
         self._unsent: list[Inflight] = []
+        self._lent: list[Inflight] = []
+        """Copies up that have arrived here; what they read in host memory may not be written before they are closed."""
         self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
         for flat in self.flats:
             flat.point(flat.views)
@@ -71,7 +73,8 @@ class Unit:
         if self._check_on_gather and not self.policy.keep_full:
             for flat in self.flats:
                 flat.guards.check(self.name)
-        self.close()
+        self._close_sends()
+        self._lent = [inflight for inflight in self._lent if not inflight.ready]
         self.finish_step()
         for flat in self.flats:
             if not flat.resident:
@@ -116,7 +119,8 @@ class Unit:
             self._send()
         for inflight in self._arrivals:
             inflight.wait()
-        self._arrivals.clear()
+        self._lent += self._arrivals
+        self._arrivals = []
         for inflight in self._gathers:
             inflight.wait()
         self._unsent += self._gathers
@@ -133,7 +137,7 @@ class Unit:
         if self.state is State.GATHERING:
             self.wait()
         if any(flat.rest is not Tier.DEVICE for flat in self.flats):
-            self.close()  # peers are still being sent what `full` holds
+            self._close_sends()  # peers are still being sent what `full` holds
         for flat in self.flats:
             flat.point(flat.guards.shown)
             flat.close()
@@ -146,10 +150,16 @@ class Unit:
             self.wait()
 
     def close(self) -> None:
-        """Wait until the peers have taken what this rank sent: `own` may be written again."""
-        for inflight in self._unsent:
+        """Wait until the peers, and the device, have taken what they are given: `own` may be written again."""
+        self._close_sends()
+        lent, self._lent = self._lent, []
+        for inflight in lent:
             inflight.close()
-        self._unsent.clear()
+
+    def _close_sends(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for inflight in unsent:
+            inflight.close()
 
     @property
     def in_memory(self) -> bool:

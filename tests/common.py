@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,12 @@ class Result:
 
 
 def train_engine(
-    rank: int, world: int, case: Case, offload_dir: str | None = None, roads: Roads | None = None
+    rank: int,
+    world: int,
+    case: Case,
+    offload_dir: str | None = None,
+    roads: Roads | None = None,
+    made: Callable[[zero.Engine], object] = lambda engine: None,
 ) -> tuple[Result, zero.Engine]:
     """The plain loop a user of the engine writes."""
     model = MODELS[case.model]()
@@ -118,6 +124,7 @@ def train_engine(
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
     engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, roads=roads)
+    made(engine)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
     losses, norms = [], []
     for step in range(case.steps):

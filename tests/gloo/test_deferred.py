@@ -31,7 +31,10 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 
 def cases(world: int, full: bool) -> list[Case]:
     def allowed(values: dict[str, Any]) -> bool:
-        return values["stage"] == 3 or (values["offload_params"] == "none" and world > 1)
+        if world == 1:
+            return values["stage"] in (0, 3)
+        in_memory = values["offload_optimizer"] == "none" or values["stage"] > 0
+        return values["stage"] == 3 or (values["offload_params"] == "none" and in_memory)
 
     everything = (dict(zip(DIMENSIONS, values)) for values in itertools.product(*DIMENSIONS.values()))
     chosen = [values for values in everything if allowed(values)] if full else pairwise(DIMENSIONS, allowed)
@@ -40,8 +43,7 @@ def cases(world: int, full: bool) -> list[Case]:
 
 def train(rank: int, world: int, case: Case, folder: str, watch: Watch) -> Result:
     with mixed(case), small_blocks():
-        result, engine = train_engine(rank, world, case, folder, watch.roads)
-        watch.watch(engine)
+        result, engine = train_engine(rank, world, case, folder, watch.roads, watch.watch)
         watch.check()
         engine.detach()
     return result
