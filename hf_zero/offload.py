@@ -275,10 +275,10 @@ class Offload:
         self.storage.explain = advice
 
     def _make_room(self, bytes_: int) -> None:
-        """In the middle of a pass: other units' optimizer state may go."""
+        """In the middle of a pass: optimizer state may go, of units that are not in use."""
         empty_cache(self._device)
         if self.monitor is not None:
-            self.monitor.make_room(Tier.DEVICE, bytes_)
+            self.monitor.make_room(Tier.DEVICE, bytes_, in_pass=True)
             empty_cache(self._device)
 
     def close(self) -> None:

@@ -162,6 +162,14 @@ class Unit:
             inflight.close()
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing of it is gathered for a pass, on its way or in a bucket: its optimizer state may change tiers."""
+        gathered = self.state is State.GATHERED and not self.policy.keep_full
+        if gathered or self.state is State.GATHERING or self._reduces:
+            return False
+        return not any(flat.in_use for flat in self.flats)
+
+    @property
     def in_memory(self) -> bool:
         """All optimizer state rests on the device, undivided."""
         return all(flat.in_memory for flat in self.trained)

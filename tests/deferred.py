@@ -75,7 +75,7 @@ class Transfer:
         sources: what must stay as it is.
         targets: with what arrives in each, once `arrive` has returned.
         move: the real one, between copies.
-        frees_source: the source's memory may be given back at once (but not written).
+        frees_source: the source's memory may be given back at once, and may come back at the same address: not looked at.
     """
 
     def __init__(
@@ -87,8 +87,9 @@ class Transfer:
         move: Inflight = DONE,
         frees_source: bool = False,
     ) -> None:
-        self.watch, self.what, self.move, self.frees_source = watch, what, move, frees_source
-        self.sources = [(Region(tensor), tensor.detach().clone()) for tensor in sources if tensor.numel()]
+        self.watch, self.what, self.move = watch, what, move
+        looked_at = () if frees_source else sources
+        self.sources = [(Region(tensor), tensor.detach().clone()) for tensor in looked_at if tensor.numel()]
         self.targets = [(Region(target), arriving) for target, arriving in targets if target.numel()]
         self.landed = False
 
@@ -104,8 +105,6 @@ class Transfer:
 
     def check(self) -> None:
         """The storages are where they were."""
-        if self.frees_source:
-            self.sources = [pair for pair in self.sources if pair[0].storage.nbytes() > 0]
         for region, _ in self.sources:
             if not region.in_place:
                 self.watch.fail(f"{self.what}: the memory it reads was given back or moved")
@@ -261,6 +260,7 @@ class DeferredWire:
         return noted
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+        self._watch.check()
         if self._wire.size == 1 or own.numel() == 0:
             return self._wire.gather(full, own, tag)
         watch, low = self._watch, self._wire.rank * own.numel()
@@ -284,6 +284,7 @@ class DeferredWire:
         return self._reduce("average", source, out, tag)
 
     def _reduce(self, kind: str, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        self._watch.check()
         real = getattr(self._wire, kind)
         if self._wire.size == 1 or out.numel() == 0:
             return real(source, out, tag)

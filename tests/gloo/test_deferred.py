@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.common import Case, Result, train_engine
+import hf_zero as zero
+from hf_zero.tiers import Tier
+from tests.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.deferred import Mode, Watch
-from tests.offloading import mixed, pairwise, small_blocks, unequal
+from tests.offloading import equal, mixed, pairwise, small_blocks, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -77,3 +81,92 @@ def run(pool: Any, chosen: list[Case], mode: Mode, collective: bool, folder: Pat
 @pytest.mark.parametrize(("world", "collective"), [(1, False), (2, False), (2, True)])
 def test_numbers_do_not_depend_on_when_bytes_move(pools, tmp_path, world, collective, mode):
     run(pools[world], cases(world, full=False), mode, collective, tmp_path)
+
+
+# Out of memory in the middle of a pass ----------------------------------------------------------------------------------
+
+
+def scarce(engine: zero.Engine, every: int) -> None:
+    """Each `every`-th allocation that asks for device memory finds none at first."""
+    storage, count = engine.offload.storage, itertools.count(1)
+    plain = storage.allocate
+
+    def allocate(what: str, bytes_: int, make: Callable[[], Any]) -> Any:
+        left = [next(count) % every == 0]
+
+        def first() -> Any:
+            if left.pop() if left else False:
+                raise torch.OutOfMemoryError("none, says the test")
+            return make()
+
+        return plain(what, bytes_, first)
+
+    storage.allocate = allocate  # type: ignore[method-assign]
+
+
+def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: int, mode: Mode) -> list[str]:
+    """The last rank runs short of memory again and again; what it moves is nobody else's business."""
+    case = Case(stage=stage, dtype=dtype, accumulation=2, steps=4, groups=2)
+    reference, engine = train_engine(rank, world, case)
+    engine.detach()
+    params = "auto" if stage == 3 else "none"
+    watch = Watch(mode)
+    moves: list[str] = []
+
+    def made(engine: zero.Engine) -> None:
+        watch.watch(engine)
+        if rank == world - 1:
+            scarce(engine, every)
+            moves.append("")
+            engine.offload.monitor.moves = moves  # type: ignore[union-attr]
+
+    case = replace(case, offload_optimizer="auto", offload_params=params)
+    with small_blocks():
+        result, engine = train_engine(rank, world, case, folder, watch.roads, made)
+        engine.detach()
+    wrong = watch.finish() + unequal(result, reference)
+    if rank == world - 1 and not any("optimizer state" in line for line in moves):
+        wrong.append("no room was made")
+    wrong += [line for line in moves if "parameters of" in line]  # those go between steps only
+    return [f"rank {rank}, stage {stage} {dtype} {mode}, 1 of {every}: {line}" for line in wrong[:4]]
+
+
+@pytest.mark.parametrize("dtype", ["no", "bf16"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3)])
+def test_room_made_in_a_pass_touches_nothing_in_use(pools, tmp_path, world, stage, dtype):
+    found = []
+    for every, mode in ((5, Mode.LAST), (3, Mode.FIRST), (1, Mode.LAST)):
+        found += pools[world].run(pressed, str(tmp_path), stage, dtype, every, mode)
+    assert not (wrong := [line for lines in found for line in lines]), "\n".join(wrong)
+
+
+def larger(rank: int, world: int, folder: str, stage: int) -> list[str]:
+    """The second micro-batch of a step is larger, and room is made for it while gradients of the first wait in buckets."""
+    case = Case(stage=stage, dtype="bf16", steps=2)
+    results, moves = [], []
+    spare = [None]
+    for offload in ("none", "auto", "auto"):
+        model = gpt2(n_layer=4)
+        optimizer = optimizer_for(model, 1)
+        config = zero.ZeroConfig(
+            stage=stage, offload_optimizer=offload, offload_dir=folder, device_memory=spare[-1], host_memory=1 << 40
+        )
+        engine = zero.shard(model, optimizer, config, mixed_precision="bf16")
+        spare.append(engine.plan.memory.at_most(Tier.DEVICE) + 20_000 if offload == "auto" else None)
+        for step in range(2):
+            for micro, repeat in ((0, 1), (1, 4)):
+                with contextlib.nullcontext() if micro else engine.no_sync():
+                    ids = batch(step, micro, rank).repeat(repeat, 1)
+                    model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moves.append([] if engine.offload.monitor is None else list(engine.offload.monitor.moves))
+        results.append([*model.state_dict().values()])
+        engine.detach()
+    wrong = [] if equal(results[0], results[1]) and equal(results[0], results[2]) else [f"{case}: weights differ"]
+    return wrong if moves[2] else [*wrong, "nothing moved"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_room_for_a_larger_batch_keeps_gradients_that_wait(two, tmp_path, stage):
+    assert two.run(larger, str(tmp_path), stage) == [[], []]
