@@ -48,6 +48,9 @@ class Unit:
         self.policy = policy
         self.gathered_bytes = layout.gathered_bytes
         self.state = State.GATHERED
+        self._sends_late = any(flat.rest is Tier.DISK for flat in flats)
+        """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
+        where this rank has moved something since: collectives have one order."""
         self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
         self.stepping: Step | None = None
         """The update of this unit that another thread is busy with."""
@@ -81,8 +84,8 @@ class Unit:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
-        if not any(flat.rest is Tier.DISK for flat in self.flats):
-            self._send()  # else when the disk has answered: see `wait`
+        if not self._sends_late:
+            self._send()
         self.state = State.GATHERING
 
     def _send(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import hf_zero as zero
+from hf_zero import monitor
+from hf_zero.link import Link
 from hf_zero.tiers import Tier
 from tests.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.deferred import Mode, Watch
@@ -170,3 +172,52 @@ def larger(rank: int, world: int, folder: str, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_room_for_a_larger_batch_keeps_gradients_that_wait(two, tmp_path, stage):
     assert two.run(larger, str(tmp_path), stage) == [[], []]
+
+
+# One rank's own moves ---------------------------------------------------------------------------------------------------
+
+
+def moved_here(rank: int, world: int, folder: str, dtype: str, collective: bool) -> list[str]:
+    """The last rank's monitor takes parameters to the disk, and others do not: the order of collectives stays theirs."""
+    results = []
+    for watched in (False, True):
+        watch = Watch(Mode.LAST, collective)
+        roads = watch.roads if watched else replace(watch.roads, wire=watch.open_plain_wire, link=Link)
+        model = gpt2(n_layer=4)
+        optimizer = optimizer_for(model, 1)
+        config = zero.ZeroConfig(stage=3, offload_params="auto" if watched else "none", offload_dir=folder)
+        with free_host_bytes(1 << 40), small_blocks():
+            engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
+            watch.watch(engine)
+        out: list[Any] = []
+        for step in range(4):
+            ids = batch(step, 0, rank)
+            out.append(model(input_ids=ids, labels=ids).loss.detach())
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            with free_host_bytes(0 if rank == world - 1 else 1 << 40), small_blocks():
+                optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.detach())
+        results.append([*out, *model.state_dict().values()])
+        on_disk = [flat for unit in engine.units for flat in unit.flats if flat.rest is Tier.DISK]
+        engine.detach()
+    wrong = watch.finish()
+    if bool(on_disk) != (rank == world - 1):
+        wrong.append(f"on disk: {len(on_disk)}")
+    return wrong if equal(*results) else [*wrong, "numbers differ"]
+
+
+@contextlib.contextmanager
+def free_host_bytes(bytes_: int) -> Iterator[None]:
+    """What the monitor finds."""
+    plain, monitor.free_host_bytes = monitor.free_host_bytes, lambda ranks=1: bytes_
+    try:
+        yield
+    finally:
+        monitor.free_host_bytes = plain
+
+
+@pytest.mark.parametrize(("dtype", "collective"), [("no", False), ("bf16", False), ("bf16", True)])
+def test_what_one_rank_moves_changes_no_order(two, tmp_path, dtype, collective):
+    assert two.run(moved_here, str(tmp_path), dtype, collective, timeout_s=40) == [[], []]
