@@ -476,6 +476,8 @@ class Engine:
 
     def _after_backward(self) -> None:
         self.offload.agree_on_reads()
+        if self._schedule.sync:
+            self.offload.land()
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
 

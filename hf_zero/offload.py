@@ -169,6 +169,15 @@ class Offload:
         self._stepping().begin([unit], optimizer, self._twin, self.storage.link.mark())
         self._before = unit.stepping
 
+    def land(self) -> None:
+        """Gradients that are on their way to the host are there afterwards, and shown: whoever looks at the groups' gradients
+        after a backward sees them whole. The step would wait for the first forward's units anyway, which come last."""
+        if self._config.offloads:
+            for unit in self._units:
+                for flat in unit.trained:
+                    for shard in flat.shards:
+                        shard.land()
+
     def refuse_clipping(self, what: str) -> None:
         """Raises:
         StateError: units are updated before the norm is known.

@@ -18,7 +18,7 @@ from hf_zero.link import Link
 from hf_zero.tiers import Tier
 from tests.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.deferred import Mode, Watch
-from tests.offloading import equal, mixed, pairwise, small_blocks, unequal
+from tests.offloading import equal, mixed, pairwise, same, small_blocks, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -221,3 +221,47 @@ def free_host_bytes(bytes_: int) -> Iterator[None]:
 @pytest.mark.parametrize(("dtype", "collective"), [("no", False), ("bf16", False), ("bf16", True)])
 def test_what_one_rank_moves_changes_no_order(two, tmp_path, dtype, collective):
     assert two.run(moved_here, str(tmp_path), dtype, collective, timeout_s=40) == [[], []]
+
+
+# Who looks in between ---------------------------------------------------------------------------------------------------
+
+
+def looked_at(rank: int, world: int, folder: str, place: str, dtype: str) -> list[str]:
+    """Gradients in the optimizer's groups are there, and whole, when a backward has ended and when a step has."""
+    optimizer_tier, stage = place.split()
+    wrong, seen = [], []
+    for tier in ("none", optimizer_tier):
+        watch = Watch(Mode.LAST)
+        model = gpt2()
+        optimizer = optimizer_for(model, 2)
+        config = zero.ZeroConfig(stage=int(stage), offload_optimizer=tier, offload_dir=folder)
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=watch.roads)
+        out = []
+        for step in range(2):
+            for micro in range(2):
+                with contextlib.nullcontext() if micro else engine.no_sync():
+                    ids = batch(step, micro, rank)
+                    model(input_ids=ids, labels=ids).loss.backward()
+            masters = [p for group in optimizer.param_groups for p in group["params"]]
+            out.append([p.grad if p.grad is None else p.grad.clone() for p in masters])
+            with torch.no_grad():
+                model(input_ids=ids)  # reads weights while gradients are there
+            optimizer.step()
+            out.append([p.grad if p.grad is None else p.grad.clone() for p in masters])
+            optimizer.zero_grad()
+        seen.append(out)
+        engine.detach()
+        wrong += watch.finish()
+    for number, (ours, plain) in enumerate(zip(seen[1], seen[0])):
+        # What came in a narrower type than its master is shown by who widens it: a scaler, clipping.
+        pairs = [(a, b) for a, b in zip(ours, plain) if a is not None or dtype == "no"]
+        if len(pairs) < 2 or not all(same(a, b) for a, b in pairs):
+            wrong.append(f"look {number}: {sum(not same(a, b) for a, b in pairs)} of {len(pairs)} differ")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["no", "bf16"])
+@pytest.mark.parametrize("place", ["cpu 2", "cpu 3", "disk 1"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_shown_when_they_are_there(pools, tmp_path, world, place, dtype):
+    assert pools[world].run(looked_at, str(tmp_path), place, dtype) == [[]] * world
