@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import StateError, ZeroError
+from .errors import ZeroError
 from .inflight import Inflight
 from .ondisk import OnDisk, Values, fetch
 from .records import Records

@@ -82,6 +82,7 @@ class Unit:
         for flat in self.flats:
             if not flat.resident:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
+        for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
         if not self._sends_late:

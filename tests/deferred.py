@@ -92,6 +92,8 @@ class Transfer:
         self.sources = [(Region(tensor), tensor.detach().clone()) for tensor in looked_at if tensor.numel()]
         self.targets = [(Region(target), arriving) for target, arriving in targets if target.numel()]
         self.landed = False
+        self.after: Sequence[Transfer] = ()
+        """Those that come before it: they have arrived when it has."""
 
     def begin(self) -> None:
         if self.watch.mode is Mode.FIRST:
@@ -116,6 +118,10 @@ class Transfer:
     def land(self) -> None:
         """The end that `wait` shows."""
         with self.watch.lock:
+            for other in self.after:
+                other.land()
+            if self.landed:
+                return
             self.check()
             for (region, _), before in zip(self.targets, self.before):
                 if not region.equals(before):
@@ -212,6 +218,7 @@ class Watch:
                 if any(a.overlaps(b) for a in writes for b in read):
                     self.fail(f"{transfer.what} writes what {other.what} may still be reading")
             self.under_way.append(transfer)
+            transfer.after = after
             transfer.begin()
             return transfer
 

@@ -265,3 +265,47 @@ def looked_at(rank: int, world: int, folder: str, place: str, dtype: str) -> lis
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_shown_when_they_are_there(pools, tmp_path, world, place, dtype):
     assert pools[world].run(looked_at, str(tmp_path), place, dtype) == [[]] * world
+
+
+def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> list[str]:
+    """An allocation fails for good, on all ranks: the same step, done again, is that of a run where nothing failed."""
+    wrong, results = [], []
+    for fails in (False, True):
+        watch, count = Watch(Mode.LAST), [0]
+        model = gpt2()
+        optimizer = optimizer_for(model, 2)
+        config = zero.ZeroConfig(stage=3, offload_params=params, offload_dir=folder)
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=watch.roads)
+        watch.watch(engine)
+        plain = engine.offload.storage.allocate
+
+        def allocate(what: str, bytes_: int, make: Callable[[], Any]) -> Any:
+            count[0] -= 1  # noqa: B023
+            if count[0] == 0:  # noqa: B023
+                raise zero.OutOfMemoryError("none, says the test")
+            return plain(what, bytes_, make)  # noqa: B023
+
+        engine.offload.storage.allocate = allocate  # type: ignore[method-assign]
+        for step in range(8):
+            ids = batch(step, 0, rank)
+            for at in (1 + 2 * step, 0):
+                count[0] = at if fails else 0
+                try:
+                    model(input_ids=ids, labels=ids).loss.backward()
+                    break
+                except zero.OutOfMemoryError:
+                    count[0] = 0
+                    engine.reset()
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*model.state_dict().values()])
+        engine.detach()
+        wrong += watch.finish()
+    return wrong if equal(*results) else [*wrong, "weights differ"]
+
+
+@pytest.mark.parametrize(("params", "dtype"), [("none", "bf16"), ("cpu", "bf16"), ("cpu", "no"), ("disk", "bf16")])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_that_found_no_memory_is_done_again(pools, tmp_path, world, params, dtype):
+    assert pools[world].run(gives_up, str(tmp_path), params, dtype) == [[]] * world
