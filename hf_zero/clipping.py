@@ -136,7 +136,7 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     sums: list[Tensor] = []
     on_device = [part for part in parts if part.device.type != "cpu" and part.dtype in narrow]
     if on_device:
-        sums.append(_device_squares(on_device))
+        sums.append(tree_square_sum(on_device))
         parts = [part for part in parts if part.device.type == "cpu" or part.dtype not in narrow]
     rows: list[Tensor] = []
     rest: list[Tensor] = []  # the beginning of a row that the next part goes on with
@@ -163,7 +163,7 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack([value.cpu() for value in sums]).sum()
 
 
-def _device_squares(parts: Sequence[Tensor]) -> Tensor:
+def tree_square_sum(parts: Sequence[Tensor]) -> Tensor:
     """As `square_sum`. Other devices sum in a tree, which loses nothing; asking them for float64 makes a copy in it first."""
     return torch.stack(torch._foreach_norm(parts, 2.0, torch.float32)).double().square().sum()
 

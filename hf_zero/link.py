@@ -112,9 +112,9 @@ class Link:
     def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
         """Copy `source` (host) to `target` (device) after `after`, or after what the current stream has to do.
 
-        Waiting holds up the current stream only; closing holds the host up until `source` may be written again. The memory of
-        `target` must not be given back before one of them: nobody else keeps it. (The allocator could be told to, but would then
-        hold every block that was given back while the host runs ahead of the device: `record_stream`.)
+        Waiting holds up the current stream only; closing holds the host up until `source` may be written again.
+        The memory of `target` must not be given back before one of them. (The allocator could be told of the copy by
+        `record_stream`, but would then keep every block given back while the host runs ahead of the device.)
 
         Raises:
             StateError: of different type or length.

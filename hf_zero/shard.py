@@ -280,7 +280,12 @@ class Shard:
 
     def show_grad(self) -> None:
         """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
-        if self._move is None and self._grad is not None and self.tier is not Tier.DEVICE and self._grad.dtype == self.dtype:
+        if (
+            self._move is None
+            and self._grad is not None
+            and self.tier is not Tier.DEVICE
+            and self._grad.dtype == self.dtype
+        ):
             self.master.grad = self._grad
 
     @property

@@ -74,7 +74,6 @@ class Transfer:
     Args:
         sources: what must stay as it is.
         targets: with what arrives in each, once `arrive` has returned.
-        move: the real one, between copies.
         frees_source: the source's memory may be given back at once, and may come back at the same address: not looked at.
     """
 
@@ -84,10 +83,11 @@ class Transfer:
         what: str,
         sources: Sequence[Tensor],
         targets: Sequence[tuple[Tensor, Tensor]],
-        move: Inflight = DONE,
         frees_source: bool = False,
     ) -> None:
-        self.watch, self.what, self.move = watch, what, move
+        self.watch, self.what = watch, what
+        self.move = DONE
+        """The real one, between copies."""
         looked_at = () if frees_source else sources
         self.sources = [(Region(tensor), tensor.detach().clone()) for tensor in looked_at if tensor.numel()]
         self.targets = [(Region(target), arriving) for target, arriving in targets if target.numel()]
@@ -95,7 +95,8 @@ class Transfer:
         self.after: Sequence[Transfer] = ()
         """Those that come before it: they have arrived when it has."""
 
-    def begin(self) -> None:
+    def begin(self, move: Inflight) -> None:
+        self.move = move
         if self.watch.mode is Mode.FIRST:
             self.move.wait()
         for region, arriving in self.targets:
@@ -202,7 +203,9 @@ class Watch:
                 ):
                     self.fail(f"unit {unit.name!r} is {unit.state.value}, and its memory was given back")
 
-    def begin(self, transfer: Transfer, after: Sequence[Transfer] = ()) -> Transfer:
+    def begin(
+        self, transfer: Transfer, issue: Callable[[], Inflight] = lambda: DONE, after: Sequence[Transfer] = ()
+    ) -> Transfer:
         """Issue it. It may build on those of `after`, which come before it."""
         with self.lock:
             self.check()
@@ -219,8 +222,16 @@ class Watch:
                     self.fail(f"{transfer.what} writes what {other.what} may still be reading")
             self.under_way.append(transfer)
             transfer.after = after
-            transfer.begin()
-            return transfer
+        move = issue()
+        with self.lock:
+            transfer.begin(move)
+        return transfer
+
+    def drop(self) -> None:
+        """After a hazard: the real transfers end."""
+        for transfer in self.under_way:
+            transfer.move.close()
+        self.under_way.clear()
 
     def arriving_in(self, tensor: Tensor) -> tuple[Tensor, list[Transfer]]:
         """A copy of `tensor` as it will be when all copies up so far have arrived, and which those are."""
@@ -273,16 +284,19 @@ class DeferredWire:
         watch, low = self._watch, self._wire.rank * own.numel()
         values, after = watch.arriving_in(own) if watch.behind_up else (own.detach().clone(), [])
         everything = torch.empty_like(full)
-        self._meet("gather", tag)
-        move = self._wire.gather(everything, values, tag)
         if own.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():  # in its place already
             parts = [(full[:low], everything[:low]), (full[low + own.numel() :], everything[low + own.numel() :])]
         else:
             parts = [(full, everything)]
-        transfer = Transfer(watch, f"the gather of span {tag}", [own], parts, move)
+
+        def issue() -> Inflight:
+            self._meet("gather", tag)
+            return self._wire.gather(everything, values, tag)
+
+        transfer = Transfer(watch, f"the gather of span {tag}", [own], parts)
         if after:
             transfer.sources = [(Region(own), values.clone())]
-        return watch.begin(transfer, after).inflight(self._closes_with_wait)
+        return watch.begin(transfer, issue, after).inflight(self._closes_with_wait)
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         return self._reduce("reduce", source, out, tag)
@@ -296,10 +310,13 @@ class DeferredWire:
         if self._wire.size == 1 or out.numel() == 0:
             return real(source, out, tag)
         mean = torch.empty_like(out)
-        self._meet(kind, tag)
-        move = real(source.detach().clone(), mean, tag)
-        transfer = Transfer(self._watch, f"the {kind} of span {tag}", [source], [(out, mean)], move)
-        return self._watch.begin(transfer).inflight(self._closes_with_wait)
+
+        def issue() -> Inflight:
+            self._meet(kind, tag)
+            return real(source.detach().clone(), mean, tag)
+
+        transfer = Transfer(self._watch, f"the {kind} of span {tag}", [source], [(out, mean)])
+        return self._watch.begin(transfer, issue).inflight(self._closes_with_wait)
 
     def _meet(self, kind: str, tag: int) -> None:
         """Note it. Where transfers end at once, who issues something else is told here, and no rank waits for ever."""

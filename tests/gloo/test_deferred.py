@@ -14,10 +14,11 @@ import torch
 
 import hf_zero as zero
 from hf_zero import monitor
+from hf_zero.inflight import Inflight
 from hf_zero.link import Link
-from hf_zero.tiers import Tier
+from hf_zero.tiers import Meter, Tier
 from tests.common import Case, Result, batch, gpt2, optimizer_for, train_engine
-from tests.deferred import Mode, Watch
+from tests.deferred import Hazard, Mode, Watch
 from tests.offloading import equal, mixed, pairwise, same, small_blocks, unequal
 
 pytestmark = pytest.mark.gloo
@@ -33,6 +34,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "checkpointing": (False, True),
     "groups": (1, 2),
 }
+TAKE_TURNS = ("model", "clip", "groups")
 
 
 def cases(world: int, full: bool) -> list[Case]:
@@ -42,9 +44,13 @@ def cases(world: int, full: bool) -> list[Case]:
         in_memory = values["offload_optimizer"] == "none" or values["stage"] > 0
         return values["stage"] == 3 or (values["offload_params"] == "none" and in_memory)
 
-    everything = (dict(zip(DIMENSIONS, values)) for values in itertools.product(*DIMENSIONS.values()))
-    chosen = [values for values in everything if allowed(values)] if full else pairwise(DIMENSIONS, allowed)
-    return [Case(**values, steps=3) for values in chosen]
+    if not full:
+        return [Case(**values, steps=2) for values in pairwise(DIMENSIONS, allowed)]
+    rest = itertools.cycle(itertools.product(*(DIMENSIONS[name] for name in TAKE_TURNS)))
+    most = [name for name in DIMENSIONS if name not in TAKE_TURNS]
+    everything = (dict(zip(most, values)) for values in itertools.product(*(DIMENSIONS[name] for name in most)))
+    chosen = [values for values in everything if allowed(values)]
+    return [Case(**values, **dict(zip(TAKE_TURNS, next(rest))), steps=2) for values in chosen]
 
 
 def train(rank: int, world: int, case: Case, folder: str, watch: Watch) -> Result:
@@ -79,10 +85,100 @@ def run(pool: Any, chosen: list[Case], mode: Mode, collective: bool, folder: Pat
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize(("world", "collective"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("world", "collective", "mode"), [(1, False, Mode.LAST), (2, True, Mode.LAST)])
 def test_numbers_do_not_depend_on_when_bytes_move(pools, tmp_path, world, collective, mode):
     run(pools[world], cases(world, full=False), mode, collective, tmp_path)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_numbers_do_not_depend_on_when_messages_move(two, tmp_path, mode):
+    chosen = cases(2, full=False)
+    run(two, chosen[:: 2 if mode is Mode.LAST else 3], mode, False, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("world", "collective"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_numbers_do_not_depend_on_when_bytes_move_in_full(pools, tmp_path, world, collective, mode):
+    run(pools[world], cases(world, full=world < 3), mode, collective, tmp_path, timeout_s=3500)
+
+
+# The instruments ----------------------------------------------------------------------------------------------------------
+
+
+def seeded(rank: int, world: int) -> None:
+    """Each of the mistakes that the instruments are for, made on purpose."""
+    numel = 6
+
+    def begun(watch: Watch, *tags: int) -> tuple[torch.Tensor, torch.Tensor, list[Inflight]]:
+        wire = watch.roads.wire(torch.device("cpu"))
+        full, own = torch.zeros(len(tags) * world * numel), torch.full((len(tags) * numel,), float(rank))
+        parts = zip(full.split(world * numel), own.split(numel), tags)
+        return full, own, [wire.gather(*part) for part in parts]
+
+    for mode, collective in itertools.product(Mode, (False, True)):
+        watch = Watch(mode, collective)
+        full, own, (move,) = begun(watch, 0)
+        arrived = torch.arange(float(world)).repeat_interleave(numel)
+        assert full.isnan().all() if mode is Mode.LAST else torch.equal(full, arrived)
+        move.close()
+        assert torch.equal(full, arrived)
+        assert watch.finish() == []
+
+        full, own, (move,) = begun(watch, 1)
+        own.add_(1)
+        with pytest.raises(Hazard, match="its source was written"):
+            move.close()
+        full, own, (move,) = begun(watch, 2)
+        full[0] = 1
+        with pytest.raises(Hazard, match="its destination was written"):
+            move.close()
+        full, own, (move,) = begun(watch, 3)
+        full.untyped_storage().resize_(0)
+        with pytest.raises(Hazard, match="the memory it writes was given back"):
+            watch.check()
+        watch.drop()
+
+        watch = Watch(mode, collective)
+        wire = watch.roads.wire(torch.device("cpu"))
+        mean = torch.zeros(numel)
+        source = torch.full((world * numel,), float(rank))
+        move = wire.reduce(source, mean, 5)
+        with pytest.raises(Hazard, match="writes what the reduce of span 5 may still be reading"):
+            wire.gather(source, torch.zeros(numel), 6)
+        with pytest.raises(Hazard, match="reads what the reduce of span 5 has not brought yet"):
+            wire.gather(torch.zeros(world * numel), mean, 7)
+        move.wait()
+        assert torch.equal(mean, torch.full_like(mean, (world - 1) / 2))
+        if not collective:  # peers may still be reading
+            assert [line for line in watch.finish() if "nobody closed the reduce" in line]
+        move.close()
+
+        watch = Watch(mode, collective)
+        link = watch.roads.link(torch.device("cpu"), Meter())
+        host, device = torch.zeros(numel), torch.ones(numel)
+        move = link.down(device, host)
+        assert mode is Mode.FIRST or host.isnan().all()
+        move.close()
+        move = link.up(host, device)
+        move.wait()
+        assert torch.equal(device, host)
+        host.zero_()
+        with pytest.raises(Hazard, match="its source was written"):
+            move.close()
+
+    watch = Watch(Mode.LAST)
+    _, _, moves = begun(watch, *((8, 9) if rank == 0 else (9, 8)))
+    for move in moves:
+        move.close()
+    assert [line for line in watch.finish() if "collective 0: rank 1 issued [('gather', 9)" in line]
+    with pytest.raises(Hazard, match="by rank"):
+        begun(Watch(Mode.FIRST), 10 + rank)
+
+
+def test_the_instruments_find_what_they_are_for(two):
+    two.run(seeded)
 
 
 # Out of memory in the middle of a pass ----------------------------------------------------------------------------------
@@ -133,11 +229,19 @@ def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: i
     return [f"rank {rank}, stage {stage} {dtype} {mode}, 1 of {every}: {line}" for line in wrong[:4]]
 
 
-@pytest.mark.parametrize("dtype", ["no", "bf16"])
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("world", "stage", "dtype"), [(1, 3, "bf16"), (2, 1, "no"), (2, 2, "bf16"), (2, 3, "no")])
 def test_room_made_in_a_pass_touches_nothing_in_use(pools, tmp_path, world, stage, dtype):
+    found = pools[world].run(pressed, str(tmp_path), stage, dtype, 3, Mode.LAST)
+    assert not (wrong := [line for lines in found for line in lines]), "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", ["no", "bf16"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3), (3, 3)])
+def test_room_made_in_a_pass_touches_nothing_in_use_in_full(pools, tmp_path, world, stage, dtype):
     found = []
-    for every, mode in ((5, Mode.LAST), (3, Mode.FIRST), (1, Mode.LAST)):
+    for every, mode in itertools.product((1, 2, 3, 5, 7), Mode):
         found += pools[world].run(pressed, str(tmp_path), stage, dtype, every, mode)
     assert not (wrong := [line for lines in found for line in lines]), "\n".join(wrong)
 
@@ -260,9 +364,9 @@ def looked_at(rank: int, world: int, folder: str, place: str, dtype: str) -> lis
     return wrong
 
 
-@pytest.mark.parametrize("dtype", ["no", "bf16"])
-@pytest.mark.parametrize("place", ["cpu 2", "cpu 3", "disk 1"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "place", "dtype"), [(1, "cpu 3", "no"), (1, "disk 3", "bf16"), (2, "cpu 2", "bf16"), (2, "disk 1", "no")]
+)
 def test_gradients_are_shown_when_they_are_there(pools, tmp_path, world, place, dtype):
     assert pools[world].run(looked_at, str(tmp_path), place, dtype) == [[]] * world
 
@@ -274,7 +378,7 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
         watch, count = Watch(Mode.LAST), [0]
         model = gpt2()
         optimizer = optimizer_for(model, 2)
-        config = zero.ZeroConfig(stage=3, offload_params=params, offload_dir=folder)
+        config = zero.ZeroConfig(stage=3, offload_optimizer=params, offload_params=params, offload_dir=folder)
         engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=watch.roads)
         watch.watch(engine)
         plain = engine.offload.storage.allocate
@@ -288,7 +392,7 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
         engine.offload.storage.allocate = allocate  # type: ignore[method-assign]
         for step in range(8):
             ids = batch(step, 0, rank)
-            for at in (1 + 2 * step, 0):
+            for at in (1 + step, 0):
                 count[0] = at if fails else 0
                 try:
                     model(input_ids=ids, labels=ids).loss.backward()
@@ -305,7 +409,8 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
     return wrong if equal(*results) else [*wrong, "weights differ"]
 
 
-@pytest.mark.parametrize(("params", "dtype"), [("none", "bf16"), ("cpu", "bf16"), ("cpu", "no"), ("disk", "bf16")])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "params", "dtype"), [(1, "cpu", "no"), (2, "none", "bf16"), (2, "cpu", "bf16"), (2, "disk", "bf16")]
+)
 def test_a_step_that_found_no_memory_is_done_again(pools, tmp_path, world, params, dtype):
     assert pools[world].run(gives_up, str(tmp_path), params, dtype) == [[]] * world
