@@ -165,7 +165,7 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
 
 def tree_square_sum(parts: Sequence[Tensor]) -> Tensor:
     """As `square_sum`. Other devices sum in a tree, which loses nothing; asking them for float64 makes a copy in it first."""
-    return torch.stack(torch._foreach_norm(parts, 2.0, torch.float32)).double().square().sum()
+    return torch.stack(torch._foreach_norm(list(parts), 2.0, torch.float32)).double().square().sum()
 
 
 def _row_squares(flat: Tensor) -> Tensor:

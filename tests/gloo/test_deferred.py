@@ -414,3 +414,55 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
 )
 def test_a_step_that_found_no_memory_is_done_again(pools, tmp_path, world, params, dtype):
     assert pools[world].run(gives_up, str(tmp_path), params, dtype) == [[]] * world
+
+
+def used(rank: int, world: int, folder: str, tiers: tuple[str, str], in_backward: bool) -> list[str]:
+    """What else moves bytes: evaluation, whole parameters, gradients and states, saving and loading, leaving and coming back."""
+    wrong, results = [], []
+    for watched in (False, True):
+        watch = Watch(Mode.LAST)
+        model = gpt2()
+        optimizer = optimizer_for(model, 2)
+        config = zero.ZeroConfig(
+            stage=3,
+            offload_optimizer=tiers[0],
+            offload_params=tiers[1],
+            offload_dir=folder,
+            step_in_backward=in_backward,
+        )
+        with small_blocks():
+            engine = zero.shard(
+                model, optimizer, config, mixed_precision="bf16", roads=watch.roads if watched else None
+            )
+            watch.watch(engine)
+            out: list[Any] = []
+            for step in range(3):
+                ids = batch(step, 0, rank)
+                with torch.no_grad():
+                    out.append(model(input_ids=ids).logits)
+                model(input_ids=ids, labels=ids).loss.backward()
+                param = model.transformer.h[1].mlp.c_fc.weight
+                if not in_backward:
+                    out += [zero.full_gradient(param), engine.clip_grad_norm_(0.3)]
+                optimizer.step()
+                out.append(zero.full_optimizer_state(param, "exp_avg"))
+                with zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                    param.mul_(1.01)
+                optimizer.zero_grad()
+                if step == 1:
+                    engine.save(f"{folder}/saved{watched}")
+                    engine.offload_states()
+                    engine.reload_states()
+            engine.load(f"{folder}/saved{watched}")
+            state = optimizer.state_dict()["state"]
+            results.append([*out, *model.state_dict().values(), *(state[i][key] for i in state for key in state[i])])
+            engine.detach()
+        wrong += watch.finish()
+    return wrong if equal(*results) else [*wrong, "results differ"]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "in_backward"), [(("cpu", "cpu"), False), (("disk", "disk"), False), (("cpu", "none"), True)]
+)
+def test_whatever_moves_bytes_waits_for_them(two, tmp_path, tiers, in_backward):
+    assert two.run(used, str(tmp_path), tiers, in_backward) == [[], []]
