@@ -417,7 +417,7 @@ def test_a_step_that_found_no_memory_is_done_again(pools, tmp_path, world, param
 
 
 def used(rank: int, world: int, folder: str, tiers: tuple[str, str], in_backward: bool) -> list[str]:
-    """What else moves bytes: evaluation, whole parameters, gradients and states, saving and loading, leaving and coming back."""
+    """What else moves bytes: evaluation, whole parameters and gradients, saving and loading, leaving and coming back."""
     wrong, results = [], []
     for watched in (False, True):
         watch = Watch(Mode.LAST)
