@@ -344,6 +344,13 @@ class CollectiveWire(_GroupWire):
             getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         )
 
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
+        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        parts = value.new_empty(self.size)
+        self._timed(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
+        return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
+
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         if own.numel() == 0:
             return DONE

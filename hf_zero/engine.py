@@ -17,7 +17,7 @@ from . import agree, overrides
 from .assembly import Assembly
 from .checkpoint import Behind, load, save
 from .clipping import clip_norm, clip_values
-from .comm import SoloWire, Traffic, open_wire
+from .comm import SoloWire, Traffic
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError, ZeroError
 from .flat import Flat
@@ -33,6 +33,7 @@ from .plan import Plan, advice
 from .precision import Autocast, Precision
 from .recorder import Recorder
 from .report import Report
+from .roads import Roads
 from .schedule import Schedule
 from .shard import Fields
 from .statedict import FullState
@@ -62,13 +63,15 @@ class Engine:
         mixed_precision: str | None,
         machine: Machine | None = None,
         device: torch.device | None = None,
+        roads: Roads | None = None,
     ) -> None:
         self.model = model
         self._machine = machine or Machine()
         self.config = config
         self.optimizer: torch.optim.Optimizer | None = None
         self.precision = Precision.of(mixed_precision, config.reduce_dtype)
-        self._wire: SoloWire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
+        roads = roads or Roads()
+        self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._binding: Binding | None = None
         self.recorder: Recorder | None = None
         """What measures every step, see `record`."""
@@ -92,7 +95,7 @@ class Engine:
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
         self._wire.take_tags()
-        self.offload = Offload(config, self._wire, self.device, self.units)
+        self.offload = Offload(config, self._wire, self.device, self.units, roads.link)
         self.offload.storage.wide = self._overflow.possible
         with agree.on_errors(self._wire, "zero.shard"):
             self.plan = self._new_plan(specs, optimizer)
@@ -495,6 +498,8 @@ class Engine:
 
     def _after_backward(self) -> None:
         self.offload.agree_on_reads()
+        if self._schedule.sync:
+            self.offload.land()
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
 
@@ -557,6 +562,7 @@ def shard(
     mixed_precision: str | None = "no",
     machine: Machine | None = None,
     device: torch.device | None = None,
+    roads: Roads | None = None,
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
 
@@ -572,6 +578,7 @@ def shard(
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
             does. None: where the model is.
         machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
+        roads: what bytes move with, in place of the process group's own wire and the device's own link.
 
     Raises:
         ConfigError: settings; a model that is sharded already.
@@ -581,8 +588,7 @@ def shard(
     """
     if engine_of(model) is not None:
         raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
-    engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision, machine, device)
-    return engine
+    return Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -14,9 +14,10 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ from .records import Records
 from .shard import Fields, Shard, assembled, is_elementwise
 from .storage import Storage
 from .tiers import BLOCK_NUMEL, Tier
+
+T = TypeVar("T")
 
 
 class Staging(Protocol):
@@ -96,7 +99,7 @@ class Flat:
         self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
         # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
         self._holds = self.compute_dtype != self.master_dtype
-        self._held = False
+        self._held = self._allocating = False
         self.arrived = [False] * len(self.params)
         """By parameter: this rank has had a gradient of it since `drop_master_grad`."""
         self.present = self.arrived
@@ -408,7 +411,7 @@ class Flat:
             self._bucket_views = self._cut(self._bucket)
             self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
         else:
-            self._bucket.untyped_storage().resize_(self._bucket_bytes)
+            self._reserve(self._bucket_bytes, partial(self._bucket.untyped_storage().resize_, self._bucket_bytes))
         if self.span.used_numel < self.span.numel:
             self._bucket[self.span.used_numel :].zero_()
         return self._bucket, self._bucket_views
@@ -419,8 +422,19 @@ class Flat:
         def make() -> Tensor:
             return torch.empty(numel, dtype=dtype, device=self.device)
 
-        what = f"gradients of {self.span.spec.name!r} and what is with it"
-        return self.storage.allocate(what, numel * dtype.itemsize, make)
+        return self._reserve(numel * dtype.itemsize, make)
+
+    def _reserve(self, bytes_: int, make: Callable[[], T]) -> T:
+        self._allocating = True
+        try:
+            return self.storage.allocate(f"gradients of {self.span.spec.name!r} and what is with it", bytes_, make)
+        finally:
+            self._allocating = False
+
+    @property
+    def in_use(self) -> bool:
+        """Local gradients are in the bucket, or about to be."""
+        return self._held or self._allocating
 
     def drop_bucket(self) -> None:
         if self._bucket is not None:

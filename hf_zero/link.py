@@ -96,6 +96,8 @@ class Link:
     def down(self, source: Tensor, target: Tensor) -> Inflight:
         """Copy `source` (device) to `target` (host) after what the current stream has to do. Waiting holds the host up.
 
+        The memory of `source` may be given back at once, and comes to use again when it has been read.
+
         Raises:
             StateError: of different type or length.
         """
@@ -103,13 +105,16 @@ class Link:
         if self.device.type != "cuda":
             target.copy_(source)
             return DONE
-        event = self._copy(self._down, source, target, source, None)
+        event = self._copy(self._down, source, target, None)
+        source.record_stream(self._down)
         return Inflight((Waiting(event.synchronize, self.meter, "down", target),), ready=event.query)
 
     def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
         """Copy `source` (host) to `target` (device) after `after`, or after what the current stream has to do.
 
         Waiting holds up the current stream only; closing holds the host up until `source` may be written again.
+        The memory of `target` must not be given back before one of them. (The allocator could be told of the copy by
+        `record_stream`, but would then keep every block given back while the host runs ahead of the device.)
 
         Raises:
             StateError: of different type or length.
@@ -118,7 +123,7 @@ class Link:
         if self.device.type != "cuda":
             target.copy_(source)
             return DONE
-        event = self._copy(self._up, source, target, target, after)
+        event = self._copy(self._up, source, target, after)
         arrived = Waiting(lambda: torch.cuda.current_stream(self.device).wait_event(event), None, "up")
         return Inflight((arrived,), (Waiting(event.synchronize, self.meter, "up", source),), ready=event.query)
 
@@ -130,14 +135,13 @@ class Link:
             )
         self.meter.moved(kind, source.numel() * source.element_size())
 
-    def _copy(self, stream: Any, source: Tensor, target: Tensor, on_device: Tensor, after: Any) -> torch.cuda.Event:
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: Any) -> torch.cuda.Event:
         if after is None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         else:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        on_device.record_stream(stream)
         event: torch.cuda.Event = stream.record_event()
         return event
 

@@ -117,12 +117,18 @@ class Monitor:
             grows = grows + int(free * MARGIN) if tier is Tier.HOST or engine.device.type == "cpu" else grows
         return grows - free
 
-    def make_room(self, tier: Tier, bytes_: int) -> int:
-        """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed."""
+    def make_room(self, tier: Tier, bytes_: int, *, in_pass: bool = False) -> int:
+        """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed.
+
+        Args:
+            in_pass: a forward or a backward is under way: no parameters move. What is in use never does.
+        """
         freed = moved = 0
         for unit, flat, shard in self._last_first():
             if freed >= bytes_ or moved >= MOVES_PER_STEP:
                 break
+            if not unit.is_idle or (in_pass and shard is None):
+                continue
             size = self._bytes_of(flat, shard)
             if _tier_of(flat, shard) is not tier or not size:
                 continue
@@ -152,6 +158,8 @@ class Monitor:
         for (unit, flat, shard), planned in zip(self._movable, self._planned):
             if _tier_of(flat, shard) is planned:
                 continue
+            if not unit.is_idle:
+                continue
             size = self._bytes_of(flat, shard)
             # Twice: what comes back must not be what is missing next.
             if moved >= MOVES_PER_STEP or room.get(planned, 0) < 2 * size or planned in self._refused:
@@ -163,6 +171,8 @@ class Monitor:
     def _move(self, unit: Unit, flat: Flat, shard: Shard | None, tier: Tier, why: str) -> bool:
         """False: the tier refused, and is asked no more. Other ranks know nothing of it, so it must be no error here."""
         unit.finish_step()
+        if shard is None:
+            unit.close()  # peers may still be sent what moves
         before = _tier_of(flat, shard)
         rest = tier if shard is None else flat.rest
         tiers = [tier if other is shard else other.tier for other in flat.shards]

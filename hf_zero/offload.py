@@ -14,12 +14,12 @@ from .comm import SoloWire
 from .config import ZeroConfig
 from .costs import Placement
 from .errors import ConfigError, StateError, TierError, ZeroError
-from .link import empty_cache
+from .link import Link, empty_cache
 from .monitor import Monitor
 from .shard import Fields
 from .stepping import Stepper
 from .storage import Storage
-from .tiers import Tier
+from .tiers import Meter, Tier
 from .twin import Twin, fields_of
 from .unit import Step, Unit
 
@@ -36,10 +36,17 @@ class Offload:
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 
-    def __init__(self, config: ZeroConfig, wire: SoloWire, device: torch.device, units: list[Unit]) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        wire: SoloWire,
+        device: torch.device,
+        units: list[Unit],
+        open_link: Callable[[torch.device, Meter], Link] = Link,
+    ) -> None:
         self._config, self._wire, self._device, self._units = config, wire, device, units
         self.ranks_here = wire.ranks_here() if config.offloads else 1
-        self.storage = Storage(device, wire.rank, config.offload_dir)
+        self.storage = Storage(device, wire.rank, config.offload_dir, open_link)
         self.storage.transient = config.step_in_backward
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None
@@ -162,6 +169,15 @@ class Offload:
         self._stepping().begin([unit], optimizer, self._twin, self.storage.link.mark())
         self._before = unit.stepping
 
+    def land(self) -> None:
+        """Gradients that are on their way to the host are there afterwards, and shown: whoever looks at the groups' gradients
+        after a backward sees them whole. The step would wait for the first forward's units anyway, which come last."""
+        if self._config.offloads:
+            for unit in self._units:
+                for flat in unit.trained:
+                    for shard in flat.shards:
+                        shard.land()
+
     def refuse_clipping(self, what: str) -> None:
         """Raises:
         StateError: units are updated before the norm is known.
@@ -268,10 +284,10 @@ class Offload:
         self.storage.explain = advice
 
     def _make_room(self, bytes_: int) -> None:
-        """In the middle of a pass: other units' optimizer state may go."""
+        """In the middle of a pass: optimizer state may go, of units that are not in use."""
         empty_cache(self._device)
         if self.monitor is not None:
-            self.monitor.make_room(Tier.DEVICE, bytes_)
+            self.monitor.make_room(Tier.DEVICE, bytes_, in_pass=True)
             empty_cache(self._device)
 
     def close(self) -> None:

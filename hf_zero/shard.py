@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import StateError, ZeroError
+from .errors import ZeroError
 from .inflight import Inflight
 from .ondisk import OnDisk, Values, fetch
 from .records import Records
@@ -211,8 +211,10 @@ class Shard:
         link = self.storage.link
         keeps = piece.dtype == self.dtype or not (self.storage.wide or self._is_wide())
         if self._grad is None and keeps:
-            self._set(self._room(piece.dtype))
-            self._move = link.down(piece, self._filled())
+            self._grad = self._room(piece.dtype)
+            self._move = link.down(piece, self._grad)
+            if self._move.ready:
+                self.land()
             return
         self._landing = self.storage.scratch(piece.numel(), piece.dtype)
         self._move = link.down(piece, self._landing)
@@ -223,6 +225,7 @@ class Shard:
         move, self._move = self._move, None
         if move is not None:
             move.close()
+            self.show_grad()
         landing, self._landing = self._landing, None
         if landing is None:
             return
@@ -276,8 +279,13 @@ class Shard:
             self.master.grad = None
 
     def show_grad(self) -> None:
-        """For loss scalers and whoever looks at the groups' gradients."""
-        if self._grad is not None and self.tier is not Tier.DEVICE and self._grad.dtype == self.dtype:
+        """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
+        if (
+            self._move is None
+            and self._grad is not None
+            and self.tier is not Tier.DEVICE
+            and self._grad.dtype == self.dtype
+        ):
             self.master.grad = self._grad
 
     @property
@@ -304,11 +312,6 @@ class Shard:
     def _set(self, grad: Tensor) -> None:
         self._grad = grad
         self.show_grad()
-
-    def _filled(self) -> Tensor:
-        if self._grad is None:
-            raise StateError("a host gradient has no memory")
-        return self._grad
 
     # Between tiers ----------------------------------------------------------------------------------------------------
 

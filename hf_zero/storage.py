@@ -41,10 +41,16 @@ class Storage:
         transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
     """
 
-    def __init__(self, device: torch.device, rank: int, offload_dir: str | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        offload_dir: str | None,
+        open_link: Callable[[torch.device, Meter], Link] = Link,
+    ) -> None:
         self.device = device
         self.meter = Meter()
-        self.link = Link(device, self.meter)
+        self.link = open_link(device, self.meter)
         self.wide = False
         self.uses_disk = False
         self.transient = False

@@ -49,6 +49,9 @@ class Unit:
         self.policy = policy
         self.gathered_bytes = layout.gathered_bytes
         self.state = State.GATHERED
+        self._sends_late = any(flat.rest is Tier.DISK for flat in flats)
+        """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
+        where this rank has moved something since: collectives have one order."""
         self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
         self.stepping: Step | None = None
         """The update of this unit that another thread is busy with."""
@@ -61,6 +64,8 @@ class Unit:
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
         self._unsent: list[Inflight] = []
+        self._lent: list[Inflight] = []
+        """Copies up that have arrived here; what they read in host memory may not be written before they are closed."""
         self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
         for flat in self.flats:
             flat.point(flat.views)
@@ -75,18 +80,17 @@ class Unit:
         if self._check_on_gather and not self.policy.keep_full:
             for flat in self.flats:
                 flat.guards.check(self.name)
-        self.close()
+        self._close_sends()
+        self._lent = [inflight for inflight in self._lent if not inflight.ready]
         self.finish_step()
         for flat in self.flats:
             if not flat.resident:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
+        for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
-        for flat in self.flats:
-            if flat.rest is Tier.DISK:
-                break
-        else:
-            self._send()  # else when the disk has answered: see `wait`
+        if not self._sends_late:
+            self._send()
         self.state = State.GATHERING
 
     def _send(self) -> None:
@@ -123,7 +127,8 @@ class Unit:
             self._send()
         for inflight in self._arrivals:
             inflight.wait()
-        self._arrivals.clear()
+        self._lent += self._arrivals
+        self._arrivals = []
         for inflight in self._gathers:
             inflight.wait()
         self._unsent += self._gathers
@@ -144,7 +149,7 @@ class Unit:
             self.wait()
         for flat in self.flats:
             if flat.rest is not Tier.DEVICE:
-                self.close()  # peers are still being sent what `full` holds
+                self._close_sends()  # peers are still being sent what `full` holds
                 break
         for flat in self.flats:
             flat.point(flat.guards.shown)
@@ -167,10 +172,24 @@ class Unit:
             self.wait()
 
     def close(self) -> None:
-        """Wait until the peers have taken what this rank sent: `own` may be written again."""
-        for inflight in self._unsent:
+        """Wait until the peers, and the device, have taken what they are given: `own` may be written again."""
+        self._close_sends()
+        lent, self._lent = self._lent, []
+        for inflight in lent:
             inflight.close()
-        self._unsent.clear()
+
+    def _close_sends(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for inflight in unsent:
+            inflight.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is gathered for a pass, on its way or in a bucket: its optimizer state may change tiers."""
+        gathered = self.state is State.GATHERED and not self.policy.keep_full
+        if gathered or self.state is State.GATHERING or self._reduces:
+            return False
+        return not any(flat.in_use for flat in self.flats)
 
     @property
     def in_memory(self) -> bool:

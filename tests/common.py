@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.roads import Roads
 
 transformers.logging.set_verbosity_error()
 VOCAB = 97
@@ -108,13 +110,21 @@ class Result:
     scale: float
 
 
-def train_engine(rank: int, world: int, case: Case, offload_dir: str | None = None) -> tuple[Result, zero.Engine]:
+def train_engine(
+    rank: int,
+    world: int,
+    case: Case,
+    offload_dir: str | None = None,
+    roads: Roads | None = None,
+    made: Callable[[zero.Engine], object] = lambda engine: None,
+) -> tuple[Result, zero.Engine]:
     """The plain loop a user of the engine writes."""
     model = MODELS[case.model]()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
-    engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype)
+    engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, roads=roads)
+    made(engine)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
     losses, norms = [], []
     for step in range(case.steps):

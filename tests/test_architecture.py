@@ -23,6 +23,7 @@ LAYERS = {
         "comm",
         "tiers",
         "link",
+        "roads",
         "transfer",
         "disk",
         "ondisk",

@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 
+from hf_zero.comm import CollectiveWire
+from hf_zero.roads import Roads
 from tests.common import Case, differences, train_engine, train_reference
 
 pytestmark = pytest.mark.gloo
@@ -84,21 +86,13 @@ def test_reduce_dtype_bfloat16_is_close(two):
 
 def collective(rank: int, world: int) -> list[tuple[int, str, float, float]]:
     """The wire that CUDA uses, here over gloo's own collectives: same buffers, same waits, the backend's order of sums."""
-    import hf_zero.engine
-    from hf_zero.comm import CollectiveWire
-
-    before = hf_zero.engine.open_wire
-    hf_zero.engine.open_wire = CollectiveWire
-    try:
-        out = []
-        for stage, dtype in itertools.product((0, 1, 2, 3), ("no", "bf16")):
-            case = Case(stage=stage, dtype=dtype, accumulation=2, clip=0.5, groups=2)
-            ours, _ = train_engine(rank, world, case)
-            if rank == 0:
-                out.append((stage, dtype, *differences(ours, train_reference(world, case, stage >= 2))))
-        return out
-    finally:
-        hf_zero.engine.open_wire = before
+    out = []
+    for stage, dtype in itertools.product((0, 1, 2, 3), ("no", "bf16")):
+        case = Case(stage=stage, dtype=dtype, accumulation=2, clip=0.5, groups=2)
+        ours, _ = train_engine(rank, world, case, roads=Roads(wire=CollectiveWire))
+        if rank == 0:
+            out.append((stage, dtype, *differences(ours, train_reference(world, case, stage >= 2))))
+    return out
 
 
 @pytest.mark.parametrize("world", [2, 3])
