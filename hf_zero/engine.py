@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ from .machine import Machine, device_bytes_in_use
 from .monitor import Monitor
 from .objects import Stateful
 from .offload import STATES, Offload
-from .optim import Binding, check_supported, originals_of, state_tensors, take_state, with_closure_run
+from .optim import Binding, originals_of, state_tensors, take_state, with_closure_run
 from .overflow import Overflow
+from .ownership import refuse_owned
 from .plan import Plan, advice
 from .precision import Autocast, Precision
 from .recorder import Recorder
@@ -36,9 +38,11 @@ from .report import Report
 from .schedule import Schedule
 from .statedict import FullState
 from .storage import is_out_of_memory
+from .supported import needs_wholes
 from .tiers import Tier
 from .unit import Unit
 from .usage import report
+from .wholes import WholeBinding
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -69,6 +73,9 @@ class Engine:
         self.precision = Precision.of(mixed_precision, config.reduce_dtype)
         self._wire: SoloWire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._binding: Binding | None = None
+        self._mixed_precision = mixed_precision
+        self._trains_unbound: bool | None = False
+        """A backward left gradients that no optimizer will see; None once that was said."""
         self.recorder: Recorder | None = None
         """What measures every step, see `record`."""
         self._side: SoloWire | None = None
@@ -78,14 +85,15 @@ class Engine:
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
+            _refuse_nested(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             self._assembly = Assembly(model, self._wire, self.policy, self.precision, device)
+            refuse_owned(self._assembly.names)
             self.device = self._assembly.device
             self._overflow = Overflow(model, self.precision, self._wire, self.device)
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
-            if optimizer is not None and (self._cuts or config.offload_optimizer != "none"):
-                check_supported(optimizer)
+            kind = Binding if optimizer is None else self._kind_of_binding(optimizer)
             specs = self._assembly.specs(originals)
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
@@ -111,7 +119,7 @@ class Engine:
             self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire, self.finish_step)
         if optimizer is not None:
-            self._bind(optimizer, originals)
+            self._bind(optimizer, originals, kind)
         overrides.put_on(model, self.units, self.zero_grad)
         model.__dict__[_ENGINE] = self
         self._watch()
@@ -156,23 +164,28 @@ class Engine:
         optimizer again is a no-op unless groups were added to it.
 
         Raises:
-            UnsupportedOptimizerError, LayoutError: see `shard`.
+            UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
         """
         previous = self._binding
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         with agree.on_errors(self._wire, "Engine.bind"):
-            if self._cuts or self.config.offload_optimizer != "none":
-                check_supported(optimizer)
+            kind = self._kind_of_binding(optimizer)
+            if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
+                raise LayoutError(
+                    f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, or "
+                    "the other way round: build the optimizer anew with all its groups, and bind that"
+                )
             originals = originals_of(optimizer, self._assembly.first_names, previous)
             fields = self.offload.fields(optimizer)
+            specs = self._assembly.specs(originals)
+        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self._assembly.names)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             previous.forget()
             previous = None
-        specs = self._assembly.specs(originals)
         if self._assembly.cuts_otherwise(specs):
-            if any(flat.grads() for unit in self.units for flat in unit.trained):
+            if any(flat.grads() for flat in self._trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
             self._schedule.detach()
             self._full_state.detach()
@@ -180,7 +193,7 @@ class Engine:
             self._assembly.recut(specs, previous, self.plan.placements, fields)
             self._schedule = self._new_schedule()
             self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
-        self._bind(optimizer, originals)
+        self._bind(optimizer, originals, kind)
         self._watch()
 
     @contextmanager
@@ -222,6 +235,8 @@ class Engine:
         for unit in self.units:
             unit.drop_grads(shards=True)
         self._schedule.unsynced = False
+        if self._binding is not None:
+            self._binding.show_grads()
 
     def report(self) -> Report:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
@@ -337,9 +352,14 @@ class Engine:
             include: of `parameters`, `gradients`, `optimizer` (masters and state, with their gradients).
 
         Raises:
-            ConfigError: another name.
+            ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
+        if isinstance(self._binding, WholeBinding):
+            raise ConfigError(
+                f"offload_states: {type(self.optimizer).__name__} steps over whole parameters, whose state does not move: use "
+                "an element-wise optimizer"
+            )
         self.flush()
         self.quiesce()
         self.offload.leave(include, self.optimizer)
@@ -397,8 +417,16 @@ class Engine:
         self._schedule.reset()
 
     def detach(self) -> None:
-        """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
+        """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
+
+        The optimizer has those parameters then, in the same groups, and its state in plain form: it goes on as if it had
+        never been bound.
+        """
+        if self.model.__dict__.get(_ENGINE) is not self:
+            return
         self.quiesce()
+        binding = self._binding
+        state = None if binding is None else binding.plain_state()
         if self.recorder is not None:
             self.recorder.close()
         self._assembly.dissolve()
@@ -409,6 +437,10 @@ class Engine:
             handle.remove()
         overrides.take_off(self.model)
         self.model.__dict__.pop(_ENGINE, None)
+        if binding is not None and state is not None:
+            overrides.take_off_optimizer(binding.optimizer)
+            binding.unbind(state)
+            self._binding = self.optimizer = None
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -416,6 +448,11 @@ class Engine:
     def _cuts(self) -> bool:
         """Whether a parameter may be cut in two."""
         return self.policy.shard and self.world_size > 1
+
+    def _kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
+        offloaded = self.config.offload_optimizer != "none"
+        wholes = needs_wholes(optimizer, self._assembly.names, cut=self._cuts, offloaded=offloaded)
+        return WholeBinding if wholes else Binding
 
     def _new_plan(self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None) -> Plan:
         machine = Machine()
@@ -428,11 +465,14 @@ class Engine:
         if self.config.is_auto:
             self.offload.monitor = Monitor(self, self.offload.ranks_here)
 
-    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
+    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]], kind: type[Binding]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
+        agree.same_answer(
+            self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
+        )
         self.offload.reserve(optimizer)
-        self._binding = Binding(optimizer, self.units, self._wire, originals)
+        self._binding = kind(optimizer, self.units, self._wire, originals)
         self.optimizer = optimizer
         if state is not None:
             self._binding.load_state_dict(state)
@@ -454,6 +494,13 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
+        if self._trains_unbound and torch.is_grad_enabled():
+            self._trains_unbound = None
+            warnings.warn(
+                f"this {type(self.model).__name__} was sharded without an optimizer, and gradients are there: no step will "
+                "change it. Pass the optimizer to zero.shard (accelerator.prepare), or call engine.bind(optimizer)",
+                stacklevel=2,
+            )
         self.offload.refuse_while_away("forward")
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
@@ -473,8 +520,12 @@ class Engine:
 
     def _after_backward(self) -> None:
         self.offload.agree_on_reads()
+        if self._binding is None and self._trains_unbound is False:
+            self._trains_unbound = any(flat.grads() for flat in self._trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
+        if self._binding is not None:
+            self._binding.show_grads()
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
@@ -488,14 +539,18 @@ class Engine:
         self._schedule.flush()
         self._schedule.quiesce()
         self._assembly.check()
-        if self.optimizer is not None:
-            self.offload.begin_step(self.optimizer)
+        if self._binding is not None:
+            self._binding.show_grads()
+            self.offload.prepare_step()
         return arguments
 
     def _step_unit(self, unit: Unit) -> None:
         self.offload.step_unit(unit, self.optimizer)
 
     def _after_step(self, *_: Any) -> None:
+        if self._binding is not None:
+            self._binding.stepped()
+            self.offload.begin_step(self._binding.optimizer)
         self.offload.end_step()
         self._assembly.regather()
         if self.recorder is not None:
@@ -543,7 +598,8 @@ def shard(
 
     Args:
         model: on its final device (see `device`), in its final type.
-        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state. None to
+        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
+            whole matrices (Adafactor, Muon) where nothing is cut: stage 0 or one rank, with its state in memory. None to
             evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
@@ -556,10 +612,13 @@ def shard(
         UnsupportedOptimizerError: an optimizer that needs whole tensors.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
-    if engine_of(model) is not None:
-        raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
     engine = Engine(model, optimizer, config if config is not None else ZeroConfig(), mixed_precision, machine, device)
     return engine
+
+
+def _refuse_nested(model: nn.Module) -> None:
+    if engine_of(model) is not None:
+        raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

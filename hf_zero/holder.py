@@ -52,6 +52,8 @@ class Place:
     def parts(self) -> Iterator[tuple[int, Overlap]]:
         """Which rank owns which elements, in order."""
         span, slot = self.flat.span, self.slot
+        if not slot.spec.numel:  # nobody
+            return
         for rank in range(slot.offset // span.slice_numel, -(-slot.stop // span.slice_numel)):
             low = rank * span.slice_numel
             start, stop = max(low, slot.offset), min(low + span.slice_numel, slot.stop)
