@@ -34,7 +34,7 @@ from .ondisk import Values
 from .precision import dtype_of
 from .safetensors_io import Header, build_header, itemsize
 from .shard import Shard, assembled
-from .staging import Staging
+from .staging import Staging, naming
 from .unit import Unit
 from .version import __version__
 from .weights import Drawing, Entry, Run, WeightFile, split_files
@@ -115,7 +115,8 @@ class Saving:
         def plan() -> Any:
             if self._wire.rank != 0:
                 return None
-            drawing = draw()
+            with naming(self.folder):
+                drawing = draw()
             placed = [self._create(file) for file in drawing.files]
             self._take_values(placed, drawing)
             self._conversions += _conversions(units, placed, drawing)
@@ -147,9 +148,11 @@ class Saving:
             held.update(mine)
             if self._wire.rank != 0:
                 return {}, sorted(samples)
-            (self.folder / folder).mkdir()
             index = _index(units, optimizer, groups)
-            (self.folder / folder / OPTIMIZER_INDEX).write_text(json.dumps(index, separators=(",", ":")))
+            path = self.folder / folder / OPTIMIZER_INDEX
+            with naming(path):
+                path.parent.mkdir()
+                path.write_text(json.dumps(index, separators=(",", ":")))
             out = {}
             for state, sample in samples.items():
                 entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."))
@@ -178,7 +181,7 @@ class Saving:
                 f"{self.target}: the files up to {file.name} need {self._promised_bytes} bytes, the disk has "
                 f"{stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
             )
-        with open(path, "wb") as out:
+        with naming(path), open(path, "wb") as out:
             out.write(head)
             out.truncate(header.file_bytes)
         for start in range(0, len(head), SEGMENT_BYTES):
