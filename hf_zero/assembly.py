@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .agree import read
 from .birth import birth_of, hand_over
@@ -247,14 +247,29 @@ class Assembly:
         for param in self.names:
             hand_over(param, None)
 
+    def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Whole values of some parameters in their own types, new tensors on every rank; one span after another. A collective."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if any(param in params for param in flat.params):
+                    whole = self._whole(flat)
+                    for slot, param in zip(flat.span.slots, flat.params):
+                        if param in params:
+                            value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                            yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
+
+    def _whole(self, flat: Flat) -> Tensor:
+        whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
+        own = read(self._wire, flat.storage, flat.values)
+        if flat.span.shards > 1:
+            self._wire.gather(whole, own, flat.span.index).close()
+        else:
+            whole.copy_(own)
+        return whole
+
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:
-            whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
-            own = read(self._wire, flat.storage, flat.values)
-            if flat.span.shards > 1:
-                self._wire.gather(whole, own, flat.span.index).close()
-            else:
-                whole.copy_(own)
+            whole = self._whole(flat)
             for slot, param in zip(flat.span.slots, flat.params):
                 value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                 param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import agree, overrides
+from . import agree, copies, overrides
 from .assembly import Assembly
 from .checkpoint import Behind, load, save
 from .clipping import clip_norm, clip_values
@@ -121,6 +121,7 @@ class Engine:
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
         overrides.put_on(model, self.units, self.zero_grad)
+        copies.put_on(model, self._assembly, self._wire, self.quiesce)
         model.__dict__[_ENGINE] = self
         self._watch()
         if config.is_auto:  # comes before the schedule's own: state may move while nothing is gathered
@@ -130,6 +131,9 @@ class Engine:
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise copies.refuse_copy("an Engine")
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -436,6 +440,7 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         overrides.take_off(self.model)
+        copies.take_off(self.model)
         self.model.__dict__.pop(_ENGINE, None)
         if binding is not None and state is not None:
             overrides.take_off_optimizer(binding.optimizer)

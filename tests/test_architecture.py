@@ -68,6 +68,7 @@ LAYERS = {
         "loading",
         "checkpoint",
         "assembly",
+        "copies",
         "usage",
         "highs",
         "recorder",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 
 import pytest
@@ -408,6 +411,98 @@ def given_back(rank: int, world: int, stage: int, offload: str, folder: str) -> 
 )
 def test_detach_gives_the_optimizer_back(pools, tmp_path, world, stage, offload):
     pools[world].run(given_back, stage, offload, str(tmp_path))
+
+
+# Copies --------------------------------------------------------------------------------------------------------------
+
+
+class Normed(Stack):
+    """With buffers, a root parameter and hooks of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("seen", torch.zeros(3))
+        self.blocks[0].norm.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+def copied(rank: int, world: int, stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    plain, model = Normed(), Normed()
+    model.load_state_dict(plain.state_dict())
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    opt = adamw([p for p in model.parameters() if p.requires_grad])
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage), mixed_precision=precision)
+    trained(model, opt, rank, 0)
+    before = {name: zero.full_parameter(p) for name, p in model.named_parameters()}
+    for made in (copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module):
+        assert type(made) is Normed
+        assert zero.engine_of(made) is None
+        assert made.head.weight is made.embed.weight
+        assert {n: p.requires_grad for n, p in made.named_parameters()} == {
+            n: p.requires_grad for n, p in plain.named_parameters()
+        }
+        for name, p in made.named_parameters():
+            assert type(p) is nn.Parameter
+            assert torch.equal(p, before[name]), name
+        calls.clear()
+        token_loss(made, rank, 5).backward()  # plain in all it does
+        assert calls == [1]  # the user's hook is a part of it
+        assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
+        made.zero_grad()
+        again = pickle.loads(pickle.dumps(made.blocks))
+        assert torch.equal(again[1].up.weight, before["blocks.1.up.weight"])
+        assert torch.equal(copy.deepcopy(made).state_dict()["head.weight"], before["embed.weight"])
+    part = copy.deepcopy(model.blocks[1])
+    assert torch.equal(part.up.weight, before["blocks.1.up.weight"])
+    both = copy.deepcopy({"model": model, "head": model.head})
+    assert both["head"] is both["model"].head
+    for attempt in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(model.blocks)):
+        with pytest.raises(zero.StateError, match="sharded model cannot be pickled.*engine.save"):
+            attempt()
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(zero.StateError, match="an Engine cannot be copied"):
+            attempt(zero.engine_of(model))
+    trained(model, opt, rank, 1)  # nothing was taken from the model itself
+    assert not torch.equal(zero.full_parameter(model.embed.weight), before["embed.weight"])
+    zero.shard(copy.deepcopy(model), None, zero.ZeroConfig(stage=3))  # as a frozen reference, say
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "precision"), [(1, 2, "no"), (2, 0, "no"), (2, 1, "bf16"), (2, 3, "no"), (2, 3, "bf16")]
+)
+def test_a_copy_is_plain(pools, world, stage, precision):
+    pools[world].run(copied, stage, precision)
+
+
+def averaged(rank: int, world: int, stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    plain, model = Stack(tied=True), Stack(tied=True)
+    model.load_state_dict(plain.state_dict())
+    opt, reference = adamw(model.parameters()), adamw(plain.parameters())
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage), mixed_precision=precision)
+    options = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)}
+    ema, expected = (torch.optim.swa_utils.AveragedModel(each, **options) for each in (model, plain))
+    for step in range(3):
+        trained(model, opt, rank, step)
+        if precision == "no":
+            plainly(plain, reference, world, step)
+        else:
+            plain.load_state_dict({name: zero.full_parameter(p) for name, p in model.named_parameters()}, strict=False)
+        with zero.GatheredParameters(model):
+            ema.update_parameters(model)
+        expected.update_parameters(plain)
+    for mine, theirs in zip(ema.module.parameters(), expected.module.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "no"), (3, "no"), (3, "bf16")])
+def test_an_average_of_weights(two, stage, precision):
+    two.run(averaged, stage, precision)
 
 
 # A step that raises --------------------------------------------------------------------------------------------------
