@@ -248,7 +248,7 @@ class Assembly:
             hand_over(param, None)
 
     def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Whole values of some parameters in their own types, new tensors on every rank; one span after another. A collective."""
+        """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""
         for unit in self.units:
             for flat in unit.flats:
                 if any(param in params for param in flat.params):

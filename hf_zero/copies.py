@@ -112,7 +112,11 @@ def _is_ours(value: Any) -> bool:
     if isinstance(value, (Tensor, nn.Module, Mapping)):
         return False
     for _ in range(8):
-        names = (getattr(value, "__module__", None), type(value).__module__, type(getattr(value, "__self__", None)).__module__)
+        names = (
+            getattr(value, "__module__", None),
+            type(value).__module__,
+            type(getattr(value, "__self__", None)).__module__,
+        )
         if any(isinstance(name, str) and name.partition(".")[0] == _PACKAGE for name in names):
             return True
         inner = [getattr(value, name) for name in ("func", "__func__", "hook") if callable(getattr(value, name, None))]

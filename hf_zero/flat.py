@@ -364,6 +364,10 @@ class Flat:
         master = self.shards[0].master.detach()
         self.wholes = [nn.Parameter(master[slot.offset : slot.stop].view(slot.spec.shape)) for slot in self.span.slots]
 
+    def whole_entries(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """By parameter, the optimizer's state of its whole; nothing where there are none."""
+        return [optimizer.state.get(whole, {}) for whole in self.wholes]
+
     def settle_wholes(self) -> None:
         """A whole that was given other memory (`p.data = …`): its values are the master's."""
         master = self.shards[0].master.detach()

@@ -116,6 +116,8 @@ class Place:
         optimizer = self.engine.optimizer
         if optimizer is None:
             return None, False
+        if self.flat.wholes:
+            return self.flat.whole_entries(optimizer)[self.index].get(name), False
         for shard in self.flat.shards:
             value = shard.entries(optimizer).get(name)
             if value is not None:

@@ -461,7 +461,11 @@ def copied(rank: int, world: int, stage: int, precision: str) -> None:
     assert torch.equal(part.up.weight, before["blocks.1.up.weight"])
     both = copy.deepcopy({"model": model, "head": model.head})
     assert both["head"] is both["model"].head
-    for attempt in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(model.blocks)):
+    for attempt in (
+        lambda: pickle.dumps(model),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: pickle.dumps(model.blocks),
+    ):
         with pytest.raises(zero.StateError, match="sharded model cannot be pickled.*engine.save"):
             attempt()
     for attempt in (pickle.dumps, copy.deepcopy):
