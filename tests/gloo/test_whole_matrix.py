@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import re
 import warnings
 
 import pytest
@@ -12,6 +16,7 @@ import hf_zero as zero
 from hf_zero.supported import needs_wholes
 from tests.gloo.test_models import Stack, sgd
 from tests.gloo.test_ownership import adamw, plainly, trained
+from tests.injection import calls
 
 pytestmark = pytest.mark.gloo
 
@@ -368,3 +373,43 @@ def other_class(rank: int, world: int, folder: str) -> None:
 
 def test_the_state_of_another_class(two, tmp_path):
     two.run(other_class, str(tmp_path))
+
+
+def full_disk(rank: int, world: int, folder: str) -> None:
+    """Whatever file a full disk is met in, it is named: the system's own message lacks it."""
+    torch.manual_seed(0)
+    model = Stack()
+    opt = adamw(model.parameters())
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=2))
+    trained(model, opt, rank, 0)
+    engine.save(folder)
+
+    def save_failing_at(k: int) -> str | None:
+        writes = itertools.count()
+
+        def before(_, call, args) -> None:
+            if call[0] in ("create", "pwrite") and next(writes) == k:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        try:
+            with calls(before):
+                engine.save(folder)
+        except zero.CheckpointError as error:
+            return str(error)
+        return None
+
+    messages = list(itertools.takewhile(lambda message: message is not None, map(save_failing_at, itertools.count())))
+    found = [re.search(rf"{re.escape(folder)}/\.zero_saving/ck/?([\w./]*)", message) for message in messages]
+    assert all("No space left" in message and match for message, match in zip(messages, found)), messages
+    named = {match[1].rstrip(":") for match in found}
+    assert {
+        "model.safetensors",
+        "optimizer/exp_avg.safetensors",
+        "zero_state.safetensors",
+        "zero_manifest.json",
+    } <= named
+    zero.verify(folder)
+
+
+def test_a_full_disk_is_told_of_with_the_file(pools, tmp_path):
+    pools[1].run(full_disk, str(tmp_path / "ck"))
