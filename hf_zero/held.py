@@ -74,8 +74,9 @@ def held_states(
                 for state, value in entries.items():
                     if is_array(value):
                         samples.setdefault(state, value.detach().reshape(-1))
+                        mine = out.setdefault(state, {})
                         if rank == 0:  # all ranks have the same
-                            out.setdefault(state, {})[name] = [Held(0, value.detach().reshape(-1))]
+                            mine[name] = [Held(0, value.detach().reshape(-1))]
     return out, samples
 
 
