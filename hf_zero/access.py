@@ -129,6 +129,9 @@ def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> N
     """
     place = _place_of(param, "set_full_optimizer_state")
     _same_everywhere(param, value, place.wire, "set_full_optimizer_state")
+    if place.flat.wholes:
+        _whole_state(place, name).copy_(value.detach())
+        return
     place.write(_sliced_state(place, name), place.own_part(value))
 
 
@@ -189,13 +192,21 @@ def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     value, sliced = place.state(name)
     if value is None:
         return None
-    return place.local(place.state_of(name)).clone() if sliced else torch.as_tensor(value).detach().clone()
+    if sliced:
+        return place.local(place.state_of(name)).clone()
+    value = torch.as_tensor(value).detach().clone()
+    return value.view(-1) if place.flat.wholes and value.dim() else value
 
 
 @torch.no_grad()
 def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
     """Write this rank's elements of one optimizer state."""
     place = _place_of(param, "set_local_optimizer_state")
+    if place.flat.wholes:
+        whole = _whole_state(place, name)
+        _fit(whole.numel(), value, "set_local_optimizer_state")
+        whole.view(-1).copy_(value.detach())
+        return
     state = _sliced_state(place, name)
     _fit(place.own_numel, value, "set_local_optimizer_state")
     place.write(state, value.detach())
@@ -211,6 +222,17 @@ def _sliced_state(place: Place, name: str) -> Of:
     if not sliced:
         raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
     return place.state_of(name)
+
+
+def _whole_state(place: Place, name: str) -> Tensor:
+    """Of an optimizer over parameters of true shape."""
+    value, _ = place.state(name)
+    if not isinstance(value, Tensor) or tuple(value.shape) != place.slot.spec.shape:
+        raise StateError(
+            f"the optimizer has no state {name!r} with one value per element of {place.slot.spec.name!r}: found "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+        )
+    return value
 
 
 def _fit(own_numel: int, value: Tensor, what: str) -> None:

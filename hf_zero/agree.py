@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import struct
 import sys
 import threading
 import warnings
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from .birth import birth_of, wire_device
@@ -20,6 +22,7 @@ from .config import ZeroConfig
 from .errors import CheckpointError, RankMismatchError, TierError, ZeroError
 from .layout import ParamSpec
 from .storage import Storage
+from .transfer import bytes_of
 
 T = TypeVar("T")
 
@@ -165,6 +168,16 @@ def same_structure(
             raise RankMismatchError(_first_difference(everyone[0], theirs, rank))
 
 
+def same_answer(wire: SoloWire, mine: bool, what: str) -> None:
+    """Raises:
+    RankMismatchError: on every rank, where ranks answer `what` differently.
+    """
+    answers: list[bool] = wire.exchange(mine)
+    for rank, theirs in enumerate(answers):
+        if theirs is not answers[0]:
+            raise RankMismatchError(f"ranks differ in {what}: rank 0 says {answers[0]}, rank {rank} says {theirs}")
+
+
 def _first_difference(first: list[str], other: list[str], rank: int) -> str:
     for mine, theirs in zip(first, other):
         if mine != theirs:
@@ -213,21 +226,32 @@ def _local_value(param: nn.Parameter) -> Tensor | None:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Two int64 sums over the bits, one of them weighted by place; equal values give equal sums."""
-    bits = tensor.contiguous().view(-1).view(torch.uint8).view(_word(tensor))
-    if bits.numel() == 0:
-        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    row = min(4096, bits.numel())
-    whole = bits.numel() // row * row
-    sums = bits[:whole].view(-1, row).sum(dim=1, dtype=torch.int64)
-    columns = bits[: min(whole, 64 * row)].view(-1, row).sum(dim=0, dtype=torch.int64)
-    rest = bits[whole:].sum(dtype=torch.int64)
-    weighted = (sums * _ramp(sums)).sum() + (columns * _ramp(columns)).sum()
-    return torch.stack([sums.sum() + rest, weighted + 3 * rest])
+    """Two int64 of the bytes and their places: other values, or the same in another order, give others (for all that 128 bits
+    can tell). Comparable between tensors on the same kind of device.
+    """
+    if tensor.device.type == "cpu":
+        data: Any = bytes_of(tensor.detach().contiguous().view(-1))
+        digest = xxhash.xxh3_128_digest(data)
+        return torch.tensor(struct.unpack("<qq", digest), dtype=torch.int64)
+    return mixed_sums(tensor)
 
 
-def _ramp(like: Tensor) -> Tensor:
-    return torch.arange(1, like.numel() + 1, dtype=torch.int64, device=like.device)
+def mixed_sums(tensor: Tensor) -> Tensor:
+    """`fingerprint` by torch's own kernels: each word is mixed with its place, not linearly, before it is added up."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(_word(tensor))
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _PIECE_NUMEL):
+        words = bits[start : start + _PIECE_NUMEL].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=tensor.device)
+        for index, odd in enumerate(_ODD):
+            mixed = (words + places * odd) * _ODD[1 - index]
+            mixed = (mixed ^ (mixed >> 29)) * odd
+            sums[index] += (mixed ^ (mixed >> 32)).sum()
+    return sums
+
+
+_PIECE_NUMEL = 1 << 22
+_ODD = (-7046029254386353131, -4417276706812531889)  # 64-bit primes of XXH64, as int64; products wrap
 
 
 def _word(tensor: Tensor) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .agree import read
 from .birth import birth_of, hand_over
@@ -308,6 +308,17 @@ class Assembly:
             self._restore(unit.flats, in_own_type=True)
         for param in self.names:
             hand_over(param, None)
+
+    def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if any(param in params for param in flat.params):
+                    whole = self._whole(flat, flat.values)
+                    for slot, param in zip(flat.span.slots, flat.params):
+                        if param in params:
+                            value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                            yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
 
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:

@@ -28,6 +28,7 @@ from .loading import Loading, read_json
 from .objects import Stateful, pack, random_states, set_random_states, unpack
 from .safetensors_io import build_header
 from .saving import Saving
+from .staging import naming
 from .weights import format_of
 from .writer import bytes_of
 
@@ -120,10 +121,13 @@ def _put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]
         for _, theirs in everyone:
             tensors.update(theirs)
         body["objects"] = {name: pack(item.state_dict(), tensors, name) for name, item in objects.items()}
-        (saving.folder / f"{_STATE}.json").write_text(json.dumps(body, separators=(",", ":")))
+        path = saving.folder / f"{_STATE}.json"
+        with naming(path):
+            path.write_text(json.dumps(body, separators=(",", ":")))
         entries = [(key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in tensors.items()]
         head, header = build_header(entries, {"format": "pt"})
-        with open(saving.folder / f"{_STATE}.safetensors", "wb") as file:
+        path = saving.folder / f"{_STATE}.safetensors"
+        with naming(path), open(path, "wb") as file:
             file.write(head)
             for key in header.tensors:
                 file.write(bytes_of(tensors[key].reshape(-1)))

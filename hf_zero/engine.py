@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import agree, overrides
+from . import agree, copies, overrides
 from .assembly import Assembly
 from .checkpoint import Behind, load, save
 from .clipping import clip_norm, clip_values
@@ -27,8 +28,9 @@ from .machine import Machine, device_bytes_in_use
 from .monitor import Monitor
 from .objects import Stateful
 from .offload import STATES, Offload
-from .optim import Binding, check_supported, originals_of, state_tensors, take_state, with_closure_run
+from .optim import Binding, originals_of, state_tensors, take_state, with_closure_run
 from .overflow import Overflow
+from .ownership import refuse_owned
 from .plan import Plan, advice
 from .precision import Autocast, Precision
 from .recorder import Recorder
@@ -38,9 +40,11 @@ from .schedule import Schedule
 from .shard import Fields
 from .statedict import FullState
 from .storage import is_out_of_memory
+from .supported import needs_wholes
 from .tiers import Tier
 from .unit import Unit
 from .usage import report
+from .wholes import WholeBinding
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -73,6 +77,9 @@ class Engine:
         roads = roads or Roads()
         self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._binding: Binding | None = None
+        self._mixed_precision = mixed_precision
+        self._trains_unbound: bool | None = False
+        """A backward left gradients that no optimizer will see; None once that was said."""
         self.recorder: Recorder | None = None
         """What measures every step, see `record`."""
         self._side: SoloWire | None = None
@@ -82,14 +89,15 @@ class Engine:
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
+            _refuse_nested(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             self._assembly = Assembly(model, self._wire, self.policy, self.precision, device)
+            refuse_owned(self._assembly.names)
             self.device = self._assembly.device
             self._overflow = Overflow(model, self.precision, self._wire, self.device)
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
-            if optimizer is not None and (self._cuts or config.offload_optimizer != "none"):
-                check_supported(optimizer)
+            kind = Binding if optimizer is None else self._kind_of_binding(optimizer)
             specs = self._assembly.specs(originals)
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
@@ -116,8 +124,9 @@ class Engine:
             self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire, self.finish_step)
         if optimizer is not None:
-            self._bind(optimizer, originals)
+            self._bind(optimizer, originals, kind)
         overrides.put_on(model, self.units, self.zero_grad)
+        copies.put_on(model, self._assembly, self._wire, self.quiesce)
         model.__dict__[_ENGINE] = self
         self._watch()
         if config.is_auto:  # comes before the schedule's own: state may move while nothing is gathered
@@ -127,6 +136,9 @@ class Engine:
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise copies.refuse_copy("an Engine")
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -161,26 +173,31 @@ class Engine:
         optimizer again is a no-op unless groups were added to it.
 
         Raises:
-            UnsupportedOptimizerError, LayoutError: see `shard`.
+            UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
         """
         previous = self._binding
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         with agree.on_errors(self._wire, "Engine.bind"):
-            if self._cuts or self.config.offload_optimizer != "none":
-                check_supported(optimizer)
+            kind = self._kind_of_binding(optimizer)
+            if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
+                raise LayoutError(
+                    f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, or "
+                    "the other way round: build the optimizer anew with all its groups, and bind that"
+                )
             originals = originals_of(optimizer, self._assembly.first_names, previous)
             fields = self.offload.fields(optimizer)
+            specs = self._assembly.specs(originals)
+        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self._assembly.names)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             previous.forget()
             previous = None
-        specs = self._assembly.specs(originals)
         if self._assembly.cuts_otherwise(specs):
-            if any(flat.grads() for unit in self.units for flat in unit.trained):
+            if any(flat.grads() for flat in self._trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
             self._recut(specs, optimizer, previous, fields)
-        self._bind(optimizer, originals)
+        self._bind(optimizer, originals, kind)
         self._watch()
 
     def _recut(
@@ -202,10 +219,12 @@ class Engine:
     def _part_spans(self) -> None:
         """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
         binding = self._binding
-        specs = None if binding is None or self.config.step_in_backward else self._assembly.parted(binding.originals)
-        if binding is not None and specs is not None:
+        if binding is None or not binding.one_gradient or self.config.step_in_backward:
+            return
+        specs = self._assembly.parted(binding.originals)
+        if specs is not None:
             self._recut(specs, binding.optimizer, binding, self.offload.fields(binding.optimizer))
-            self._bind(binding.optimizer, binding.originals)
+            self._bind(binding.optimizer, binding.originals, type(binding))
             self._watch()
 
     @contextmanager
@@ -247,6 +266,8 @@ class Engine:
         for unit in self.units:
             unit.drop_grads(shards=True)
         self._schedule.unsynced = False
+        if self._binding is not None:
+            self._binding.show_grads()
 
     def report(self) -> Report:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
@@ -362,9 +383,14 @@ class Engine:
             include: of `parameters`, `gradients`, `optimizer` (masters and state, with their gradients).
 
         Raises:
-            ConfigError: another name.
+            ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
+        if isinstance(self._binding, WholeBinding):
+            raise ConfigError(
+                f"offload_states: {type(self.optimizer).__name__} steps over whole parameters, whose state does not move: use "
+                "an element-wise optimizer"
+            )
         self.flush()
         self.quiesce()
         self.offload.leave(include, self.optimizer)
@@ -422,8 +448,16 @@ class Engine:
         self._schedule.reset()
 
     def detach(self) -> None:
-        """Undo: full plain parameters on every rank, no hooks. A collective. The optimizer is left without parameters."""
+        """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
+
+        The optimizer has those parameters then, in the same groups, and its state in plain form: it goes on as if it had
+        never been bound.
+        """
+        if self.model.__dict__.get(_ENGINE) is not self:
+            return
         self.quiesce()
+        binding = self._binding
+        state = None if binding is None else binding.plain_state()
         if self.recorder is not None:
             self.recorder.close()
         self._assembly.dissolve()
@@ -433,7 +467,12 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         overrides.take_off(self.model)
+        copies.take_off(self.model)
         self.model.__dict__.pop(_ENGINE, None)
+        if binding is not None and state is not None:
+            overrides.take_off_optimizer(binding.optimizer)
+            binding.unbind(state)
+            self._binding = self.optimizer = None
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -441,6 +480,11 @@ class Engine:
     def _cuts(self) -> bool:
         """Whether a parameter may be cut in two."""
         return self.policy.shard and self.world_size > 1
+
+    def _kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
+        offloaded = self.config.offload_optimizer != "none"
+        wholes = needs_wholes(optimizer, self._assembly.names, cut=self._cuts, offloaded=offloaded)
+        return WholeBinding if wholes else Binding
 
     def _new_plan(self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None) -> Plan:
         machine = Machine()
@@ -453,11 +497,14 @@ class Engine:
         if self.config.is_auto:
             self.offload.monitor = Monitor(self, self.offload.ranks_here)
 
-    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> None:
+    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]], kind: type[Binding]) -> None:
         fresh = self.optimizer is not optimizer
         state = take_state(optimizer, originals)
+        agree.same_answer(
+            self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
+        )
         self.offload.reserve(optimizer)
-        self._binding = Binding(optimizer, self.units, self._wire, originals)
+        self._binding = kind(optimizer, self.units, self._wire, originals)
         self.optimizer = optimizer
         if state is not None:
             self._binding.load_state_dict(state)
@@ -479,6 +526,13 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
+        if self._trains_unbound and torch.is_grad_enabled():
+            self._trains_unbound = None
+            warnings.warn(
+                f"this {type(self.model).__name__} was sharded without an optimizer, and gradients are there: no step will "
+                "change it. Pass the optimizer to zero.shard (accelerator.prepare), or call engine.bind(optimizer)",
+                stacklevel=2,
+            )
         self.offload.refuse_while_away("forward")
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
@@ -500,8 +554,12 @@ class Engine:
         self.offload.agree_on_reads()
         if self._schedule.sync:
             self.offload.land()
+        if self._binding is None and self._trains_unbound is False:
+            self._trains_unbound = any(flat.grads() for flat in self._trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
+        if self._binding is not None:
+            self._binding.show_grads()
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
@@ -516,14 +574,18 @@ class Engine:
         self._schedule.quiesce()
         self._assembly.check()
         self._part_spans()
-        if self.optimizer is not None:
-            self.offload.begin_step(self.optimizer)
+        if self._binding is not None:
+            self._binding.show_grads()
+            self.offload.prepare_step()
         return arguments
 
     def _step_unit(self, unit: Unit) -> None:
         self.offload.step_unit(unit, self.optimizer)
 
     def _after_step(self, *_: Any) -> None:
+        if self._binding is not None:
+            self._binding.stepped()
+            self.offload.begin_step(self._binding.optimizer)
         self.offload.end_step()
         self._assembly.regather()
         if self.recorder is not None:
@@ -572,7 +634,8 @@ def shard(
 
     Args:
         model: on its final device (see `device`), in its final type.
-        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state. None to
+        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
+            whole matrices (Adafactor, Muon) where nothing is cut: stage 0 or one rank, with its state in memory. None to
             evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
@@ -586,9 +649,13 @@ def shard(
         UnsupportedOptimizerError: an optimizer that needs whole tensors.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
+    engine = Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
+    return engine
+
+
+def _refuse_nested(model: nn.Module) -> None:
     if engine_of(model) is not None:
         raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
-    return Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

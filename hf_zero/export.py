@@ -31,7 +31,7 @@ from .config import parse_bytes
 from .errors import CheckpointError, ConfigError
 from .manifest import MANIFEST, Manifest
 from .recast import Output, WeightSet, find_weights, index_text, plan, read_json, write
-from .staging import recover, sync_tree, verify
+from .staging import recover, refuse_link, sync_tree, verify
 from .version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -309,6 +309,8 @@ def _staged(target: Path) -> Iterator[Path]:
     older, staged = root / "older", root / "staged"
     lock = _locked(root, target)
     try:
+        for path in (older, staged):
+            refuse_link(path)
         if older.is_dir() and not target.exists():  # an export was killed between its two renames
             os.rename(older, target)
         shutil.rmtree(staged, ignore_errors=True)
@@ -330,8 +332,9 @@ def _staged(target: Path) -> Iterator[Path]:
 
 def _locked(root: Path, target: Path) -> int:
     try:
+        refuse_link(root)
         root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise CheckpointError(f"{target.parent} cannot be written: {error}") from error
     try:

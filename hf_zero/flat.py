@@ -71,6 +71,8 @@ class Flat:
         self.storage = storage
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
+        self.wholes: list[nn.Parameter] = []
+        """By parameter, a view of the master of true shape, where the optimizer has those instead of it (see `wholes`)."""
         self.device = storage.device
         spec = span.spec
         self.compute_dtype, self.master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
@@ -364,6 +366,28 @@ class Flat:
                     for key, value in entries.items()
                 },
             )
+
+    def make_wholes(self) -> None:
+        """Nothing of the span is cut: one shard, in the device's memory."""
+        if self.span.shards > 1 or not self.in_memory:
+            raise StateError(
+                f"the span of {self.span.spec.name!r} is cut: an optimizer cannot have its parameters whole"
+            )
+        master = self.shards[0].master.detach()
+        self.wholes = [nn.Parameter(master[slot.offset : slot.stop].view(slot.spec.shape)) for slot in self.span.slots]
+
+    def whole_entries(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """By parameter, the optimizer's state of its whole; nothing where there are none."""
+        return [optimizer.state.get(whole, {}) for whole in self.wholes]
+
+    def settle_wholes(self) -> None:
+        """A whole that was given other memory (`p.data = …`): its values are the master's."""
+        master = self.shards[0].master.detach()
+        for whole, slot in zip(self.wholes, self.span.slots):
+            place = master[slot.offset : slot.stop]
+            if slot.spec.numel and whole.data_ptr() != place.data_ptr():
+                place.copy_(whole.detach().reshape(-1))
+                whole.data = place.view(slot.spec.shape)
 
     # Gradients ------------------------------------------------------------------------------------------------------
 

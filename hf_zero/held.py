@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .errors import CheckpointError
 from .flat import Flat
@@ -69,7 +70,37 @@ def held_states(
                         for _, at, numel in cut([shard], part.slice_start, part.numel):
                             piece = _piece(part, shard, at, value[at : at + numel])
                             by_param.setdefault(part.slot.spec.name, []).append(piece)
+            for name, entries in whole_states(flat, optimizer):
+                for state, value in entries.items():
+                    if is_array(value):
+                        samples.setdefault(state, value.detach().reshape(-1))
+                        mine = out.setdefault(state, {})
+                        if rank == 0:  # all ranks have the same
+                            mine[name] = [Held(0, value.detach().reshape(-1))]
     return out, samples
+
+
+def whole_states(flat: Flat, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Parameter -> its state, of an optimizer over parameters of true shape.
+
+    Raises:
+        CheckpointError: a tensor that is no plain array.
+    """
+    for slot, entries in zip(flat.span.slots, flat.whole_entries(optimizer)):
+        for state, value in entries.items():
+            if isinstance(value, Tensor) and (
+                type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided
+            ):
+                raise CheckpointError(
+                    f"optimizer state {state!r} of {slot.spec.name!r} is a {type(value).__name__} ({value.layout}), which has "
+                    "no place in a checkpoint: save with save_optimizer=False, and optimizer.state_dict() by yourself"
+                )
+        if entries:
+            yield slot.spec.name, entries
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def entries_of(flat: Flat, shard: Shard, optimizer: Any) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Place:
     def parts(self) -> Iterator[tuple[int, Overlap]]:
         """Which rank owns which elements, in order."""
         span, slot = self.flat.span, self.slot
+        if not slot.spec.numel:  # nobody
+            return
         for rank in range(slot.offset // span.slice_numel, -(-slot.stop // span.slice_numel)):
             low = rank * span.slice_numel
             start, stop = max(low, slot.offset), min(low + span.slice_numel, slot.stop)
@@ -114,6 +116,8 @@ class Place:
         optimizer = self.engine.optimizer
         if optimizer is None:
             return None, False
+        if self.flat.wholes:
+            return self.flat.whole_entries(optimizer)[self.index].get(name), False
         for shard in self.flat.shards:
             value = shard.entries(optimizer).get(name)
             if value is not None:

@@ -37,6 +37,7 @@ from .safetensors_io import read_header
 from .saving import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 from .shard import MASTER, Shard, cut
 from .staging import recover
+from .twin import state_names_of
 from .unit import Unit
 from .weights import Located, Piece, Stored, WeightFormat, persistent_buffers
 
@@ -156,6 +157,7 @@ class Loading:
     ) -> None:
         """The optimizer's state and its groups' options."""
         fresh: list[tuple[Shard, dict[str, Any]]] = []
+        whole: list[tuple[nn.Parameter, dict[str, Any]]] = []
 
         def read() -> dict[str, Any]:
             if not self.has_optimizer(folder) or self.manifest is None:
@@ -170,6 +172,7 @@ class Loading:
                     f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, or of one "
                     "with other parameters frozen"
                 )
+            self._check_kind(path, index, optimizer, groups)
             prefix = f"{folder}/"
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
@@ -180,9 +183,15 @@ class Loading:
             wanted: list[Wanted] = []
             for unit in units:
                 for flat in unit.trained:
+                    saved = index["parameters"]
+                    if flat.wholes:
+                        found, more = _wholes_of(flat, saved, states, path, optimizer)
+                        whole.extend(found)
+                        wanted += more
+                        saved = {name: _master_only(entry) for name, entry in saved.items()}
                     for shard in flat.shards:
                         kept = shard.entries(optimizer)
-                        entries, more = _state_of(flat, shard, index["parameters"], states, path, kept)
+                        entries, more = _state_of(flat, shard, saved, states, path, kept)
                         fresh.append((shard, entries))
                         wanted += more
             self._reader.read(wanted)
@@ -193,8 +202,42 @@ class Loading:
             for shard, entries in fresh:
                 entries.pop(MASTER, None)
                 shard.put(optimizer, entries)
+            for param, entries in whole:
+                optimizer.state[param] = entries
         for group, packed in zip(optimizer.param_groups, index["groups"]):
             group.update({k: unscalar(v, group.get(k)) for k, v in packed.items() if k != "params"})
+
+    def _check_kind(
+        self, path: Path, index: dict[str, Any], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+    ) -> None:
+        """The state is one of such an optimizer; of another class it may be where all of it has a place here."""
+        theirs, mine = index.get("optimizer"), type(optimizer).__name__
+        if theirs == mine or theirs is None:
+            return
+        options = [
+            (set(saved) ^ set(group)) - {"initial_lr", "param_names"} for saved, group in zip(index["groups"], groups)
+        ]
+        entries = index["parameters"].values()
+        states = {state for entry in entries for state in (*entry["states"], *entry["scalars"])} - {MASTER}
+        known = state_names_of(optimizer)
+        if any(options) or known is None or (states and states != known):
+            raise CheckpointError(
+                f"{path} holds the state of {theirs} ({sorted(states)}, options {sorted(index['groups'][0])}), and this run's "
+                f"optimizer is {mine}: its state does not fit. Build the run with {theirs}, or load with "
+                "load_optimizer=False to go on with a fresh optimizer"
+            )
+        if self._wire.rank == 0:
+            changed = {
+                key: value
+                for saved, group in zip(index["groups"], groups)
+                for key, value in saved.items()
+                if key != "params" and unscalar(value, group.get(key)) != group.get(key)
+            }
+            warnings.warn(
+                f"{path} holds the state of {theirs}, and this run's optimizer is {mine}: it takes over {sorted(states)} and "
+                f"all options, of which these were others: {changed}",
+                stacklevel=2,
+            )
 
     def _index(self, path: Path) -> dict[str, Any]:
         index = read_json(path)
@@ -360,6 +403,46 @@ def _state_of(
                     for _, start, numel in cut([shard], part.slice_start, part.numel):
                         at = part.param_start + shard.start + start - part.slice_start
                         wanted.append(Wanted(source, at, out[state][start : start + numel]))
+    return out, wanted
+
+
+def _master_only(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {**entry, "states": [state for state in entry["states"] if state == MASTER], "scalars": {}}
+
+
+def _wholes_of(
+    flat: Flat,
+    saved: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Stored]],
+    path: Path,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[tuple[nn.Parameter, dict[str, Any]]], list[Wanted]]:
+    """The state of parameters of true shape, each of the shape it was saved with, and what to read into it."""
+    out: list[tuple[nn.Parameter, dict[str, Any]]] = []
+    wanted: list[Wanted] = []
+    group = optimizer.param_groups[flat.span.spec.group]
+    home = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    for slot, whole in zip(flat.span.slots, flat.wholes):
+        entry = saved.get(slot.spec.name)
+        if entry is None:
+            continue
+        if tuple(entry["shape"]) != slot.spec.shape:
+            raise CheckpointError(
+                f"{path}: parameter {slot.spec.name!r} has shape {tuple(entry['shape'])}, expected {slot.spec.shape}"
+            )
+        entries = {state: unscalar(value, None) for state, value in entry["scalars"].items()}
+        for state, value in entries.items():
+            if isinstance(value, Tensor):
+                entries[state] = value.to(home if state == "step" else flat.device)
+        for state in entry["states"]:
+            if state == MASTER:
+                continue
+            source = states.get(state, {}).get(slot.spec.name)
+            if source is None:
+                raise CheckpointError(f"{path.parent} lacks the state {state!r} of {slot.spec.name!r}")
+            entries[state] = torch.empty(source.shape, dtype=dtype_of(source.dtype), device=flat.device)
+            wanted.append(Wanted(source, 0, entries[state].view(-1)))
+        out.append((whole, entries))
     return out, wanted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -55,6 +56,8 @@ class Offload:
         self._stepped: set[Unit] = set()  # in this backward already
         self._before: Step | None = None  # the last of them
         self._twin: Twin | None = None
+        self._is_due = False
+        self._mark: Any = None  # before the optimizer's own step: what goes up waits for no more
 
     def settle(self, placements: Iterable[Placement], disk_bytes: int) -> None:
         """Take note of the plan. A folder that cannot be used, or is too small, is refused here.
@@ -93,23 +96,39 @@ class Offload:
 
     # The step ---------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Start to update offloaded shards in another thread, unit by unit, in the order of the next forward.
+    def prepare_step(self) -> None:
+        """Before the optimizer's own step, which is for what rests on the device. It may raise, and be tried again: nothing
+        is updated before it has succeeded.
 
         Raises:
             StateError: an earlier step broke off.
         """
+        self.check()
+        self._is_due = True
         offloaded = [unit for unit in self._units if not unit.in_memory]
-        left = [unit for unit in offloaded if unit not in self._stepped]
-        self._stepped.clear()
-        self._before = None
-        if not offloaded:
-            return
-        self._stepping().begin(left, optimizer, self._new_twin(optimizer), self.storage.link.mark())
+        self._mark = self.storage.link.mark() if offloaded else None
         for unit in offloaded:
             for flat in unit.trained:
                 for shard in flat.shards:
                     shard.hide_grad()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After it: start to update offloaded shards in another thread, unit by unit, in the order of the next forward.
+
+        Once per step: where an optimizer's `step` calls that of its base class, torch runs the hooks of both.
+
+        Raises:
+            StateError: an earlier step broke off.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        left = [unit for unit in self._units if not unit.in_memory and unit not in self._stepped]
+        self._stepped.clear()
+        self._before = None
+        mark, self._mark = self._mark, None
+        if left:
+            self._stepping().begin(left, optimizer, self._new_twin(optimizer), mark)
 
     def end_step(self) -> None:
         """After the optimizer's own step: what is gathered is old, and groups show their gradients again.

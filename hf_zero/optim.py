@@ -1,4 +1,4 @@
-"""A torch optimizer over this rank's spans: which ones can be, its parameters, its full state.
+"""A torch optimizer over this rank's spans: its parameters, its full state.
 
 The optimizer object and its `param_groups` dicts stay the user's own; only `group["params"]` is replaced, by a few long
 1-D float32 tensors (the masters). So schedulers, hooks and wrappers that hold the optimizer go on working.
@@ -7,118 +7,23 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agree import arriving, read
+from .agree import arriving, on_errors, read
+from .birth import wire_device
 from .comm import SoloWire
-from .errors import CheckpointError, LayoutError, UnsupportedOptimizerError
+from .errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
 from .flat import Flat
+from .manifest import digest_of
 from .shard import is_elementwise
+from .twin import fields_of
 from .unit import Unit
-
-_WHOLE_TENSOR: dict[str, str] = {
-    "Adafactor": "it factors each matrix into row and column statistics",
-    "LBFGS": "it needs dot products over all parameters at every line-search step",
-    "Muon": "it orthogonalizes whole matrices",
-    "Shampoo": "it preconditions whole matrices",
-    "DistributedShampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
-    "LAMB": "it scales by each layer's norm",
-    "Lamb": "it scales by each layer's norm",
-    "FusedLAMB": "it scales by each layer's norm",
-    "FusedLamb": "it scales by each layer's norm",
-    "LARS": "it scales by each layer's norm",
-    "Lars": "it scales by each layer's norm",
-    "NovoGrad": "it scales by each layer's norm",
-    "Novograd": "it scales by each layer's norm",
-    "AdamMini": "it averages over blocks of each matrix",
-    "Adam_mini": "it averages over blocks of each matrix",
-    "CAME": "it factors each matrix",
-    "SM3": "it factors each matrix",
-    "GaLoreAdamW": "it projects whole matrices",
-    "SparseAdam": "it needs sparse gradients",
-    "KFAC": "it preconditions whole matrices",
-}
-_ELEMENTWISE = frozenset(
-    {
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-)
-_INSTEAD = "use an element-wise one (AdamW, Adam, SGD, RMSprop, Adagrad, Lion), or ZeroConfig(stage=0)"
-
-
-def check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose result depends on more than each element's own history.
-
-    Known ones by name, unknown ones by trial: three steps on a small matrix must give what the same elements give as two
-    flat halves.
-
-    Raises:
-        UnsupportedOptimizerError: names the optimizer and says what to use.
-    """
-    kind = type(optimizer)
-    for base in kind.__mro__:
-        if base.__name__ in _WHOLE_TENSOR:
-            raise UnsupportedOptimizerError(
-                f"{kind.__name__} cannot run on flat slices of parameters: {_WHOLE_TENSOR[base.__name__]}; {_INSTEAD}"
-            )
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
-        return
-    agrees = _agrees_on_slices(optimizer)
-    if agrees is None:
-        warnings.warn(
-            f"hf_zero could not try {kind.__name__} on a small example; it is taken to be element-wise. If it uses "
-            "norms or shapes of whole parameters, results will be wrong",
-            stacklevel=3,
-        )
-    elif not agrees:
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} gives other results on flat slices than on whole parameters (tried on a 6 x 10 matrix), "
-            f"so it cannot be sharded; {_INSTEAD}"
-        )
-
-
-def _agrees_on_slices(optimizer: torch.optim.Optimizer) -> bool | None:
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(6, 10, generator=generator) for _ in range(4)]
-
-    def run(cut: Callable[[Tensor], list[Tensor]]) -> Tensor:
-        params = [nn.Parameter(part.clone()) for part in cut(values[0])]
-        twin = object.__new__(type(optimizer))
-        twin.__dict__.update(
-            {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", "step", "zero_grad")}
-        )
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-        torch.optim.Optimizer.__init__(twin, [{"params": params, **options}], dict(optimizer.defaults))
-        for grad in values[1:]:
-            for param, part in zip(params, cut(grad)):
-                param.grad = part.clone()
-            type(optimizer).step(twin)
-        return torch.cat([param.detach().flatten() for param in params])
-
-    try:
-        with torch.enable_grad():
-            whole = run(lambda t: [t])
-            halves = run(lambda t: list(t.flatten().split([23, 37])))
-    except Exception:
-        return None
-    return torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
@@ -140,7 +45,13 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 class Binding:
-    """One optimizer bound to the spans of one model."""
+    """One optimizer bound to the spans of one model.
+
+    Attributes:
+        one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
+    """
+
+    one_gradient = True
 
     def __init__(
         self,
@@ -153,17 +64,26 @@ class Binding:
         self.originals = originals
         self._wire = wire
         self.flats: list[Flat] = []
-        masters: list[list[Tensor]] = [[] for _ in originals]
+        by_group: list[list[Flat]] = [[] for _ in originals]
         for unit in units:
             for flat in unit.trained:
                 group = flat.span.spec.group
-                if group < 0:
-                    continue
-                self.flats.append(flat)
-                masters[group] += [shard.master for shard in flat.shards]
-        for options, spans in zip(optimizer.param_groups, masters):
-            options["params"] = spans
-        self._masters = masters
+                if group >= 0:
+                    self.flats.append(flat)
+                    by_group[group].append(flat)
+        self._masters = self._stand_ins(by_group)
+        for options, params in zip(optimizer.param_groups, self._masters):
+            options["params"] = params
+
+    def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
+        """By group, what the optimizer has instead of the model's parameters."""
+        return [[shard.master for flat in mine for shard in flat.shards] for mine in flats]
+
+    def show_grads(self) -> None:
+        """What the optimizer's parameters have as gradients is what the spans have. They are the same here."""
+
+    def stepped(self) -> None:
+        """After the optimizer's own step."""
 
     def forget(self) -> None:
         """The optimizer has no state of these spans afterwards."""
@@ -180,7 +100,7 @@ class Binding:
 
     def current_originals(self) -> list[list[nn.Parameter]]:
         """The model's parameters by group, with groups added since."""
-        back = {id(shard.master) for flat in self.flats for shard in flat.shards}
+        back = {id(param) for params in self._masters for param in params}
         out = list(self.originals)
         for index, group in enumerate(self.optimizer.param_groups):
             fresh = [param for param in group["params"] if id(param) not in back]
@@ -226,8 +146,30 @@ class Binding:
 
     def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """This rank's slices of what `take` gave, for spans that were cut anew."""
-        for flat in flats:
-            flat.put_state(self.optimizer, self._slice_state(flat, dict(state)))
+        new = list(flats)
+        sliced = self._sliced(state, new)
+        for flat in new:
+            states = [state.get(param) or {} for param in flat.params]
+            flat.put_state(self.optimizer, self._slice_state(flat, states, sliced))
+
+    # Back to a plain optimizer --------------------------------------------------------------------------------------
+
+    def plain_state(self) -> dict[str, Any]:
+        """A collective. What the plain optimizer would have, whole, on every rank. Nothing changes."""
+        originals = self.current_originals()
+        index = {param: i for i, param in enumerate(p for params in originals for p in params)}
+        state = {index[param]: e for flat in self.flats for param, e in self._whole_state(flat, True).items()}
+        return {
+            "state": {i: state[i] for i in sorted(state)},
+            "param_groups": numbered_groups(self.optimizer, originals),
+        }
+
+    def unbind(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer has the model's parameters again, which are whole by now, in the same groups, and that state."""
+        for group, params in zip(self.optimizer.param_groups, self.current_originals()):
+            group["params"] = list(params)
+        self.optimizer.state.clear()
+        load_plainly(self.optimizer, state_dict)
 
     def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
         names = flat.state_names(self.optimizer)
@@ -259,14 +201,24 @@ class Binding:
         return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's slices from a full state (every rank passes all of it).
+        """Take this rank's slices from a full state: every rank passes all of it, or rank 0 does and the others pass what
+        `state_dict()` gave them, meta tensors. A collective.
 
         As in torch: floating values come in the parameters' type, here the masters', and the optimizer brings older forms of
         its state (a `step` that is a number) up to date.
 
         Raises:
             CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+            RankMismatchError: some ranks pass values and some do not, or ranks pass other states.
         """
+        what = "the optimizer's load_state_dict()"
+        saved: dict[nn.Parameter, dict[str, Any] | None] = {}
+        with arriving(self._wire, what), on_errors(self._wire, what):
+            saved.update(self._saved(state_dict))
+        self._put(saved, state_dict, self._must_spread(saved))
+
+    def _saved(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any] | None]:
+        """By parameter."""
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         mine = [len(params) for params in self.originals]
@@ -280,24 +232,107 @@ class Binding:
             for group, params in zip(groups, self.originals)
             for i, param in zip(group["params"], params)
         }
-        for flat, entries in [(flat, self._slice_state(flat, saved)) for flat in self.flats]:
+        self._check_shapes(saved)
+        return saved
+
+    def _check_shapes(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> None:
+        sliced = self._sliced(saved)
+        for flat in self.flats:
+            for slot, param in zip(flat.span.slots, flat.params):
+                for key, value in (saved.get(param) or {}).items():
+                    if key in sliced and isinstance(value, Tensor) and tuple(value.shape) != slot.spec.shape:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {slot.spec.name!r} has shape {tuple(value.shape)}, expected "
+                            f"{slot.spec.shape}"
+                        )
+
+    def _must_spread(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> bool:
+        """Whether rank 0 alone has the values. A collective."""
+        entries = [(i, key, value) for i, states in enumerate(saved.values()) for key, value in (states or {}).items()]
+        tensors = [(i, key, value) for i, key, value in entries if isinstance(value, Tensor)]
+        shapes = sorted((i, key, tuple(value.shape), str(value.dtype)) for i, key, value in tensors)
+        answers = self._wire.exchange((any(value.is_meta for _, _, value in tensors), digest_of(repr(shapes).encode())))
+        if answers[0][0]:
+            raise RankMismatchError(
+                "load_state_dict of the optimizer: rank 0's tensors are on the meta device; it must have the values"
+            )
+        for rank, (_, digest) in enumerate(answers):
+            if digest != answers[0][1]:
+                raise RankMismatchError(
+                    f"load_state_dict of the optimizer: rank {rank} passes states of other parameters, types or shapes than "
+                    "rank 0; pass the same everywhere"
+                )
+        empty = [rank for rank, (meta, _) in enumerate(answers) if meta]
+        if empty and len(empty) < len(answers) - 1:
+            raise RankMismatchError(
+                f"load_state_dict of the optimizer: ranks {empty} pass meta tensors and the others values; pass values on "
+                "every rank, or on rank 0 only (what state_dict() returned)"
+            )
+        return bool(empty)
+
+    def _received(self, entries: dict[str, Any], spread: bool) -> dict[str, Any]:
+        """One parameter's states, with rank 0's values everywhere. A collective with `spread`."""
+        if not spread:
+            return entries
+        out = dict(entries)
+        for key in sorted(entries):
+            value = entries[key]
+            if isinstance(value, Tensor):
+                landing = torch.empty(
+                    value.shape, dtype=value.dtype, device=wire_device(self._wire, torch.device("cpu"))
+                )
+                if self._wire.rank == 0:
+                    landing.copy_(value)
+                if landing.numel():
+                    self._wire.broadcast(landing.view(-1).view(torch.uint8))
+                out[key] = landing.to(torch.device("cpu") if value.is_meta else value.device)
+        return out
+
+    def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
+        sliced = self._sliced(saved)
+        ready = []
+        for flat in self.flats:
+            states = [self._received(saved.get(param) or {}, spread) for param in flat.params]
+            entries = self._slice_state(flat, states, sliced)
             for key, value in entries.items():
                 if is_elementwise(key, value, flat.span.slice_numel) and value.is_floating_point():
                     entries[key] = value.to(flat.master_dtype)
+            ready.append((flat, entries))
+        for flat, entries in ready:
             flat.put_state(self.optimizer, entries)
-        for group, packed in zip(self.optimizer.param_groups, groups):
+        for group, packed in zip(self.optimizer.param_groups, state_dict["param_groups"]):
             group.update({key: value for key, value in packed.items() if key != "params"})
         self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
-    def _slice_state(self, flat: Flat, saved: dict[nn.Parameter, dict[str, Any] | None]) -> dict[str, Any]:
-        states = [saved.get(param) or {} for param in flat.params]
+    def _sliced(
+        self, saved: Mapping[nn.Parameter, dict[str, Any] | None], flats: Sequence[Flat] | None = None
+    ) -> set[str]:
+        """States with one value per element. Parameters of shape () do not show it: their other states are 0-dim, too."""
+        out: set[str] = set()
+        single: set[str] = {"step"}
+        hidden: set[str] = set()
+        for flat in self.flats if flats is None else flats:
+            for slot, param in zip(flat.span.slots, flat.params):
+                for key, value in (saved.get(param) or {}).items():
+                    if isinstance(value, Tensor):
+                        (hidden if not slot.spec.shape else out if value.dim() else single).add(key)
+        hidden -= out | single
+        if hidden:
+            with suppress(UnsupportedOptimizerError):
+                hidden &= {name for fields in fields_of(self.optimizer) for name, _ in fields}
+        return (out | hidden) - {"step"}
+
+    def _slice_state(self, flat: Flat, states: list[dict[str, Any]], sliced: Container[str]) -> dict[str, Any]:
+        """This rank's slice of what the parameters of one span have, whole."""
         keys = list(dict.fromkeys(key for entries in states for key in entries))
         out: dict[str, Any] = {}
         for key in keys:
             sample = next(entries[key] for entries in states if key in entries)
             if not isinstance(sample, Tensor):
                 out[key] = sample
-            elif key == "step" or (sample.dim() == 0 and any(p.dim() > 0 for p in flat.params)):
+            elif key in sliced:
+                out[key] = self._slice(flat, key, states, sample.dtype)
+            else:
                 steps = {float(entries[key]) for entries in states if key in entries}
                 if len(steps) > 1:
                     warnings.warn(
@@ -308,8 +343,6 @@ class Binding:
                 out[key] = torch.tensor(max(steps), dtype=sample.dtype, device=sample.device)
                 if flat.device.type != "cpu" and sample.device.type != "cpu":
                     out[key] = out[key].to(flat.device)
-            else:
-                out[key] = self._slice(flat, key, states, sample.dtype)
         return out
 
     def _slice(self, flat: Flat, key: str, states: list[dict[str, Any]], dtype: torch.dtype) -> Tensor:
@@ -319,14 +352,18 @@ class Binding:
             value = states[places[id(part.slot)]].get(key)
             if value is None:
                 continue
-            if tuple(value.shape) != part.slot.spec.shape:
-                raise CheckpointError(
-                    f"optimizer state {key!r} of {part.slot.spec.name!r} has shape {tuple(value.shape)}, "
-                    f"expected {part.slot.spec.shape}"
-                )
             flat_value = value.reshape(-1)[part.param_start : part.param_start + part.numel]
             out[part.slice_start : part.slice_start + part.numel].copy_(flat_value)
         return out
+
+
+def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """The class's own `load_state_dict`; the groups stay the same dicts."""
+    groups = list(optimizer.param_groups)
+    type(optimizer).load_state_dict(optimizer, state_dict)
+    for group, loaded in zip(groups, optimizer.param_groups):
+        group.update(loaded)
+    optimizer.param_groups[:] = groups
 
 
 def originals_of(

@@ -36,6 +36,11 @@ def take_off(model: nn.Module) -> None:
         module.__dict__.pop(_RESIZE, None)
 
 
+def take_off_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    for name in ("zero_grad", "state_dict", "load_state_dict"):
+        optimizer.__dict__.pop(name, None)
+
+
 def _apply(
     model: nn.Module,
     units: Sequence[Unit],

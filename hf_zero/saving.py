@@ -27,14 +27,14 @@ from torch import Tensor
 from .agree import arriving, together
 from .comm import SoloWire
 from .errors import CheckpointError, ZeroError
-from .held import Held, entries_of, held_parameters, held_states, is_sliced, places
+from .held import Held, entries_of, held_parameters, held_states, is_array, is_sliced, places, whole_states
 from .layout import ParamSpec
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
 from .ondisk import Values
 from .precision import dtype_of
 from .safetensors_io import Header, build_header, itemsize
 from .shard import Shard, assembled
-from .staging import Staging
+from .staging import Staging, naming
 from .unit import Unit
 from .version import __version__
 from .weights import Drawing, Entry, Run, WeightFile, split_files
@@ -115,7 +115,8 @@ class Saving:
         def plan() -> Any:
             if self._wire.rank != 0:
                 return None
-            drawing = draw()
+            with naming(self.folder):
+                drawing = draw()
             placed = [self._create(file) for file in drawing.files]
             self._take_values(placed, drawing)
             self._conversions += _conversions(units, placed, drawing)
@@ -147,12 +148,21 @@ class Saving:
             held.update(mine)
             if self._wire.rank != 0:
                 return {}, sorted(samples)
-            (self.folder / folder).mkdir()
             index = _index(units, optimizer, groups)
-            (self.folder / folder / OPTIMIZER_INDEX).write_text(json.dumps(index, separators=(",", ":")))
+            path = self.folder / folder / OPTIMIZER_INDEX
+            with naming(path):
+                path.parent.mkdir()
+                path.write_text(json.dumps(index, separators=(",", ":")))
             out = {}
+            arrays = {
+                (name, state): value
+                for unit in units
+                for flat in unit.trained
+                for name, states in whole_states(flat, optimizer)
+                for state, value in states.items()
+            }
             for state, sample in samples.items():
-                entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."))
+                entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."), arrays)
                 out[state] = [self._create(f) for f in split_files(f"{folder}/{state}", entries, max_shard_size)]
             return out, sorted(samples)
 
@@ -178,7 +188,7 @@ class Saving:
                 f"{self.target}: the files up to {file.name} need {self._promised_bytes} bytes, the disk has "
                 f"{stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
             )
-        with open(path, "wb") as out:
+        with naming(path), open(path, "wb") as out:
             out.write(head)
             out.truncate(header.file_bytes)
         for start in range(0, len(head), SEGMENT_BYTES):
@@ -394,12 +404,17 @@ def _index(units: list[Unit], optimizer: torch.optim.Optimizer, groups: list[dic
         shard = flat.shards[0]  # all of them have made the same steps
         entries = entries_of(flat, shard, optimizer)
         sliced = [key for key, value in entries.items() if is_sliced(flat, shard, key, value)]
-        for state in sliced:
-            if not _SAFE_STATE.fullmatch(state):
-                raise CheckpointError(f"the optimizer state {state!r} has no name for a file")
+        sliced = [_safe(state) for state in sliced]
         scalars = {key: scalar(key, value) for key, value in entries.items() if key not in sliced}
         for slot in flat.span.slots if entries else ():
             parameters[slot.spec.name] = {"shape": slot.spec.shape, "states": sliced, "scalars": scalars}
+        shapes = {slot.spec.name: slot.spec.shape for slot in flat.span.slots}
+        for name, whole in whole_states(flat, optimizer):
+            parameters[name] = {
+                "shape": shapes[name],
+                "states": sliced + [_safe(key) for key, value in whole.items() if is_array(value)],
+                "scalars": {key: scalar(key, value) for key, value in whole.items() if not is_array(value)},
+            }
     return {
         "version": 1,
         "optimizer": type(optimizer).__name__,
@@ -408,12 +423,30 @@ def _index(units: list[Unit], optimizer: torch.optim.Optimizer, groups: list[dic
     }
 
 
-def _state_entries(index: dict[str, Any], state: str, specs: Mapping[str, ParamSpec], dtype: str) -> list[Entry]:
-    return [
-        Entry(name, dtype, specs[name].shape, (Run(name, 0, specs[name].numel),))
-        for name, entry in index["parameters"].items()
-        if state in entry["states"]
-    ]
+def _safe(state: str) -> str:
+    if not _SAFE_STATE.fullmatch(state):
+        raise CheckpointError(f"the optimizer state {state!r} has no name for a file")
+    return state
+
+
+def _state_entries(
+    index: dict[str, Any],
+    state: str,
+    specs: Mapping[str, ParamSpec],
+    dtype: str,
+    arrays: Mapping[tuple[str, str], Tensor],
+) -> list[Entry]:
+    """Args:
+    arrays: states that have a shape and type of their own.
+    """
+    out = []
+    for name, entry in index["parameters"].items():
+        if state in entry["states"]:
+            own = arrays.get((name, state))
+            shape, numel = (specs[name].shape, specs[name].numel) if own is None else (tuple(own.shape), own.numel())
+            kind = dtype if own is None else str(own.dtype).removeprefix("torch.")
+            out.append(Entry(name, kind, shape, (Run(name, 0, numel),)))
+    return out
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -432,7 +465,10 @@ def scalar(name: str, value: Any) -> Any:
         return [scalar(name, item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise CheckpointError(f"optimizer option {name!r} is a {type(value).__name__}, which has no place in JSON")
+    raise CheckpointError(
+        f"optimizer option or state {name!r} is a {type(value).__name__}, which has no place in JSON: save with "
+        "save_optimizer=False, and optimizer.state_dict() by yourself"
+    )
 
 
 __all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Saving", "scalar"]

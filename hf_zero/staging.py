@@ -4,8 +4,11 @@
     commit point  the staged folder is renamed to the target; where the target has content of its own, to `.zero_commit`
                   inside it, from where its files are then moved into place (`recover` goes on where that was interrupted)
 
-The staging folder is locked (flock) while its owner lives, so that a second job is refused and what a killed one left is
-recognised and removed. All of this is done by one process, rank 0's.
+The staging folder is locked (flock) while its owner lives, so that a second job is refused and what a killed one left, here
+or beside other targets in the same parent, is recognised and removed. All of this is done by one process, rank 0's.
+
+Nothing outside of the target and its staging folders is written, moved or removed: a target that is itself a link is followed
+once, to the folder that it names; a symbolic link in the way of anything else is refused by name (`refuse_link`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from .errors import CheckpointError
@@ -25,6 +30,8 @@ SUFFIX = ".zero_saving"
 OCCUPIED = "_zero_lock"
 """Begins with an underscore: what the Trainer pushes to the Hub leaves such files out."""
 _COMMIT = ".zero_commit"
+_PATIENCE_S = 0.5
+"""How long a lock may be held by who only looks whether a folder was left behind."""
 _GATES = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 # What a reader of the folder would take for weights or state of the save at hand, were it left from an older one.
@@ -62,9 +69,9 @@ class Staging:
             self._enter()
             if self.target.is_dir():
                 recover(self.target, locked=True)
-            if self.root != self._beside:
-                _remove_dead(self._beside)
-            _empty(self.root)
+                _refuse_linked_folders(self.target, _files_of(self.target))  # before anything is written
+            remove_left_overs(self.target.parent, but=self.root)
+            _empty(self.root, self._lock)
             self.path.mkdir()
         except OSError as error:
             self.discard()
@@ -75,13 +82,20 @@ class Staging:
 
     def _enter(self) -> None:
         """Take the lock of the place that fits the target as it is then: another job may have made it meanwhile."""
+        deadline = time.monotonic() + _PATIENCE_S
         while True:
             self.root = self._place()
             self.root.mkdir(exist_ok=True)
-            self._lock = _lock(self.root)
-            if self._place() == self.root:
-                return
-            self.discard()
+            held = _lock(self.root)
+            if held is not None:
+                self._lock = held[0]
+                if self._place() == self.root:
+                    return
+                self.discard()
+            elif time.monotonic() > deadline:
+                raise _taken(self.root)
+            else:
+                time.sleep(_PATIENCE_S / 20)
 
     def _place(self) -> Path:
         inside = self.target.is_dir() and any(self.target.iterdir())
@@ -91,18 +105,21 @@ class Staging:
         """The staged files become the target, all or none. They and the manifest are on disk before.
 
         Raises:
-            CheckpointError: a write or rename failed; the target is as it was, or, from the commit point on, as it will be
-                once it is loaded from or saved to again.
+            CheckpointError: a write or rename failed, or a link is in the way; the target is as it was, or, from the commit
+                point on, as it will be once it is loaded from or saved to again.
         """
         try:
-            with open(self.path / MANIFEST, "wb") as file:
+            if self.target.is_dir():
+                refuse_link(self.target / _COMMIT)
+                _refuse_linked_folders(self.target, {*manifest.files, *_files_of(self.target)})
+            with naming(self.path / MANIFEST), open(self.path / MANIFEST, "wb") as file:
                 file.write(manifest.to_bytes())
             sync_tree(self.path)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.rename(self.path, self.target)
             except OSError:
-                if not self.target.is_dir():
+                if not self.target.is_dir() or self.target.is_symlink():
                     raise
                 os.rename(self.path, self.target / _COMMIT)
                 _sync(self.target)
@@ -131,10 +148,11 @@ def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
     """Finish a save into an existing folder that was interrupted after its commit point; else nothing.
 
     Raises:
-        CheckpointError: it is still going on, or the folder cannot be written.
+        CheckpointError: it is still going on, the folder cannot be written, or a link is in the way.
     """
     target = Path(target)
     commit = target / _COMMIT
+    refuse_link(commit)
     if not commit.is_dir():
         return
     held = -1
@@ -142,7 +160,10 @@ def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
         if not locked:
             root = target / SUFFIX
             root.mkdir(exist_ok=True)
-            held = _lock(root)
+            taken = _lock(root)
+            if taken is None:
+                raise _taken(root)
+            held = taken[0]
             if not commit.is_dir():
                 return
         _roll_forward(target)
@@ -191,7 +212,8 @@ class Occupancy:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while self._fd < 0:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+                refuse_link(self._path)
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 try:
                     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if os.stat(self._path).st_ino == os.fstat(fd).st_ino:
@@ -221,10 +243,12 @@ class Occupancy:
             self._fd = -1
 
 
-def remove_left_overs(folder: str | os.PathLike[str]) -> None:
-    """Staging folders directly inside `folder` whose job is dead."""
-    for root in Path(folder).glob(f".*{SUFFIX}"):
-        _remove_dead(root)
+def remove_left_overs(folder: str | os.PathLike[str], but: Path | None = None) -> None:
+    """Staging folders directly inside `folder` whose job is dead; not `but`."""
+    with contextlib.suppress(OSError):  # a parent that may not be listed
+        for root in Path(folder).glob(f".*{SUFFIX}"):
+            if root != but:
+                _remove_dead(root)
 
 
 def _remove_dead(root: Path) -> None:
@@ -232,29 +256,80 @@ def _remove_dead(root: Path) -> None:
         held = _lock(root)
     except (CheckpointError, OSError):
         return
-    shutil.rmtree(root, ignore_errors=True)
-    os.close(held)
+    if held is None:
+        return
+    fd, guarded = held
+    if guarded:  # else there is no telling whether its job lives
+        shutil.rmtree(root, ignore_errors=True)
+    os.close(fd)
 
 
-def _lock(root: Path) -> int:
+def refuse_link(path: Path) -> None:
+    """Raises:
+    CheckpointError: `path` is a symbolic link.
+    """
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link (to {os.readlink(path)!r}), where a folder or file of its own is expected: what it "
+            "leads to is nothing that a checkpoint may write, move or remove. Remove the link, or choose another folder"
+        )
+
+
+def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
+    """No folder on the way from `target` to these files is a link."""
+    for folder in _folders(target, names):
+        refuse_link(folder)
+
+
+def _files_of(target: Path) -> set[str]:
+    """What the checkpoint in `target` says it consists of; nothing where there is none."""
+    try:
+        return set(Manifest.read(target).files)
+    except CheckpointError:
+        return set()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A disk that fails in here is told of with the file: the system's own message often lacks it.
+
+    Raises:
+        CheckpointError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _lock(root: Path) -> tuple[int, bool] | None:
+    """The folder, open and locked, and whether its file system has locks; None where another job has it, or it is gone.
+
+    Raises:
+        CheckpointError: it is a link.
+        OSError: it cannot be opened.
+    """
+    refuse_link(root)
     fd = -1
     try:
-        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.stat(root).st_ino == os.fstat(fd).st_ino
-    except FileNotFoundError:
-        same = False
-    except BlockingIOError:
-        same = False
+        if os.path.samestat(os.stat(root, follow_symlinks=False), os.fstat(fd)):
+            return fd, True
+    except (FileNotFoundError, BlockingIOError):
+        pass
     except OSError:
         if fd < 0:
+            refuse_link(root)  # it has become one
             raise
-        return fd  # a file system without locks: better unguarded than not at all
-    if same:
-        return fd
+        return fd, False  # better unguarded than not at all
     if fd >= 0:
         os.close(fd)
-    raise CheckpointError(
+    return None
+
+
+def _taken(root: Path) -> CheckpointError:
+    return CheckpointError(
         f"another job is saving to {root.parent if root.name == SUFFIX else root.parent / root.name[1 : -len(SUFFIX)]} right "
         "now: give each job an output folder of its own"
     )
@@ -266,12 +341,13 @@ def _roll_forward(target: Path) -> None:
     if not (commit / MANIFEST).exists():  # it is the last to be moved: only the empty shell is left
         shutil.rmtree(commit, ignore_errors=True)
         return
-    manifest = Manifest.read(commit)
-    try:
-        older = set(Manifest.read(target).files)
-    except CheckpointError:
-        older = set()
-    moved = [path.relative_to(commit).as_posix() for path in commit.rglob("*") if path.is_file()]
+    manifest, older = Manifest.read(commit), _files_of(target)
+    moved = []
+    for path in commit.rglob("*"):
+        refuse_link(path)
+        if path.is_file():
+            moved.append(path.relative_to(commit).as_posix())
+    _refuse_linked_folders(target, {*moved, *manifest.files, *older})
     # Without its configuration nobody takes the folder for a model: a reader that comes between fails, and gets no mix.
     gates = [name for name in _GATES if name in moved]
     for name in gates:
@@ -315,12 +391,17 @@ def _rivals(target: Path, manifest: Manifest) -> set[str]:
     return out
 
 
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+def _empty(folder: Path, fd: int) -> None:
+    """The folder that is open as `fd`, whatever its name has come to mean since."""
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=fd)
+        elif sys.version_info >= (3, 11):
+            shutil.rmtree(name, dir_fd=fd)
         else:
-            path.unlink()
+            shutil.rmtree(folder / name)
 
 
 def sync_tree(folder: Path) -> None:

@@ -30,6 +30,7 @@ from .costs import LANES, SLABS
 from .errors import StateError, TierError, ZeroError
 from .flat import Flat
 from .inflight import DONE, Inflight
+from .ondisk import OnDisk, fetch
 from .records import Records
 from .shard import MASTER, Shard, is_elementwise
 from .storage import Storage
@@ -197,6 +198,12 @@ class Stepper:
         group = flat.span.spec.group
         state = step.optimizer.state
         goes_out = not shard.aliased  # block by block, while it is in the cache
+
+        if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
+            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, _read(shard.entries(step.optimizer)))
+            shard.live = bool(shard.fields)
+            state[shard.master] = {k: v for k, v in entries.items() if k not in dict(shard.fields)}
+            return
 
         def publish(at: int, values: Tensor) -> None:
             flat.publish(shard, at, values, self)
@@ -425,6 +432,10 @@ class Stepper:
 
 def _own_copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _read(entries: dict[str, Any]) -> dict[str, Any]:
+    return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
 
 
 def _place(key: str, entries: dict[str, Any], room: dict[str, Tensor] | None, value: Tensor, numel: int) -> Tensor:

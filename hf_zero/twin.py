@@ -103,6 +103,19 @@ def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
     return options
 
 
+def state_names_of(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """What its state has after a step, by a step on a few elements; None where that cannot be tried."""
+    try:
+        with torch.no_grad():
+            return {
+                str(key)
+                for index in range(len(optimizer.param_groups))
+                for key in Twin(optimizer, fuse=False).step(index, torch.zeros(7), torch.ones(7), {})
+            }
+    except Exception:  # whatever a user's optimizer raises on a stretch that is no parameter of its own
+        return None
+
+
 def fields_of(optimizer: torch.optim.Optimizer) -> list[Fields]:
     """The element-wise states of each group, by a step on a few elements.
 

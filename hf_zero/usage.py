@@ -84,6 +84,10 @@ def measure(engine: Engine) -> Table:
                 for value in () if engine.optimizer is None else shard.entries(engine.optimizer).values():
                     if isinstance(value, Tensor):
                         tally.add(_tier_of(value, shard.tier, engine.device), "optimizer", value)
+            for entries in () if engine.optimizer is None else flat.whole_entries(engine.optimizer):
+                for value in entries.values():
+                    if isinstance(value, Tensor):
+                        tally.add(_tier_of(value, Tier.DEVICE, engine.device), "optimizer", value)
             for grad in (param.grad for param in flat.params):
                 if grad is not None:
                     tally.add(Tier.DEVICE, "gradients", grad)

