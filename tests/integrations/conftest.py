@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from .jobs.harness import fresh
+pytest.register_assert_rewrite("tests.integrations.same")
+
+from .jobs.harness import fresh  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -26,12 +26,13 @@ class Results:
 
     def __call__(self, check: str, rank: int = 0) -> Any:
         """The value of a check; fails with the job's traceback if the check raised on any rank, or never ran."""
-        for number, found in enumerate(self.ranks):
-            entry = found.get(check)
-            if entry is None:
-                raise RuntimeError(f"{check!r} never ran on rank {number}; the job said:\n{self.output[-6000:]}")
-            if "error" in entry:
-                raise RuntimeError(f"{check!r} raised on rank {number}:\n{entry['error']}")
+        entries = [found.get(check) for found in self.ranks]
+        errors = [f"on rank {n}:\n{e['error']}" for n, e in enumerate(entries) if e is not None and "error" in e]
+        if errors:
+            raise RuntimeError(f"{check!r} raised " + "\n".join(errors))
+        missing = [number for number, entry in enumerate(entries) if entry is None]
+        if missing:
+            raise RuntimeError(f"{check!r} never ran on ranks {missing}; the job said:\n{self.output[-6000:]}")
         return self.ranks[rank][check]["value"]
 
 

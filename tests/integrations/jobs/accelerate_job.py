@@ -265,7 +265,7 @@ def save_model_files() -> dict[str, Any]:
             loaded: dict[str, Tensor] = {}
             for path in sorted((OUT / name).glob("*.safetensors")):
                 loaded |= load_file(path)
-            out[f"{name} weights"] = max(float((loaded[key] - state[key]).abs().max()) for key in loaded)
+            out[f"{name} weights"] = distance(loaded, {key: state[key] for key in loaded})
             out[f"{name} names"] = sorted(set(state) - set(loaded))
         reloaded = GPT2LMHeadModel.from_pretrained(OUT / "pretrained")
         out["reloaded"] = distance(dict(reloaded.state_dict()), dict(state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import math
 import os
 import sys
 import traceback
@@ -109,7 +110,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """The largest difference of two state dicts; infinite where names or shapes differ."""
+    """The largest difference of two state dicts; infinite where names or shapes differ, or it is no number."""
     if sorted(left) != sorted(right):
         return float("inf")
     worst = 0.0
@@ -117,7 +118,8 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
         if tensor.shape != right[name].shape or tensor.dtype != right[name].dtype:
             return float("inf")
         if tensor.numel():
-            worst = max(worst, float((tensor.double() - right[name].double()).abs().max()))
+            gap = float((tensor.double() - right[name].double()).abs().max())
+            worst = max(worst, gap) if math.isfinite(gap) else float("inf")
     return worst
 
 

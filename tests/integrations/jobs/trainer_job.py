@@ -156,9 +156,8 @@ def compare_saved(name: str, reference: str) -> dict[str, float]:
     out["final"] = distance(saved(OUT / name), saved(OUT / reference))
     zero.verify(OUT / name)
     model = AutoModelForCausalLM.from_pretrained(OUT / name)
-    out["reloaded"] = max(
-        float((tensor - model.state_dict()[key]).abs().max()) for key, tensor in saved(OUT / name).items()
-    )
+    files = saved(OUT / name)
+    out["reloaded"] = distance({key: model.state_dict()[key] for key in files}, files)
     return out
 
 
