@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import agree, overrides
 from .assembly import Assembly
+from .autocast import Autocast
 from .checkpoint import Behind, load, save
 from .clipping import clip_norm, clip_values
 from .comm import SoloWire, Traffic, open_wire
@@ -30,7 +31,7 @@ from .offload import STATES, Offload
 from .optim import Binding, check_supported, originals_of, state_tensors, take_state, with_closure_run
 from .overflow import Overflow
 from .plan import Plan, advice
-from .precision import Autocast, Precision
+from .precision import Precision, dtype_of, gathered_as
 from .recorder import Recorder
 from .report import Report
 from .schedule import Schedule
@@ -66,7 +67,7 @@ class Engine:
         self._machine = machine or Machine()
         self.config = config
         self.optimizer: torch.optim.Optimizer | None = None
-        self.precision = Precision.of(mixed_precision, config.reduce_dtype)
+        self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision)
         self._wire: SoloWire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._binding: Binding | None = None
         self.recorder: Recorder | None = None
@@ -104,8 +105,9 @@ class Engine:
         self._assembly.build(specs, weakref.ref(self), self.offload.storage, self.plan.placements, fields)
         unguard(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
-        if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
-            self._handles += Autocast(self.precision, self.device).around(model)
+        if self.precision.autocast_dtype is not None:
+            hosts = [host for _, modules in self._assembly.hosts() for host in modules]
+            self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
@@ -122,6 +124,9 @@ class Engine:
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
+            if self.precision.autocast_dtype is not None:
+                cast = gathered_as([*self._cast_params().values()], len(names), self.precision.autocast_dtype)
+                print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -422,6 +427,17 @@ class Engine:
         if self.config.is_auto:
             machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
         return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer))
+
+    def _cast_params(self) -> dict[nn.Parameter, str]:
+        """What is gathered in the compute dtype, by name."""
+        names = self._assembly.first_names
+        return {
+            param: names[param]
+            for unit in self.units
+            for flat in unit.flats
+            if flat.compute_dtype != dtype_of(flat.span.spec.dtype)
+            for param in flat.params
+        }
 
     def _watch(self) -> None:
         """Anew where units or optimizer are."""

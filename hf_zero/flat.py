@@ -366,14 +366,14 @@ class Flat:
             self.drop_bucket()
 
     def hold(self) -> None:
-        """Between backwards of one step, without a reduce: keep the local gradients in at least the reduce dtype."""
+        """Between backwards of one step, without a reduce: keep the local gradients, in float32 at least."""
         if self._holds:
-            self._gather_local(self.take())
+            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype))
             self._held = True
 
-    def _gather_local(self, grads: list[Tensor | None]) -> Tensor:
+    def _gather_local(self, grads: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
         if not self._held:
-            bucket, views = self.bucket()
+            bucket, views = self.bucket(dtype)
             _fill(views, grads)
             return bucket
         _add(self._bucket_views, grads)
@@ -424,7 +424,11 @@ class Flat:
                 return grad.view(-1)
         bucket = self._gather_local(grads)
         self._held = False
-        return bucket
+        if bucket.dtype == self.reduce_dtype:
+            return bucket
+        sent = self.allocate(self.span.numel, self.reduce_dtype).copy_(bucket)
+        self.drop_bucket()
+        return sent
 
     @property
     def in_memory(self) -> bool:

@@ -57,6 +57,7 @@ LAYERS = {
         "clipping",
         "overrides",
         "overflow",
+        "autocast",
         "statedict",
         "held",
         "writer",
@@ -156,6 +157,7 @@ PUBLIC = [
 SETTINGS = (
     "stage",
     "reduce_dtype",
+    "full_precision",
     "async_save",
     "offload_optimizer",
     "offload_params",

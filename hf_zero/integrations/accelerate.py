@@ -62,6 +62,7 @@ class ZeroPlugin(ParallelismConfig):
 
     stage: int = ZeroConfig().stage
     reduce_dtype: str | None = None
+    full_precision: tuple[str, ...] | str = ()
     async_save: bool = False
     offload_optimizer: str = "none"
     offload_params: str = "none"

@@ -53,6 +53,13 @@ class ZeroTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."},
     )
+    zero_full_precision: str = field(
+        default="",
+        metadata={
+            "help": "With bf16 or fp16: weights that stay in float32, by names or patterns with commas between, such as "
+            "'*.gate.*,*.router.*': those that the model itself uses in float32."
+        },
+    )
     zero_async_save: bool = field(
         default=False,
         metadata={
