@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from . import agree, overrides
 from .assembly import Assembly
 from .autocast import Autocast
+from .buffers import Buffers
 from .checkpoint import Behind, load, save
 from .clipping import clip_norm, clip_values
 from .comm import SoloWire, Traffic, open_wire
@@ -105,6 +106,9 @@ class Engine:
         self._assembly.build(specs, weakref.ref(self), self.offload.storage, self.plan.placements, fields)
         unguard(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
+        self.buffers = Buffers(model, self._wire)
+        if self.buffers.watched:
+            self._handles.append(model.register_forward_hook(self._after_any_forward))
         if self.precision.autocast_dtype is not None:
             hosts = [host for _, modules in self._assembly.hosts() for host in modules]
             self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
@@ -475,6 +479,7 @@ class Engine:
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
         self._overflow.look()
+        self.buffers.before_forward()
         if self.recorder is not None:
             self.recorder.forward()
 
@@ -487,7 +492,12 @@ class Engine:
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.offload.agree_on_reads()
 
+    def _after_any_forward(self, *_: Any) -> None:
+        self.buffers.after_forward(self._schedule.sync)
+
     def _after_backward(self) -> None:
+        if self._schedule.sync and self.buffers.watched:
+            self.buffers.agree()
         self.offload.agree_on_reads()
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)

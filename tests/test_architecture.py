@@ -58,6 +58,7 @@ LAYERS = {
         "overrides",
         "overflow",
         "autocast",
+        "buffers",
         "statedict",
         "held",
         "writer",
