@@ -95,7 +95,7 @@ class _Model:
         if path.suffix == ".safetensors" or (path.is_dir() and not (path / "config.json").exists()):
             self._units = from_files(path, precision)
             return
-        from .integrations.transformers import empty_model
+        from .integrations.models import empty_model
 
         model = empty_model(options.model)
         self._drafter = Drafter(model, precision)

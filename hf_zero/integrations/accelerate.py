@@ -275,8 +275,8 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
         if model not in _SHARDED:
             _SHARDED.add(model)
             _KNOWN_IDS.pop(model, None)
-            if "transformers" in sys.modules:
-                from .transformers import adopt_model
+            if "transformers.modeling_utils" in sys.modules:  # else there is no model of its
+                from .models import adopt_model
 
                 adopt_model(model, engine)
         return engine
