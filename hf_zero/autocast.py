@@ -26,17 +26,24 @@ from .precision import Precision, dtype_name, patterns_of
 
 _CALL = "_compiled_call_impl"  # what nn.Module's __call__ goes to, where an instance has it
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # What autocast casts to its own type, by the name of the function.
-_LOWERED = frozenset(
+_LOWERED = _words(
     "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc matmul __matmul__ __rmatmul__ "
     "mm bmm mv addmm addmm_ addmv addmv_ addbmm baddbmm einsum chain_matmul multi_dot bilinear prelu "
-    "scaled_dot_product_attention multi_head_attention_forward".split()
+    "scaled_dot_product_attention multi_head_attention_forward"
 )
-# What answers with a new tensor and reads no value, or changes none.
-_NEUTRAL = frozenset(
-    "__get__ __set__ empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor".split()
+# What answers with a new tensor and reads no value.
+_NEUTRAL = _words(
+    "__get__ __set__ empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full "
+    "new_tensor"
 )
-_COPIES = frozenset("to type type_as float half bfloat16 double clone contiguous detach cpu cuda".split())
+# What changes no value, where it changes no type.
+_COPIES = _words("to type type_as float half bfloat16 double clone contiguous detach cpu cuda")
 
 
 class Autocast:

@@ -54,7 +54,9 @@ class Buffers:
 
     def _start(self) -> None:
         """Every buffer becomes rank 0's; warns with the first that was not."""
-        known = {name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
+        known = {
+            name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
+        }
         mine = self._named()
         everyone = self._exchange(mine)
         self.watched = any(everyone)
@@ -62,8 +64,8 @@ class Buffers:
         wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
         if wrong:
             warnings.warn(
-                f"{len(wrong)} of {len(alike)} buffers differ between ranks, {wrong[0]!r} first; rank 0's values are used (seed "
-                "every rank alike before building the model to avoid this)",
+                f"{len(wrong)} of {len(alike)} buffers differ between ranks, {wrong[0]!r} first; rank 0's values are used "
+                "(seed every rank alike before building the model to avoid this)",
                 stacklevel=5,
             )
             self._make_live(wrong, alike)
@@ -120,7 +122,7 @@ class Buffers:
     def changed(self) -> bool:
         """Whether this rank has one that changed since the ranks last agreed and is not sent yet."""
         now, seen = self._now(), self._seen
-        return len(now) != len(seen) or any([a is not b or v != w for (a, v), (b, w) in zip(now, seen)])
+        return len(now) != len(seen) or bool([1 for (a, v), (b, w) in zip(now, seen) if a is not b or v != w])
 
     def agree(self, changed: bool | None = None) -> None:
         """After a backward that syncs. A collective where `watched`.

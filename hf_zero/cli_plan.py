@@ -47,7 +47,9 @@ def add_commands(commands: Any, cache: Path) -> None:
     out.add_argument("--zero-offload-params", choices=OFFLOADS, default="none")
     out.add_argument("--zero-step-in-backward", action="store_true", help="update offloaded units in backward")
     out.add_argument("--zero-reduce-dtype", metavar="DTYPE", help="type in which gradients travel (default float32)")
-    out.add_argument("--zero-full-precision", metavar="NAMES", default="", help="weights that stay in float32: '*.gate.*'")
+    out.add_argument(
+        "--zero-full-precision", metavar="NAMES", default="", help="weights that stay in float32: '*.gate.*'"
+    )
     out.add_argument("--device-memory", metavar="SIZE", help="bytes per rank on the device, such as 24GiB")
     out.add_argument("--host-memory", metavar="SIZE", help="bytes per rank of host memory")
     out.add_argument("--disk-space", metavar="SIZE", help="bytes per rank in the offload folder")

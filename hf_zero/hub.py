@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's own, whichever httpx it is
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.errors import HTTPError  # httpx's own, whichever httpx it is
+from huggingface_hub.utils import validate_repo_id
 
 from .errors import CheckpointError, ConfigError
 from .version import __version__

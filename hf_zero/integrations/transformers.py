@@ -11,17 +11,12 @@ parallel. The other way only the weights go: plain data parallel stops at the `o
 
 from __future__ import annotations
 
-import inspect
 import sys
-import weakref
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import OFFLOADS, ZeroConfig

@@ -1,4 +1,4 @@
-"""Buffers follow DistributedDataParallel's: at the start, in training, in evaluation; compared with torch's own on real ranks."""
+"""Buffers follow torch's DistributedDataParallel, run beside on real ranks: at the start, in training, in evaluation."""
 
 from __future__ import annotations
 
@@ -172,7 +172,9 @@ def at_the_start(rank: int, world: int) -> None:
     said = [str(w.message) for w in caught]
     assert any("2 of 7 buffers differ between ranks, 'queue' first" in text for text in said), said
     assert any("not of one shape and type on all ranks, 'own' first" in text for text in said), said
-    assert not model.queue.any() and not model.phase.any() and model.own.shape == (2 + rank,)
+    assert not model.queue.any()
+    assert not model.phase.any()
+    assert model.own.shape == (2 + rank,)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.manual_seed(0)
@@ -219,7 +221,8 @@ def still(rank: int, world: int) -> None:
         with torch.no_grad():
             model.mask.mul_(2.0)
     run(1)
-    assert run(1) > 0 and bool((model.mask == 1).all())
+    assert run(1) > 0
+    assert bool((model.mask == 1).all())
 
 
 def test_still_buffers_cost_nothing(two: RankPool) -> None:

@@ -171,7 +171,8 @@ def entered(rank: int, world: int, stage: int) -> None:
             expected.float().square().mean().backward()
         assert not torch.is_autocast_enabled("cpu")
         found = first(call(model))
-        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+        assert found.dtype == expected.dtype, name
+        assert torch.equal(found, expected), name
         found.float().square().mean().backward()
         for key, param in plain.named_parameters():
             mine = zero.full_gradient(dict(model.named_parameters())[key])
@@ -259,11 +260,14 @@ def routed(rank: int, world: int, stage: int) -> None:
 
     output, said, engine = found()
     assert not torch.equal(output, expected)
-    assert len(said) == 1 and "full_precision=('gates.*.weight',)" in said[0] and "2 weights" in said[0]
+    assert len(said) == 1
+    assert "2 weights" in said[0]
+    assert "full_precision=('gates.*.weight',)" in said[0]
     assert not any(gate.weight.dtype == torch.float32 for gate in engine.model.gates) or stage == 3
     for patterns in ("gates.*", ("*gates.0*", "gates.1.weight")):
         output, said, engine = found(full_precision=patterns)
-        assert torch.equal(output, expected) and not said
+        assert torch.equal(output, expected)
+        assert not said
     specs = {s.spec.name: s.spec for u in engine.layout.units for span in u.spans for s in span.slots}
     assert specs["gates.0.weight"].compute_dtype == "float32"
     assert specs["head.weight"].compute_dtype == "bfloat16"
@@ -323,7 +327,8 @@ def kept_by_class(rank: int, world: int) -> None:
     model = t5()
     model._keep_in_fp32_modules_strict = {"layer.0.SelfAttention.q"}
     types = computed(model, "bf16")
-    assert types["encoder.block.0.layer.0.SelfAttention.q.weight"] == "float32" and types[wo] == "bfloat16"
+    assert types["encoder.block.0.layer.0.SelfAttention.q.weight"] == "float32"
+    assert types[wo] == "bfloat16"
 
 
 def test_what_a_class_keeps_in_float32(two: RankPool) -> None:
@@ -433,7 +438,8 @@ def skipped(rank: int, world: int, build: type[nn.Module], stage: int, offload: 
     assert all(bool(value.isfinite().all()) for value in now.values())
     everyone: list[Any] = [None] * world
     torch.distributed.all_gather_object(everyone, scales)
-    assert everyone[0] == everyone[1] and (scales[0] < 2.0**8) == (culprit is not None)
+    assert everyone[0] == everyone[1]
+    assert (scales[0] < 2.0**8) == (culprit is not None)
     assert engine_of(model) is engine
 
 
