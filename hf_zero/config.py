@@ -86,9 +86,9 @@ class ZeroConfig:
     """0 plain data parallel (for comparison), 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     reduce_dtype: str | None = None
     """Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."""
-    full_precision: tuple[str, ...] = ()
-    """Names (patterns such as `*.gate.*`; also text with commas) of weights that bf16 and fp16 leave in float32: those that the
-    model itself uses in float32."""
+    full_precision: str | tuple[str, ...] = ""
+    """Names or patterns (`*.gate.*,*.router.*`) of weights that bf16 and fp16 leave in float32: those that the model itself uses
+    in float32. A tuple afterwards."""
     async_save: bool = False
     """Checkpoints of the Trainer and of `save_state` are copied to host memory and written while training goes on."""
     offload_optimizer: str = "none"
