@@ -87,8 +87,8 @@ class ZeroConfig:
     reduce_dtype: str | None = None
     """Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."""
     full_precision: str | tuple[str, ...] = ""
-    """Names or patterns (`*.gate.*,*.router.*`) of weights that bf16 and fp16 leave in float32: those that the model itself uses
-    in float32. A tuple afterwards."""
+    """Names or patterns (`*.gate.*,*.router.*`) of weights that bf16 and fp16 leave in float32, as the model itself uses them.
+    A tuple afterwards."""
     async_save: bool = False
     """Checkpoints of the Trainer and of `save_state` are copied to host memory and written while training goes on."""
     offload_optimizer: str = "none"
