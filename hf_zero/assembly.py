@@ -327,7 +327,6 @@ class Assembly:
                 value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                 param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value
 
-
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """All ranks' slices of a span, in the master dtype. A collective."""
         whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)

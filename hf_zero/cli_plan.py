@@ -47,6 +47,9 @@ def add_commands(commands: Any, cache: Path) -> None:
     out.add_argument("--zero-offload-params", choices=OFFLOADS, default="none")
     out.add_argument("--zero-step-in-backward", action="store_true", help="update offloaded units in backward")
     out.add_argument("--zero-reduce-dtype", metavar="DTYPE", help="type in which gradients travel (default float32)")
+    out.add_argument(
+        "--zero-full-precision", metavar="NAMES", default="", help="weights that stay in float32: '*.gate.*'"
+    )
     out.add_argument("--device-memory", metavar="SIZE", help="bytes per rank on the device, such as 24GiB")
     out.add_argument("--host-memory", metavar="SIZE", help="bytes per rank of host memory")
     out.add_argument("--disk-space", metavar="SIZE", help="bytes per rank in the offload folder")
@@ -94,7 +97,7 @@ class _Model:
         if path.suffix == ".safetensors" or (path.is_dir() and not (path / "config.json").exists()):
             self._units = from_files(path, precision)
             return
-        from .integrations.transformers import empty_model
+        from .integrations.models import empty_model
 
         model = empty_model(options.model)
         self._drafter = Drafter(model, precision)
@@ -116,7 +119,8 @@ def _count(text: str) -> int:
 def _plan(options: argparse.Namespace) -> int:
     if options.plot and not options.sweep:
         raise ConfigError("--plot draws a sweep: add --sweep")
-    precision = Precision.of(options.mixed_precision, ZeroConfig(reduce_dtype=options.zero_reduce_dtype).reduce_dtype)
+    given = ZeroConfig(reduce_dtype=options.zero_reduce_dtype, full_precision=options.zero_full_precision)
+    precision = Precision.of(options.mixed_precision, given.reduce_dtype, given.full_precision)
     model = _Model(options, precision)
     if options.sweep:
         return _sweep(options, model, precision)
@@ -166,6 +170,7 @@ def _make(
         **{
             "stage": stage,
             "reduce_dtype": options.zero_reduce_dtype,
+            "full_precision": options.zero_full_precision,
             "offload_optimizer": options.zero_offload_optimizer,
             "offload_params": options.zero_offload_params,
             "device_memory": options.device_memory,

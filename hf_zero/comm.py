@@ -245,9 +245,10 @@ class _GroupWire(SoloWire):
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
         self.traffic["reduce"].add(2 * _others(source, self.size))
+        scale = _divided_first(source, self.size)
         work = self._timed(dist.all_reduce(source, async_op=True), "reduce")
 
-        return Inflight((work,), (), lambda: _land(source, out, 1.0 / self.size))
+        return Inflight((work,), (), lambda: _land(source, out, scale))
 
     def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
         numel = own.numel()
@@ -362,12 +363,14 @@ class CollectiveWire(_GroupWire):
             return DONE
         self.traffic["reduce"].add(_others(source, self.size))
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
+        scale = _divided_first(source, self.size)
         work = self._timed(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce")
 
         def finish() -> None:
             if landing is not out:
                 out.copy_(landing)
-            out.mul_(1.0 / self.size)
+            if scale != 1.0:
+                out.mul_(scale)
 
         return Inflight((work,), (), finish)
 
@@ -394,6 +397,18 @@ def _land(source: Tensor, out: Tensor, scale: float) -> None:
     if scale != 1.0:
         out[: source.numel()].mul_(scale)
     out[source.numel() :].zero_()
+
+
+def _divided_first(source: Tensor, size: int) -> float:
+    """What is left to multiply a sum over `size` ranks by, to have their average.
+
+    float16 ends at 65,504: a sum that the backend makes in it may overflow where the average is fine, so it is divided first.
+    Where this library sums, it does so in float32.
+    """
+    if source.dtype == torch.float16:
+        source.mul_(1.0 / size)
+        return 1.0
+    return 1.0 / size
 
 
 def _others(full: Tensor, size: int) -> int:

@@ -64,6 +64,16 @@ def parse_bytes(size: int | str, name: str = "a size") -> int:
     return int(value)
 
 
+def _patterns(given: object) -> tuple[str, ...]:
+    words = given.split(",") if isinstance(given, str) else given
+    if given is None or not isinstance(words, (tuple, list)) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(
+            f"full_precision must be names or patterns of parameters, such as ('*.gate.*',) or '*.gate.*,*.router.*', found "
+            f"{given!r}"
+        )
+    return tuple(stripped for word in words if (stripped := word.strip()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """Settings of one engine.
@@ -76,6 +86,9 @@ class ZeroConfig:
     """0 plain data parallel (for comparison), 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     reduce_dtype: str | None = None
     """Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."""
+    full_precision: str | tuple[str, ...] = ""
+    """Names or patterns (`*.gate.*,*.router.*`) of weights that bf16 and fp16 leave in float32, as the model itself uses them.
+    A tuple afterwards."""
     async_save: bool = False
     """Checkpoints of the Trainer and of `save_state` are copied to host memory and written while training goes on."""
     offload_optimizer: str = "none"
@@ -106,6 +119,7 @@ class ZeroConfig:
                 object.__setattr__(self, name, parse_bytes(value, name))
         if self.offload_dir is not None:
             object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
+        object.__setattr__(self, "full_precision", _patterns(self.full_precision))
         if self.reduce_dtype is not None:
             dtype = _DTYPES.get(str(self.reduce_dtype).lower())
             if dtype is None:

@@ -269,6 +269,7 @@ def _span_bytes(span: Span, placement: Placement, setup: Setup) -> SpanBytes:
     below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     alone = setup.world_size == 1
     defers = not alone and not setup.policy.reduce_each_backward and setup.backward_per_step > 1
+    holds = defers and span.spec.compute_dtype != span.spec.master_dtype
     is_sent_whole = setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup)
     arriving = compute if alone else master
     rests = gradient_itemsize(span, Tier.HOST, setup)
@@ -279,7 +280,8 @@ def _span_bytes(span: Span, placement: Placement, setup: Setup) -> SpanBytes:
         mean=0 if alone else span.slice_numel * master,
         kept=placement.numel(Tier.DEVICE) * master,
         is_kept=is_kept,
-        held=span.numel * reduced if defers and span.spec.compute_dtype != span.spec.master_dtype else 0,
+        held=span.numel * max(reduced, min(master, 4)) if holds else 0,
+        sent=span.numel * reduced if holds else 0,
         down=tuple(numel * arriving for numel in below),
         lands=arriving < rests,
     )

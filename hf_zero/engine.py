@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from . import agree, copies, overrides
 from .assembly import Assembly
+from .autocast import Autocast
+from .buffers import Buffers
 from .checkpoint import Behind, load, save
 from .clipping import clip_norm, clip_values
 from .comm import SoloWire, Traffic
@@ -32,7 +34,7 @@ from .optim import Binding, originals_of, state_tensors, take_state, with_closur
 from .overflow import Overflow
 from .ownership import refuse_owned
 from .plan import Plan, advice
-from .precision import Autocast, Precision
+from .precision import Precision, dtype_of, gathered_as
 from .recorder import Recorder
 from .report import Report
 from .roads import Roads
@@ -73,7 +75,7 @@ class Engine:
         self._machine = machine or Machine()
         self.config = config
         self.optimizer: torch.optim.Optimizer | None = None
-        self.precision = Precision.of(mixed_precision, config.reduce_dtype)
+        self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision)
         roads = roads or Roads()
         self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._binding: Binding | None = None
@@ -117,8 +119,12 @@ class Engine:
         self._assembly.build(specs, weakref.ref(self), self.offload.storage, self.plan.placements, fields)
         unguard(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
-        if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
-            self._handles += Autocast(self.precision, self.device).around(model)
+        self.buffers = Buffers(model, self._wire)
+        if self.buffers.watched:
+            self._handles.append(model.register_forward_hook(self._after_any_forward))
+        if self.precision.autocast_dtype is not None:
+            hosts = [host for _, modules in self._assembly.hosts() for host in modules]
+            self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
@@ -136,6 +142,9 @@ class Engine:
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
+            if self.precision.autocast_dtype is not None:
+                cast = gathered_as([*self._cast_params().values()], len(names), self.precision.autocast_dtype)
+                print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise copies.refuse_copy("an Engine")
@@ -492,6 +501,17 @@ class Engine:
             machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
         return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer))
 
+    def _cast_params(self) -> dict[nn.Parameter, str]:
+        """What is gathered in the compute dtype, by name."""
+        names = self._assembly.first_names
+        return {
+            param: names[param]
+            for unit in self.units
+            for flat in unit.flats
+            if flat.compute_dtype != dtype_of(flat.span.spec.dtype)
+            for param in flat.params
+        }
+
     def _watch(self) -> None:
         """Anew where units or optimizer are."""
         if self.config.is_auto:
@@ -518,6 +538,8 @@ class Engine:
     def _new_schedule(self) -> Schedule:
         schedule = Schedule(self.model, self._assembly.hosts(), self._wire)
         schedule.before_forward = self._before_forward
+        if self.buffers.watched:
+            schedule.ask = self.buffers.changed
         schedule.after_backward = self._after_backward
         if self.config.step_in_backward:
             schedule.after_reduce = self._step_unit
@@ -538,6 +560,7 @@ class Engine:
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
         self._overflow.look()
+        self.buffers.before_forward()
         if self.recorder is not None:
             self.recorder.forward()
 
@@ -550,7 +573,12 @@ class Engine:
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.offload.agree_on_reads()
 
+    def _after_any_forward(self, *_: Any) -> None:
+        self.buffers.after_forward(self._schedule.sync)
+
     def _after_backward(self) -> None:
+        if self._schedule.sync and self.buffers.watched:
+            self.buffers.agree(changed=self._schedule.answered)
         self.offload.agree_on_reads()
         if self._schedule.sync:
             self.offload.land()

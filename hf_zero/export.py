@@ -3,7 +3,7 @@
     zero.export("out/checkpoint-500", "model", dtype="bfloat16")
     zero.export("out/checkpoint-500", push_to_hub="user/model", private=True)
 
-One process, without a model: see `recast` for how weights stream. The only user of huggingface_hub.
+One process, without a model: see `recast` for how weights stream. What needs huggingface_hub imports it when it is called.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData, errors, split_state_dict_into_shards_factory
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's own, whichever httpx it is
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from .cards import content, template
 from .config import parse_bytes
@@ -34,6 +31,11 @@ from .recast import Output, WeightSet, find_weights, index_text, plan, read_json
 from .staging import recover, refuse_link, sync_tree, verify
 from .version import __version__
 
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+    from .hub import Hub
+
 DTYPES = ("float32", "bfloat16", "float16")
 MARKER = ".hf_zero_export.json"
 """In an exported folder, not on the Hub: names and sizes of what was written, so that a later export may replace it."""
@@ -42,8 +44,6 @@ _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "NOTICE", "NOTICE.md", "USE_
 _TRAINING = ("zero_", "trainer_state.json", "optimizer.json")  # names that begin like this are of the run
 _TEMPLATES = "additional_chat_templates"
 _UNFILLED = "[More Information Needed]"  # a card that nobody has written yet
-# What a reader of the repository would take for weights, were it left there from an older upload.
-_RIVALS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
 
 Progress = Callable[[str, int, int], None]
 """(what is done, bytes done, bytes in all); from any thread, one at a time."""
@@ -93,7 +93,7 @@ def export(
     if wanted not in (None, *DTYPES):
         raise ConfigError(f"export: expected dtype {', '.join(DTYPES)}, found {wanted!r}")
     note = progress or (lambda what, done, total: None)
-    hub = None if push_to_hub is None else _Hub(push_to_hub, token, revision)
+    hub = None if push_to_hub is None else _hub(push_to_hub, token, revision)
     job = _examine(folder, wanted, parse_bytes(max_shard_size), note)
     parent, link = _room(job, target)
     if hub is not None:
@@ -104,13 +104,19 @@ def export(
         with _staged(target) as staged:
             _write(job, staged, title, False, note)
         if hub is not None:
-            hub.upload(target, message)
+            hub.upload(target, message, ignore=[MARKER])
     elif hub is not None:
         with tempfile.TemporaryDirectory(prefix=".zero_export-", dir=parent) as name:
             place = Path(name)
             _write(job, place, title, link, note)
-            hub.upload(place, message)
+            hub.upload(place, message, ignore=[MARKER])
     return target
+
+
+def _hub(name: str, token: str | None, revision: str | None) -> Hub:
+    from .hub import Hub
+
+    return Hub(name, token, revision)
 
 
 def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **facts: Any) -> ModelCard:
@@ -125,6 +131,8 @@ def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **f
         ConfigError: a fact that there is no place for.
     """
     metadata, variables = content(Path(folder), model_id or Path(folder).name, facts)
+    from huggingface_hub import ModelCard, ModelCardData
+
     return ModelCard.from_template(ModelCardData(**metadata), template_str=template(), **variables)
 
 
@@ -191,6 +199,8 @@ def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
 
 def _split(sizes: dict[str, int], limit: int, pattern: str) -> dict[str, list[str]]:
     """The rule of `save_pretrained`."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=lambda size: size, filename_pattern=pattern, max_shard_size=limit
     )
@@ -367,77 +377,3 @@ def _room(job: _Job, target: Path | None) -> tuple[Path, bool]:
         else:
             return parent, link
     raise CheckpointError(f"no room to export {job.folder}: {', '.join(found)}; make room or choose another place")
-
-
-# The Hub ------------------------------------------------------------------------------------------------------------
-
-
-class _Hub:
-    """One repository."""
-
-    def __init__(self, name: str, token: str | None, revision: str | None) -> None:
-        try:
-            validate_repo_id(name)
-        except errors.HFValidationError as error:
-            raise ConfigError(f"push_to_hub: expected 'user/repo', found {name!r}: {error}") from None
-        self.name, self.revision = name, revision
-        self._api = HfApi(token=token, library_name="hf_zero", library_version=__version__)
-
-    def prepare(self, private: bool | None) -> None:
-        """Make the repository and the branch where they are not there."""
-        with self._explained("creating"):
-            url = self._api.create_repo(self.name, private=private, exist_ok=True)
-            self.name = url.repo_id  # with the user's name, where only the repository's was given
-            public = private and not self._api.repo_info(self.name).private
-        if public:
-            raise ConfigError(
-                f"{self.name} is there already and public: make it private on the Hub, or choose another name"
-            )
-        with self._explained("making the branch in"):
-            if self.revision is not None:
-                self._api.create_branch(self.name, branch=self.revision, exist_ok=True)
-
-    def upload(self, folder: Path, message: str) -> None:
-        """All files of `folder`; weights that an older upload left under other names go."""
-        with self._explained("uploading to"):
-            self._api.upload_folder(
-                repo_id=self.name,
-                folder_path=folder,
-                revision=self.revision,
-                commit_message=message,
-                ignore_patterns=[MARKER],
-                delete_patterns=_RIVALS,
-            )
-
-    @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
-        what = f"{doing} {self.name} on {self._api.endpoint}"
-        try:
-            yield
-        except errors.OfflineModeIsEnabled as error:
-            raise ConfigError(f"{what}: HF_HUB_OFFLINE is set; unset it to upload") from error
-        except (errors.LocalTokenNotFoundError, errors.HFValidationError) as error:
-            raise ConfigError(f"{what}: {error}") from error
-        except (HTTPError, OSError, RuntimeError, ValueError) as error:
-            raise _explain(what, error) from error
-
-
-def _explain(what: str, error: Exception) -> CheckpointError | ConfigError:
-    """What went wrong between here and the Hub, and what to do."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, HTTPError):  # the client wraps errors of its threads
-        cause = cause.__cause__ or cause.__context__
-    if not isinstance(cause, errors.HfHubHTTPError):
-        hint = "is the network there, and HF_ENDPOINT right?" if cause is not None else "try again"
-        return CheckpointError(f"{what} failed: {cause or error} ({type(cause or error).__name__}); {hint}")
-    status = cause.response.status_code
-    said = cause.server_message or str(cause).splitlines()[0]
-    if status == 401:
-        return ConfigError(
-            f"{what}: the Hub knows no such token (401: {said}); log in with `hf auth login`, set HF_TOKEN, or pass a token"
-        )
-    if status == 403:
-        return ConfigError(f"{what}: the token may not write there (403: {said}); it needs the role `write`")
-    if status < 500 and status not in (408, 429):
-        return ConfigError(f"{what}: the Hub refused ({status}: {said}); is the name right, and is it yours?")
-    return CheckpointError(f"{what}: the Hub failed ({status}: {said}); the upload is not complete; try again later")

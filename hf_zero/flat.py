@@ -402,14 +402,14 @@ class Flat:
             self.drop_bucket()
 
     def hold(self) -> None:
-        """Between backwards of one step, without a reduce: keep the local gradients in at least the reduce dtype."""
+        """Between backwards of one step, without a reduce: keep the local gradients, in float32 at least."""
         if self._holds:
-            self._gather_local(self.take())
+            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype))
             self._held = True
 
-    def _gather_local(self, grads: list[Tensor | None]) -> Tensor:
+    def _gather_local(self, grads: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
         if not self._held:
-            bucket, views = self.bucket()
+            bucket, views = self.bucket(dtype)
             _fill(views, grads)
             return bucket
         _add(self._bucket_views, grads)
@@ -474,6 +474,10 @@ class Flat:
                 return grad.view(-1)
         bucket = self._gather_local(grads)
         self._held = False
+        if bucket.dtype != self.reduce_dtype:
+            sent = self.allocate(self.span.numel, self.reduce_dtype).copy_(bucket)
+            self.drop_bucket()
+            bucket = sent
         # Every rank must send as much as its peers wait for, whether it has a gradient or not.
         return bucket[: self.span.used_numel] if wire.ragged and len(grads) == 1 else bucket
 

@@ -119,7 +119,7 @@ class SavedTensors:
     def push(self) -> bool:
         """From here on, in this thread. False, and nothing is done, where saved tensor hooks are disabled (`torch.func`), or
         where `checkpoint` has its own on."""
-        autograd = torch._C._autograd
+        autograd: Any = torch._C._autograd
         if not autograd._saved_tensors_hooks_is_enabled():
             return False
         outer = autograd._top_saved_tensors_default_hooks(True)
@@ -138,7 +138,9 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.requires_grad:
-            tensor = tensor.detach()  # an operation's own output would keep the operation, and that the output, for ever
+            tensor = (
+                tensor.detach()
+            )  # an operation's own output would keep the operation, and that the output, for ever
         key = tensor.untyped_storage()._cdata
         owners = self._owner_of
         return tensor, tensor._version, owners[key] if key in owners else None
@@ -154,7 +156,7 @@ class SavedTensors:
                 "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."
             )
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         owners = self._owner_of

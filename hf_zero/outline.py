@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from .errors import ConfigError
@@ -95,6 +96,7 @@ def _split(specs: Iterable[ParamSpec], small: int, nearest: list[ParamSpec]) -> 
 
 def _spec(name: str, shape: tuple[int, ...], dtype: str, precision: Precision, castable: bool) -> ParamSpec:
     autocast = precision.autocast_dtype
+    castable = castable and not any(fnmatchcase(name, pattern) for pattern in precision.full_precision)
     compute = dtype_name(autocast) if autocast is not None and castable and dtype == "float32" else dtype
     master = "float32" if dtype in ("bfloat16", "float16") else dtype
     trainable = dtype in _FLOATS

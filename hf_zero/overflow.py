@@ -40,7 +40,8 @@ class Overflow:
         """
         if not self.possible:
             return
-        flats = [flat for unit in units for flat in unit.trained]
+        # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.
+        flats = [flat for unit in units for flat in unit.trained if flat.span.is_updated]
         if storage is not None:
             storage.wide = True
             for flat in flats:
@@ -49,15 +50,17 @@ class Overflow:
             self._share([grad for flat in flats for _, grad in flat.grads()])
 
     def _share(self, grads: Sequence[Tensor]) -> None:
-        if not grads:
-            return
+        """On every rank, whatever gradients it has: the others wait for its answer."""
         found = torch.zeros((), device=self._device)
         for place in {grad.device for grad in grads}:
             here = _any_infinite(iter([grad for grad in grads if grad.device == place]))
             found = torch.maximum(found, here.to(self._device))
         found = self._wire.max_scalar(found)
         infinite = torch.where(found > 0, float("inf"), 0.0)
-        grads[0][:1].add_(infinite.to(device=grads[0].device, dtype=grads[0].dtype))
+        for grad in grads:
+            if grad.numel():  # an element to carry it: the padding of a span will do
+                grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
+                break
 
 
 def _computes_in_float16(device: torch.device) -> bool:

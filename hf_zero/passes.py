@@ -32,6 +32,8 @@ class SpanBytes:
     """The mean (alone: the copy) is itself what rests."""
     held: int
     """The copy that adds up on this rank between backwards; 0 where fresh gradients do."""
+    sent: int
+    """What of it is sent: less, where gradients travel in a narrower type than they add up in."""
     down: tuple[int, ...]
     """What goes down to host memory, one count per shard."""
     lands: bool
@@ -322,8 +324,9 @@ class _Player:
         for span in self.units[unit].spans:
             if was_held:  # into the copy that is there, or into one that is made now
                 self._held -= span.held or span.fresh
-                self._moving += span.held or span.bucket or span.fresh
-                self._mark(0 if span.held or not span.bucket else span.fresh)
+                self._moving += span.sent or span.bucket or span.fresh
+                narrowed = span.held if span.held != span.sent else 0
+                self._mark(narrowed if span.held or not span.bucket else span.fresh)
                 self._fresh -= span.fresh if span.held else 0
             else:
                 self._moving += span.bucket
@@ -349,7 +352,7 @@ class _Player:
                 means += span.mean
             self._go_down(span, first, landed)
             self._mark()
-            self._moving -= span.bucket or span.held or span.fresh
+            self._moving -= span.bucket or span.sent or span.fresh
         self._moving -= means
         self._let_step(landed)
 

@@ -417,7 +417,7 @@ class Drafter:
         self.groups: list[Group] = find_groups(model)
         self._visits = find_visits(model, self.groups)
         self._precision = precision
-        self._castable = castable_params(model) if precision.autocast_dtype is not None else set()
+        self._castable = castable_params(model, self.names, precision)
 
     def specs(
         self, group_of: Mapping[nn.Parameter, int], old: Mapping[nn.Parameter, ParamSpec] | None = None

@@ -181,6 +181,10 @@ class Schedule:
         self.before_backward: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
+        self.ask: Callable[[], bool] = lambda: False
+        """Asked on every rank at the end of a backward that syncs."""
+        self.answered = False
+        """Whether it was true on any rank."""
         self.after_reduce: Callable[[Unit], None] | None = None
         """Called once per backward that syncs, when all of a unit's gradients are with their owners."""
         self._handles: list[Any] = []
@@ -219,9 +223,7 @@ class Schedule:
         self._opened: set[Trace] = set()
         self._touched: list[Use] = []  # in the backward under way
         if self.frees:
-            owner_of = {
-                flat.full.untyped_storage()._cdata: trace for trace in self.traces for flat in trace.unit.flats
-            }
+            owner_of = {flat.full.untyped_storage()._cdata: trace for trace in self.traces for flat in trace.unit.flats}
             self._saved = SavedTensors(owner_of, self._bring)
             self._watch_reads()
         # The last to come first: the root may be a host, too, and its forward begins a new count.
@@ -274,7 +276,8 @@ class Schedule:
 
     def take_over(self, state: tuple[Any, ...]) -> None:
         self.sync, self.unsynced, self._seen_backward, self._learning, learnt = state
-        for trace, (trace.expected, trace.strict, is_open) in zip(self.traces, learnt):
+        for trace, (expected, strict, is_open) in zip(self.traces, learnt):
+            trace.expected, trace.strict = expected, strict
             if is_open:
                 self._host_inside(trace)
 
@@ -603,7 +606,9 @@ class Schedule:
         """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
         for trace in self.traces:
             trace.reduced = trace.stepped = False
-            trace.came = trace.unit.state is not State.SHARDED  # kept from forward, on every rank: it is not gathered again
+            trace.came = (
+                trace.unit.state is not State.SHARDED
+            )  # kept from forward, on every rank: it is not gathered again
             trace.place = trace.step = -1
         self._turn = self._walked = 0
         self._order, self._walk = [], []
@@ -613,7 +618,9 @@ class Schedule:
         waiting = any(trace.uses or trace.noted or trace.local for trace in self.traces)
         firsts, lasts, passes = [], [], []
         for trace in self.traces:
-            uses = trace.uses if waiting else trace.kept  # all have had a backward: this is one over a graph that was kept
+            uses = (
+                trace.uses if waiting else trace.kept
+            )  # all have had a backward: this is one over a graph that was kept
             first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
             firsts.append(first)
             lasts.append(max(first, trace.latest) if first else 0)
@@ -802,10 +809,12 @@ class Schedule:
 
     def _agree_on_gradients(self) -> None:
         """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
+        asked = self.ask()
         while True:
-            flags = [int(trace.unit.has_grads()) for trace in self.traces]
+            flags: list[int] = [trace.unit.has_grads() for trace in self.traces]
             for trace in self.traces:
                 flags += trace.unit.arrived()
+            flags.append(asked)
             found = self.wire.start_maximum(flags)()
             more = [trace for trace in self.traces if found[trace.at]]
             if not more:
@@ -813,6 +822,7 @@ class Schedule:
             for trace in more:
                 self._reduce(trace)
             self._finish_reduces()
+        self.answered = bool(found[-1])
         start = len(self.traces)
         for trace in self.traces:
             start = trace.unit.set_present(found, start)

@@ -47,8 +47,10 @@ class WholeBinding(Binding):
         for flat in self.flats:
             grad = flat.shards[0].master.grad
             for whole, slot, present in zip(flat.wholes, flat.span.slots, flat.present):
-                has = grad is not None and present
-                whole.grad = grad[slot.offset : slot.stop].view(slot.spec.shape) if has else None
+                if grad is None or not present:
+                    whole.grad = None
+                else:
+                    whole.grad = grad[slot.offset : slot.stop].view(slot.spec.shape)
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""

@@ -38,3 +38,12 @@ def test_stage_table():
         (True, True, True),
         (True, False, True),
     ]
+
+
+def test_patterns_of_weights_in_full_precision():
+    for given in ("*.gate.*, head.weight", ("*.gate.*", "head.weight"), ["*.gate.*", "head.weight"]):
+        assert zero.ZeroConfig(full_precision=given).full_precision == ("*.gate.*", "head.weight")
+    assert zero.ZeroConfig().full_precision == ()
+    for wrong in (None, 3, (1,)):
+        with pytest.raises(zero.ConfigError, match="full_precision must be names or patterns"):
+            zero.ZeroConfig(full_precision=wrong)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _hub_format(model: nn.Module) -> WeightFormat | None:
     """The names of `save_pretrained`, for models that have it. Without transformers loaded no model has."""
-    if "transformers" not in sys.modules:
+    if "transformers.modeling_utils" not in sys.modules:
         return None
     from .weights import hub_format
 

@@ -62,6 +62,7 @@ class ZeroPlugin(ParallelismConfig):
 
     stage: int = ZeroConfig().stage
     reduce_dtype: str | None = None
+    full_precision: str | tuple[str, ...] = ""
     async_save: bool = False
     offload_optimizer: str = "none"
     offload_params: str = "none"
@@ -122,8 +123,8 @@ class ZeroPlugin(ParallelismConfig):
 
     def __repr__(self) -> str:
         given = {field.name: getattr(self, field.name) for field in fields(ZeroConfig)}
-        plain = ZeroConfig().to_dict()
-        shown = [f"{name}={value!r}" for name, value in given.items() if name == "stage" or value != plain[name]]
+        meant, plain = self.config.to_dict(), ZeroConfig().to_dict()
+        shown = [f"{name}={value!r}" for name, value in given.items() if name == "stage" or meant[name] != plain[name]]
         return f"ZeroPlugin({', '.join(shown)})"
 
     def to_json(self) -> dict[str, Any]:
@@ -274,8 +275,8 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
         if model not in _SHARDED:
             _SHARDED.add(model)
             _KNOWN_IDS.pop(model, None)
-            if "transformers" in sys.modules:
-                from .transformers import adopt_model
+            if "transformers.modeling_utils" in sys.modules:  # else there is no model of its
+                from .models import adopt_model
 
                 adopt_model(model, engine)
         return engine

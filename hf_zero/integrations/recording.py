@@ -17,7 +17,6 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..placement import Trace
@@ -108,7 +107,7 @@ def _stand_ins(model: nn.Module, record: Record) -> list[tuple[Any, str, Any]]:
     out: list[tuple[Any, str, Any]] = []
     modules = {
         *_WRITERS,
-        *(type(module).__module__ for module in model.modules() if isinstance(module, PreTrainedModel)),
+        *(type(module).__module__ for module in model.modules() if _is_stock(module)),
     }
     for module in [sys.modules[name] for name in modules if name in sys.modules]:
         for name, value in vars(module).items():
@@ -119,6 +118,12 @@ def _stand_ins(model: nn.Module, record: Record) -> list[tuple[Any, str, Any]]:
         if stock is not None:
             out.append((sys.modules[module_name], name, _telling(stock)))
     return out
+
+
+def _is_stock(module: nn.Module) -> bool:
+    """A `PreTrainedModel`. transformers is not imported for it: where it is not, there is none."""
+    known = sys.modules.get("transformers.modeling_utils")
+    return known is not None and isinstance(module, known.PreTrainedModel)
 
 
 @contextmanager
@@ -146,7 +151,7 @@ def _telling(stock: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 @contextmanager
 def _own_types(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """config.json's `dtype` is that of a model's first parameter, which may be gathered in another type just now."""
-    prefixes = {module: name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    prefixes = {module: name for name, module in model.named_modules() if _is_stock(module)}
     with ExitStack() as stack:
         for module, name in prefixes.items():
             inside = f"{name}." if name else ""

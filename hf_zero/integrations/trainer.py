@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,12 @@ class ZeroTrainerMixin(_TrainerBase):
         if self._zero_made is None:
             self._zero_made = Desk()
         return self._zero_made
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock Trainer evaluates the module itself, not the one that DDP wraps: buffers are each rank's own there."""
+        engine = self._zero_engine()
+        with nullcontext() if engine is None else engine.buffers.apart():
+            return super().evaluation_loop(*args, **kwargs)
 
     # -- training --
 

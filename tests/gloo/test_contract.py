@@ -431,12 +431,20 @@ def compare(name: str, stage: int, rank: int, world: int) -> None:
         expected_losses, expected, expected_state = reference(program, world)
     torch.testing.assert_close(losses, expected_losses, rtol=program.tolerance, atol=program.tolerance)
     for key, value in expected.items():
-        torch.testing.assert_close(weights[key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{key}: {m}")
-    assert state.keys() == expected_state.keys(), f"optimizer state of {sorted(state)}, expected {sorted(expected_state)}"
+        torch.testing.assert_close(
+            weights[key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{key}: {m}"
+        )
+    assert state.keys() == expected_state.keys(), (
+        f"optimizer state of {sorted(state)}, expected {sorted(expected_state)}"
+    )
     for index, entries in expected_state.items():
         for key, value in entries.items():
             torch.testing.assert_close(
-                state[index][key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{index} {key}: {m}"
+                state[index][key],
+                value,
+                rtol=program.tolerance,
+                atol=program.tolerance,
+                msg=lambda m: f"{index} {key}: {m}",
             )
 
 

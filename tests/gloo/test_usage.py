@@ -163,7 +163,10 @@ def slow_rank(rank: int, world: int) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     waits: dict[str, float] = recorder.last["wait_s"]
-    return {"waited": sum(waits[kind] for kind in ("gather", "reduce", "scalar", "agree")), "seconds": recorder.last["seconds"]}
+    return {
+        "waited": sum(waits[kind] for kind in ("gather", "reduce", "scalar", "agree")),
+        "seconds": recorder.last["seconds"],
+    }
 
 
 def test_waiting_for_a_slow_rank_is_counted(two) -> None:

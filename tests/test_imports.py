@@ -1,0 +1,105 @@
+"""What a process loads because of hf_zero: nothing that it would not load without, but torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = (
+    "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "scipy", "sklearn", "trl", "huggingface_hub",
+    "transformers", "transformers.trainer", "accelerate", "rich",
+)  # fmt: skip
+
+LOOP = """
+import tempfile
+from accelerate import Accelerator
+from torch import nn
+
+if {ours}:
+    import hf_zero as zero
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=zero.ZeroPlugin(stage=3))
+else:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+if {hub}:
+    from transformers import GPT2Config, GPT2LMHeadModel
+    options = dict(n_layer=1, n_embd=8, n_head=1, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(GPT2Config(**options))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    loss_of = lambda: model(input_ids=ids, labels=ids).loss
+else:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    loss_of = lambda: model(torch.ones(2, 3)).sum()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for step in range(2):
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+with tempfile.TemporaryDirectory() as folder:
+    accelerator.save_state(folder + "/state")
+    accelerator.save_model(model, folder + "/model")
+    accelerator.load_state(folder + "/state")
+"""
+
+TRAINER = """
+import tempfile
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+    def forward(self, x, labels=None):
+        return {{"loss": self.layer(x).square().mean()}}
+
+with tempfile.TemporaryDirectory() as folder:
+    more = {{}}
+    if {ours}:
+        import hf_zero as zero
+        more["parallelism_config"] = zero.ZeroPlugin(stage=2)
+    args = TrainingArguments(folder, max_steps=2, report_to=[], use_cpu=True, save_steps=2, disable_tqdm=True, **more)
+    data = [{{"x": torch.ones(3), "labels": 0}}] * 8
+    Trainer(Model(), args, train_dataset=data).train()
+"""
+
+
+def loaded(code: str) -> set[str]:
+    """The heavy modules that are there after `code`."""
+    tail = f"\nimport sys\nprint('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
+    ended = subprocess.run(
+        [sys.executable, "-c", "import torch\n" + code + tail],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stdout.rpartition("LOADED")[2].split())
+
+
+def test_import_alone() -> None:
+    assert loaded("import hf_zero") == set()
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_plain_accelerate_loop(hub: bool) -> None:
+    """Prepared, trained, saved and loaded; `transformers` itself brings what its models need."""
+    without = loaded(LOOP.format(ours=False, hub=hub))
+    found = loaded(LOOP.format(ours=True, hub=hub))
+    assert found <= without, sorted(found - without)
+    assert not found & {"datasets", "pandas", "peft", "evaluate", "matplotlib", "sklearn"}
+
+
+def test_stock_trainer() -> None:
+    found = loaded(TRAINER.format(ours=True))
+    assert found <= loaded(TRAINER.format(ours=False))
