@@ -389,7 +389,7 @@ class Plain:
         first = dict(self.users[0].model.named_buffers())
         for user in self.users[1:]:
             for name, buffer in user.model.named_buffers():
-                buffer.copy_(first[name])
+                buffer.data.copy_(first[name])  # unseen by graphs that keep it
 
 
 # Kinds of calls ---------------------------------------------------------------------------------------------------------
