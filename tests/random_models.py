@@ -227,7 +227,8 @@ class Sdpa(Piece):
 class Conv(Piece):
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv1d(d, d, 3, padding=1), nn.BatchNorm1d(d)
+        # No bias: before a norm its gradient is rounding alone, which bf16 and RMSprop together make large.
+        self.conv, self.norm = nn.Conv1d(d, d, 3, padding=1, bias=False), nn.BatchNorm1d(d)
 
     def inner(self, x: Tensor, route: int) -> Tensor:
         return torch.tanh(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
