@@ -169,7 +169,6 @@ class Outcome:
     units: list[list[str]] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
 
 
 def whole(u: User) -> Program:
@@ -196,7 +195,7 @@ def ending(u: User, outcome: Outcome) -> None:
 
 
 def run_rank(rank: int, world: int, case: Case, folder: str, limit_s: float) -> Outcome:
-    """On a real rank. An exception is an answer, too; the peers then find the connection closed."""
+    """On a real rank."""
     outcome = Outcome()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -214,18 +213,21 @@ def run_rank(rank: int, world: int, case: Case, folder: str, limit_s: float) -> 
                 user.engine.wait_for_save()
                 user.engine.detach()
         except BaseException as error:
-            if user is not None and hasattr(user, "rng"):
-                print(f"at {user.place} {user.op.kind}", file=log)
-                outcome.error = f"at {user.place} {user.op.kind}: "
-                outcome.notes, outcome.refused = user.notes, user.refused
-            outcome.error += f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            if world > 1:
-                torch.distributed.destroy_process_group()
+            place = f"{user.place} {user.op.kind}" if user is not None else "the start"
+            raise Stopped(f"at {place}: {type(error).__name__}: {error}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
     del user
     gc.collect()
     return outcome
+
+
+def _nothing(rank: int, world: int) -> None:
+    pass
+
+
+class Stopped(Exception):
+    """Where a rank's program ended, and why."""
 
 
 def run_plain(case: Case, folder: str, refused: dict[str, str], units: list[list[str]]) -> list[Outcome]:
@@ -308,16 +310,15 @@ class Runner:
         pool = self._pools[case.setting.ranks]
         try:
             try:
+                pool.run(_nothing)  # a fresh pool's start is no part of the case's time
                 ours = pool.run(run_rank, case, folder, self.limit_s, timeout_s=self.limit_s)
             except RankFailure as failure:
                 where = [path.read_text() for path in sorted(Path(folder).glob("rank*.txt"))]
-                word = "hang" if "no answer" in str(failure) else "crash"
-                return f"{word}: " + "\n".join([str(failure), *where])
-            errors = [f"rank {rank} {outcome.error}" for rank, outcome in enumerate(ours) if outcome.error]
-            if errors:
-                pool.stop()
-                first = [e for e in errors if "onnection" not in e.splitlines()[0]] or errors
-                return f"error: {first[0]}"
+                if stopped := re.search(r"Stopped: (at .*)", str(failure)):
+                    return f"error: {stopped[1]}\n{failure}"
+                word = "crash" if "died" in str(failure) else "hang"
+                places = re.findall(r"random_calls\.py\", line \d+ in (\w+)\n.* in whole", "\n".join(where))
+                return "\n".join([f"{word} in {', '.join(dict.fromkeys(places))}", str(failure), *where])
             for reason in ours[0].refused.values():
                 self.refusals[re.sub(r"'[^']*'|\d+", "…", reason)[:150]] += 1
             try:
@@ -374,9 +375,8 @@ class Runner:
 def _sort(wrong: str) -> str:
     """What makes two failures the same: the sort, and of errors the type."""
     head = wrong.splitlines()[0]
-    if head.startswith("error: "):
-        return "error " + (re.findall(r"(\w+): ", head[7:]) or [""])[-1 if "at" not in head else 0]
-    return head.split(":")[0]
+    error = re.match(r"error: at \w+ ?\w*: (\w+):", head)
+    return error[1] if error else re.split(r"[: ]", head)[0]
 
 
 def main() -> int:
