@@ -1,0 +1,59 @@
+"""A fixed handful of random programs in every run, and those that once went wrong, by name. Thousands: `make programs`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.pool import RankPool
+from tests.random_calls import KINDS, Case, Op, Setting
+from tests.random_models import FEATURES, Arch
+from tests.random_programs import Runner, random_case
+
+pytestmark = pytest.mark.gloo
+# Kinds of calls and features of models that do not work yet.
+NOT_YET: frozenset[str] = frozenset(
+    (
+        *("opaque", "reads", "empty", "root", "zerodim", "torch_clip_norm", "torch_clip_value", "grad_none"),
+        *("read_grad", "edit_grad", "write_data", "write_inplace", "write_block", "optimizer_reload"),
+        *(
+            "part_zero_grad",
+            "deepcopy",
+            "double_backward",
+            "recorded",
+            "part",
+            "part_eval",
+            "two_losses",
+            "retain_twice",
+            "grad_params",
+        ),
+        *("rank_losses", "rank_forwards", "rank_branches", "rank_experts"),
+    )
+)
+SEEDS = (22, 65, 89, 163, 285, 311, 486, 771, 845, 904, 978, 1047, 1251, 1453)
+
+
+@pytest.fixture(scope="module")
+def runner(pools: dict[int, RankPool]) -> Runner:
+    # Units that nobody used still get zero gradients, not none.
+    return Runner(60.0, pools, unused_zeros=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_plain_data_parallel(runner: Runner, seed: int) -> None:
+    wrong = runner.check(random_case(seed, NOT_YET))
+    assert not wrong, f"{wrong}\npython -m tests.random_programs --seeds {seed}"
+
+
+def test_every_kind_is_among_them() -> None:
+    seen: set[str] = set().union(*(random_case(seed, NOT_YET).kinds for seed in SEEDS))
+    assert not (set(KINDS) | set(FEATURES)) - NOT_YET - seen
+
+
+def test_another_optimizer_is_found(runner: Runner) -> None:
+    """The comparison is not blind."""
+    case = Case(0, Setting(stage=1, ranks=1, optimizer="sgd"), Arch(), (Op("step", 1), Op("state_dict", 2)))
+    other = replace(case, setting=replace(case.setting, optimizer="momentum"))
+    assert not runner.check(case)
+    assert "off by" in runner.check(case, expected=other)
