@@ -8,7 +8,7 @@ import pytest
 
 from tests.pool import RankPool
 from tests.random_calls import KINDS, Case, Op, Setting
-from tests.random_models import FEATURES, Arch
+from tests.random_models import FEATURES, Arch, Block
 from tests.random_programs import Runner, random_case
 
 pytestmark = pytest.mark.gloo
@@ -57,3 +57,21 @@ def test_another_optimizer_is_found(runner: Runner) -> None:
     other = replace(case, setting=replace(case.setting, optimizer="momentum"))
     assert not runner.check(case)
     assert "off by" in runner.check(case, expected=other)
+
+
+def named(ops: tuple[str, ...], arch: Arch, setting: Setting) -> Case:
+    return Case(0, setting, arch, tuple(Op(kind, number) for number, kind in enumerate(ops)))
+
+
+FOUND = {
+    # A module under two names has its buffers under both, in state_dict() and in files.
+    "save of a shared BatchNorm": named(
+        ("step", "save_load", "step"), Arch((Block("conv"), Block("shared")), width=13), Setting(stage=2, ranks=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_once(runner: Runner, name: str) -> None:
+    wrong = runner.check(FOUND[name])
+    assert not wrong, wrong
