@@ -71,7 +71,47 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
+# Found, cut down, and not mended yet; the ranks of some end or hang.
+OPEN = {
+    "autograd.grad leaves gradients that bind refuses": Case(
+        2017, Setting(stage=0), Arch(), (Op("grad_inputs", 302436), Op("rebind", 293591))
+    ),
+    "second backward through one graph gives NaN": Case(
+        206,
+        Setting(stage=3, offload_optimizer="disk"),
+        Arch((Block("mlp"), Block("sequential")), container="nested"),
+        (Op("retain_twice", 387708),),
+    ),
+    "second loss of one forward gives NaN": Case(
+        218,
+        Setting(stage=3, ranks=3, dtype="bf16", offload_params="disk", groups=2),
+        Arch((Block("weightnorm", "tuple"), Block("mlp", "dict")), container="nested"),
+        (Op("two_losses", 686137),),
+    ),
+    "second loss of one forward meets released storage": Case(
+        108,
+        Setting(stage=3, ranks=3, dtype="bf16", offload_params="disk", optimizer="adamw", groups=2),
+        Arch((Block("tied"), Block("shared", "dict"), Block("dropout")), width=11, out="tuple"),
+        (Op("eval_between", 862866), Op("two_losses", 637816)),
+    ),
+    "other experts per rank abort the process": Case(
+        433,
+        Setting(stage=0, optimizer="adamw", groups=2, left_out=True),
+        Arch((Block("experts", "dict"), Block("dropout")), container="sequential", front="both", heads=2, tied=True),
+        (Op("rank_experts", 38867), Op("step", 670953)),
+    ),
+    "autograd.grad for parameters in bf16": Case(
+        508,
+        Setting(stage=1, ranks=1, dtype="bf16", offload_params="cpu"),
+        Arch((Block("conv"),)),
+        (Op("grad_params", 140542),),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*FOUND, *(pytest.param(name, marks=pytest.mark.xfail(run=False, reason="open")) for name in OPEN)]
+)
 def test_found_once(runner: Runner, name: str) -> None:
-    wrong = runner.check(FOUND[name])
+    wrong = runner.check((FOUND | OPEN)[name])
     assert not wrong, wrong
