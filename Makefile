@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 STAGE ?= 3
+N ?= 1000
 ARGS ?=
 
 VENV := .venv
@@ -34,6 +35,10 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 .PHONY: test
 test: $(READY) ## run the tests (ARGS='-k name' for some)
 	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: programs
+programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.random_programs --seeds 0:$(N) $(ARGS)
 
 .PHONY: lint
 lint: $(READY) ## look for mistakes and for unformatted files

@@ -150,7 +150,10 @@ class StateDictFormat:
         self.stems = {stem: ""}
         self._names = names_of(model)
         self._shapes = {key: tuple(param.shape) for key, param in model.named_parameters(remove_duplicate=False)}
-        self._buffers = {key: tuple(buffer.shape) for key, buffer in persistent_buffers(model).items()}
+        buffers = persistent_buffers(model)
+        self._buffers = {key: tuple(buffer.shape) for key, buffer in buffers.items()}
+        first: dict[int, str] = {}
+        self._first_of = {key: first.setdefault(id(buffer), key) for key, buffer in buffers.items()}
 
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
         entries, values, done = [], {}, set()
@@ -191,9 +194,11 @@ class StateDictFormat:
                 for extent in shape:
                     numel *= extent
                 pieces[self._names[key]] = (Piece(key, 0, 0, numel),)
-        wrong = {self._names.get(key, key) for key, _, _ in mismatched}
-        wanted = [*dict.fromkeys(self._names.values()), *self._buffers]
-        missing = tuple(name for name in wanted if name not in pieces and name not in buffers and name not in wrong)
+        wrong = {self._names.get(key, self._first_of.get(key, key)) for key, _, _ in mismatched}
+        # What has several names is there if one of them is.
+        wanted = dict.fromkeys([*self._names.values(), *self._first_of.values()])
+        there = {*pieces, *wrong, *(self._first_of[name] for name in buffers)}
+        missing = tuple(name for name in wanted if name not in there)
         return Located(pieces, buffers, missing=missing, unexpected=tuple(unexpected), mismatched=tuple(mismatched))
 
 
@@ -204,10 +209,10 @@ def names_of(model: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `state_dict()` has."""
+    """The buffers that `state_dict()` has, under all names that it has for them."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }

@@ -9,11 +9,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 
 class RankFailure(AssertionError):
-    """A rank raised, or did not answer in time. Carries every rank's traceback."""
+    """A rank raised, or did not answer in time. Carries every rank's traceback, the first to fail first."""
 
 
 def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
@@ -37,10 +38,14 @@ def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
 
 
 class RankPool:
-    """`world` processes. A failure or a timeout ends them all; the next call starts fresh ones."""
+    """`world` processes. A failure or a timeout ends them all; the next call starts fresh ones.
 
-    def __init__(self, world: int) -> None:
+    With `preload`, they are forked from one process that has imported those modules: fresh ones start at once.
+    """
+
+    def __init__(self, world: int, preload: tuple[str, ...] = ()) -> None:
         self.world = world
+        self._preload = preload
         self._ranks: list[tuple[Any, Any]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -50,28 +55,36 @@ class RankPool:
         for _, pipe in self._ranks:
             pipe.send((function, args))
         deadline = time.monotonic() + timeout_s
-        answers: list[Any] = []
-        for process, pipe in self._ranks:
-            left = max(0.1, deadline - time.monotonic())
-            # Ranks that wait for one that failed never answer: after a first error the rest get a few seconds.
-            if any(kind == "error" for kind, _ in answers):
-                left = min(left, 5.0)
-            try:
-                answers.append(pipe.recv() if pipe.poll(left) else ("error", f"no answer within {timeout_s:.0f} s"))
-            except (EOFError, OSError):
-                answers.append(("error", f"died with exit code {process.exitcode}"))
-        errors = [f"--- rank {rank}\n{value}" for rank, (kind, value) in enumerate(answers) if kind == "error"]
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        answers: list[Any] = [("error", f"no answer within {timeout_s:.0f} s")] * self.world
+        order: list[int] = []
+        while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    self._ranks[rank][0].join(1)
+                    answers[rank] = ("error", f"died with exit code {self._ranks[rank][0].exitcode}")
+                order.append(rank)
+                # Ranks that wait for one that failed never answer: after a first error the rest get a few seconds.
+                if answers[rank][0] == "error":
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        order += waiting.values()
+        errors = [f"--- rank {rank}\n{answers[rank][1]}" for rank in order if answers[rank][0] == "error"]
         if errors:
             self.stop()
             raise RankFailure("\n".join(errors))
         return [value for _, value in answers]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if self._preload else "spawn")
+        if self._preload:
+            context.set_forkserver_preload([*self._preload])
         store = tempfile.mktemp(prefix="hf_zero_store_")
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            process: Any = context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
             process.start()
             there.close()
             self._ranks.append((process, here))
