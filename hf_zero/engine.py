@@ -21,6 +21,7 @@ from .comm import SoloWire, Traffic, open_wire
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError, ZeroError
 from .flat import Flat
+from .gradwork import Gradients
 from .guard import unguard
 from .layout import Layout, ParamSpec
 from .machine import Machine, device_bytes_in_use
@@ -106,6 +107,7 @@ class Engine:
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._handles += Autocast(self.precision, self.device).around(model)
+        self._gradients = Gradients(self)
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
@@ -218,7 +220,15 @@ class Engine:
         clip_values(self._trained, self._assembly.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do."""
+        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
+
+        Args:
+            set_to_none: False: reduced gradients stay, as zeros.
+        """
+        if not set_to_none:
+            self._gradients.zero()
+            self._schedule.unsynced = False
+            return
         for unit in self.units:
             unit.drop_grads(shards=True)
         self._schedule.unsynced = False
@@ -391,6 +401,8 @@ class Engine:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any."""
         self._schedule.flush()
         self.finish_step()
+        if not _inside_backward():
+            self._gradients.settle()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -475,6 +487,7 @@ class Engine:
         self.offload.agree_on_reads()
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
+        self._gradients.show()
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
@@ -487,6 +500,7 @@ class Engine:
             )
         self._schedule.flush()
         self._schedule.quiesce()
+        self._gradients.settle()
         self._assembly.check()
         if self.optimizer is not None:
             self.offload.begin_step(self.optimizer)
@@ -524,6 +538,10 @@ class Engine:
             raise ConfigError("no optimizer is bound")
         self.quiesce()
         self._binding.load_state_dict(state_dict)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def shard(

@@ -25,6 +25,7 @@ from .comm import SoloWire
 from .config import StagePolicy
 from .costs import Placement
 from .errors import StateError, ZeroError
+from .gradients import Gradient, Handles, is_new
 from .guards import Guards
 from .inflight import Inflight
 from .initial import left_in_files, poured, shard_over
@@ -32,7 +33,7 @@ from .layout import ParamSpec, Span
 from .ondisk import OnDisk, Values, fetch
 from .precision import Precision, dtype_of
 from .records import Records
-from .shard import Fields, Shard, assembled, is_elementwise
+from .shard import Fields, Shard, assembled, cut, is_elementwise
 from .storage import Storage
 from .tiers import BLOCK_NUMEL, Tier
 
@@ -97,6 +98,10 @@ class Flat:
         # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
         self._holds = self.compute_dtype != self.master_dtype
         self._held = False
+        self.present = [True] * len(self.params)
+        """Which parameters have a gradient on some rank since `zero_grad`, where the span has one."""
+        shapes = [slot.spec.shape for slot in span.slots]
+        self.handles = Handles(self, shapes, self.compute_dtype, self.device)
         self._bucket: Tensor | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
@@ -356,11 +361,18 @@ class Flat:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return self._held or bool([param for param in self.params if param.grad is not None])
+        return self._held or bool([param for param in self.params if is_new(param.grad)])
 
-    def drop_grads(self) -> None:
+    def drop_grads(self, *, local: bool = False) -> None:
+        """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
         for param in self.params:
-            param.grad = None
+            if local and isinstance(param.grad, Gradient):
+                param.grad.local = None
+            else:
+                param.grad = None
+        if not local:
+            self.handles.drop()
+            self.present = [True] * len(self.params)
         if self._held:
             self._held = False
             self.drop_bucket()
@@ -386,7 +398,45 @@ class Flat:
         grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
+        grads, cleared = self.handles.sort_out(grads)
+        if cleared:
+            self.clear_reduced(cleared)
+        self.present = [True] * len(self.params)
         return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
+
+    def clear_reduced(self, cleared: Sequence[int]) -> None:
+        """These parameters (places in `params`) have no gradient any more: where none of the span has one, there is none."""
+        self.present = [is_ and index not in cleared for index, is_ in enumerate(self.present)]
+        if not any(self.present):
+            self.drop_master_grad()
+            if self._held:
+                self._held = False
+                self.drop_bucket()
+            return
+        for index in cleared:
+            if self._held:
+                self._bucket_views[index].zero_()
+        wanted = [self.span.slots[index] for index in cleared]
+        for part in self.span.overlaps(self.rank):
+            if any(part.slot is slot for slot in wanted):
+                for shard, at, numel in cut(self.shards, part.slice_start, part.numel):
+                    grad = shard.whole_grad()
+                    if grad is not None:
+                        grad[at : at + numel].zero_()
+
+    @property
+    def waits(self) -> bool:
+        """Gradients of backwards inside `no_sync` are held in the bucket."""
+        return self._held
+
+    def waiting(self, index: int) -> Tensor:
+        """One of them, in its parameter's shape."""
+        return self._bucket_views[index]
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the shards have gradients."""
+        return any(shard.has_grad for shard in self.shards)
 
     def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
         """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""

@@ -17,12 +17,12 @@ class Guards:
     nothing is found.
 
     Attributes:
-        shown: by parameter, its guard expanded; in the parameter's own type, whatever it is gathered in.
+        shown: by parameter, its guard expanded; in the type it is gathered in.
     """
 
     def __init__(self, span: Span, device: torch.device) -> None:
         self._span = span
-        dtype = dtype_of(span.spec.dtype)
+        dtype = dtype_of(span.spec.compute_dtype)
         self._has_nan = dtype.is_floating_point or dtype.is_complex
         value = float("nan") if self._has_nan else 0
         self._values = torch.full((len(span.slots),), value, dtype=dtype, device=device)

@@ -176,6 +176,13 @@ class Shard:
         self.land()
         return self._grad
 
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is one, here or on its way."""
+        if self.tier is Tier.DEVICE:
+            return self.master.grad is not None
+        return self._grad is not None or self._landing is not None
+
     def whole_grad(self) -> Tensor | None:
         """In the master's type, with the coefficient applied; to read and to write."""
         grad = self.grad

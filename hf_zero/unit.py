@@ -219,7 +219,7 @@ class Unit:
     def drop_grads(self, shards: bool) -> None:
         """Forget local gradients, and with `shards` also the reduced ones."""
         for flat in self.trained:
-            flat.drop_grads()
+            flat.drop_grads(local=not shards)
             if shards:
                 flat.drop_master_grad()
                 if self.wire.size == 1:
