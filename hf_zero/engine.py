@@ -24,6 +24,7 @@ from .flat import Flat
 from .gradwork import Gradients
 from .guard import unguard
 from .layout import Layout, ParamSpec
+from .lookout import Edits
 from .machine import Machine, device_bytes_in_use
 from .monitor import Monitor
 from .objects import Stateful
@@ -108,10 +109,12 @@ class Engine:
         if self.precision.autocast_dtype is not None:  # before the schedule's hooks: they run inside
             self._handles += Autocast(self.precision, self.device).around(model)
         self._gradients = Gradients(self)
+        self._passes = 0  # backwards and steps
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
-        self._full_state = FullState(model, self.units, self._wire, self.finish_step)
+        self._full_state = FullState(model, self.units, self._wire, self.settle)
+        self._edits = Edits(model, self.units)
         if optimizer is not None:
             self._bind(optimizer, originals)
         overrides.put_on(model, self.units, self.zero_grad)
@@ -181,7 +184,8 @@ class Engine:
             self.plan = self._new_plan(specs, optimizer)
             self._assembly.recut(specs, previous, self.plan.placements, fields)
             self._schedule = self._new_schedule()
-            self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
+            self._full_state = FullState(self.model, self.units, self._wire, self.settle)
+            self._edits = Edits(self.model, self.units)
         self._bind(optimizer, originals)
         self._watch()
 
@@ -322,6 +326,8 @@ class Engine:
         for unit in self.units:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
+        with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
+            self._edits.settle()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 
     def wait_for_save(self) -> None:
@@ -379,7 +385,19 @@ class Engine:
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self._schedule.quiesce()
+        self.settle()
+
+    def settle(self, flats: Iterable[Flat] | None = None) -> None:
+        """Masters are those of one step, and have what was written to parameters since. Without communication.
+
+        Args:
+            flats: spans that matter; None: all.
+
+        Raises:
+            StateError, TierError: see `finish_step`; what was written cannot be carried over.
+        """
         self.finish_step()
+        self._edits.settle(flats)
 
     def finish_step(self) -> None:
         """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
@@ -451,6 +469,7 @@ class Engine:
         if fresh:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            overrides.after_own_methods(optimizer, self._optimizer_wrote)
             overrides.override(optimizer, "zero_grad", self.zero_grad)
             overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
             overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
@@ -470,9 +489,23 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
+        self._follow_edits()
         self._overflow.look()
         if self.recorder is not None:
             self.recorder.forward()
+
+    def _follow_edits(self) -> None:
+        graph = torch.is_grad_enabled()
+        flats = self._edits.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
+        if not flats:
+            return
+        if self.policy.keep_full:
+            self._edits.settle()
+            self.refresh()
+        else:
+            self.quiesce()
+            for flat in flats:
+                flat.refresh()
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.offload.monitor is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -488,6 +521,10 @@ class Engine:
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
         self._gradients.show()
+        self._passes += 1
+
+    def _optimizer_wrote(self) -> None:
+        self._edits.optimizer_wrote = True
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
@@ -501,6 +538,7 @@ class Engine:
         self._schedule.flush()
         self._schedule.quiesce()
         self._gradients.settle()
+        self._edits.before_step()
         self._assembly.check()
         if self.optimizer is not None:
             self.offload.begin_step(self.optimizer)
@@ -512,6 +550,8 @@ class Engine:
     def _after_step(self, *_: Any) -> None:
         self.offload.end_step()
         self._assembly.regather()
+        self._edits.optimizer_wrote = False
+        self._passes += 1
         if self.recorder is not None:
             self.recorder.step()
         if self.offload.monitor is not None:

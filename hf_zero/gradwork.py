@@ -15,7 +15,6 @@ from .comm import SoloWire
 from .errors import StateError
 from .flat import Flat
 from .gradients import Gradient, Handles, is_of
-from .shard import Shard, cut
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -143,7 +142,7 @@ class Gradients:
         if flat.waits:
             run(flat.waiting(index), lambda whole: whole)
             return
-        for shard, at, numel, start in _pieces(flat, index):
+        for shard, at, numel, start in flat.pieces(index):
             grad = shard.whole_grad()
             if grad is not None:
                 run(grad[at : at + numel], _slicer(start, numel, grad.device))
@@ -197,15 +196,6 @@ def _shared(wire: SoloWire, local: Tensor, order: float) -> Tensor:
     return torch.where(broken > 0, math.nan, values * sign)
 
 
-def _pieces(flat: Flat, index: int) -> Iterator[tuple[Shard, int, int, int]]:
-    """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
-    wanted = flat.span.slots[index]
-    for part in flat.span.overlaps(flat.rank):
-        if part.slot is wanted:
-            for shard, at, numel in cut(flat.shards, part.slice_start, part.numel):
-                yield shard, at, numel, part.param_start + shard.start + at - part.slice_start
-
-
 def _slicer(start: int, numel: int, device: torch.device) -> Callable[[Any], Any]:
     return lambda whole: whole.reshape(-1)[start : start + numel].to(device)
 
@@ -216,7 +206,7 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
         parts = [flat.waiting(index).reshape(-1)]
     else:
         parts = []
-        for shard, at, numel, _ in _pieces(flat, index):
+        for shard, at, numel, _ in flat.pieces(index):
             grad = shard.grad if shard.coefficient is None else shard.whole_grad()
             if grad is not None:
                 parts.append(grad[at : at + numel])

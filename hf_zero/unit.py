@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from . import edits
 from .comm import SoloWire
 from .config import StagePolicy
 from .errors import StateError, TierError
@@ -28,6 +29,9 @@ class Step(Protocol):
     """An update under way in another thread."""
 
     def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 class State(Enum):
@@ -74,6 +78,8 @@ class Unit:
         self.close()
         self.finish_step()
         for flat in self.flats:
+            if not self.policy.keep_full:
+                edits.released(flat, self.name)
             if not flat.resident:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
             if flat.rest is not Tier.DEVICE:
@@ -93,6 +99,7 @@ class Unit:
             except TierError as error:
                 # Peers wait for this rank's part: they get NaN, and all ranks are told at the end of the pass.
                 flat.place.fill_(float("nan") if flat.place.is_floating_point() else 0)
+                flat.unread = True
                 self.failure = self.failure or error
         self._brings.clear()
         for flat in self.flats:
@@ -123,6 +130,8 @@ class Unit:
         self._gathers = []
         for flat in self.flats:
             flat.point(flat.views)
+            if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
+                flat.note()
             flat.stale = False
         self.state = State.GATHERED
 
@@ -135,6 +144,7 @@ class Unit:
         if any(flat.rest is not Tier.DEVICE for flat in self.flats):
             self.close()  # peers are still being sent what `full` holds
         for flat in self.flats:
+            edits.in_use(flat, self)
             flat.point(flat.guards.shown)
             flat.close()
         self.state = State.SHARDED
