@@ -213,7 +213,9 @@ class Flat:
         now, then = [param.data_ptr() for param in self.params], [target.data_ptr() for target in targets]
         if now == then:
             return []
-        return [i for i, (a, b) in enumerate(zip(now, then)) if a != b and i not in self.pinned and self.params[i].numel()]
+        return [
+            i for i, (a, b) in enumerate(zip(now, then)) if a != b and i not in self.pinned and self.params[i].numel()
+        ]
 
     def counted(self) -> list[int]:
         """Parameters (places in `params`) that were written in place since the last call, as torch counts it."""
@@ -457,6 +459,7 @@ class Flat:
         self.present = [True] * len(self.params)
         return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
 
+    @torch.no_grad()
     def clear_reduced(self, cleared: Sequence[int]) -> None:
         """These parameters (places in `params`) have no gradient any more: where none of the span has one, there is none."""
         self.present = [is_ and index not in cleared for index, is_ in enumerate(self.present)]

@@ -234,7 +234,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _one_by_one(func, args, kwargs)
     if "out" in kwargs:
         raise StateError(f"{name}(out=...) does not take a sharded gradient: use its result, or an in-place operation")
-    if name == "linalg_vector_norm" and isinstance(first, Gradient) and not first.chain and _is_whole_norm(args, kwargs):
+    if (
+        name == "linalg_vector_norm"
+        and isinstance(first, Gradient)
+        and not first.chain
+        and _is_whole_norm(args, kwargs)
+    ):
         handles, keeper = _keeper(first, name)
         return keeper.norm(handles, first.index, float(args[1]) if len(args) > 1 else 2.0)
     written = _written(func, args, kwargs)
@@ -305,7 +310,9 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     out: list[Any] = []
     for at in range(count):
         mine, named = tuple(one(value, at) for value in args), {key: one(value, at) for key, value in kwargs.items()}
-        if not any(isinstance(tensor, Gradient) for value in (*mine, *named.values()) if _is_tensors(value) for tensor in value):
+        if not any(
+            isinstance(tensor, Gradient) for value in (*mine, *named.values()) if _is_tensors(value) for tensor in value
+        ):
             result = func(*mine, **named)
         else:
             result = _in_list(func, name, mine, named)

@@ -48,6 +48,7 @@ class Gradients:
                 flat.handles.keeper = self
                 flat.handles.show()
 
+    @torch.no_grad()
     def settle(self) -> None:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
         if self.engine.config.step_in_backward:
@@ -85,6 +86,7 @@ class Gradients:
         flat.handles.keeper = self
         flat.handles.show()
 
+    @torch.no_grad()
     def zero(self) -> None:
         """Reduced gradients are zeros afterwards; what waits on this rank is forgotten."""
         self._writes += 1
@@ -114,6 +116,7 @@ class Gradients:
         if not flat.waits and not flat.is_reduced:
             raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
 
+    @torch.no_grad()
     def whole(self, handles: Handles, index: int) -> Tensor:
         flat = handles.flat
         if flat.waits:
@@ -135,6 +138,7 @@ class Gradients:
 
         self.pointwise(handles, index, run)
 
+    @torch.no_grad()
     def pointwise(self, handles: Handles, index: int, run: Callable[[Tensor, Callable[[Any], Any]], None]) -> None:
         """`run(piece, part)` for every piece on this rank; `part` gives the same elements of a whole tensor."""
         self._writes += 1
@@ -150,12 +154,15 @@ class Gradients:
     def norm(self, handles: Handles, index: int, order: float) -> Tensor:
         """As `norms`, for who asks for one after another: the first question is answered for all."""
         engine = self.engine
-        if handles.flat.waits or engine.config.is_auto:  # auto may have moved a gradient on this rank alone
+        # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
+        if handles.flat.waits or engine.config.is_auto or engine._overflow.possible:
             return self.norms([(handles, index)], order)[0]
         now = (order, self._writes, self._versions())
         key = (id(handles), index)
         if now != self._norms_of or key not in self._norms:
-            everyone = [(f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_]
+            everyone = [
+                (f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_
+            ]
             if (handles, index) not in everyone:
                 everyone.append((handles, index))
             values = self.norms(everyone, order)
@@ -164,10 +171,11 @@ class Gradients:
         return self._norms.pop(key)
 
     def _versions(self) -> int:
-        """Moves with every write to a gradient, also past the stand-ins (a loss scaler's)."""
+        """Moves with every write to a gradient, also past the stand-ins."""
         grads = (shard.grad for flat in self._flats() for shard in flat.shards)
         return sum(grad._version for grad in grads if grad is not None)
 
+    @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles, int]], order: float) -> list[Tensor]:
         """0-dim each, the same on every rank; one collective."""
         engine = self.engine
@@ -216,7 +224,9 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
     if order == 2.0:
         return square_sum(parts).cpu() if flat.device.type == "cpu" else square_sum(parts)
     if math.isinf(order):
-        found = torch.stack([(part.abs().max() if order > 0 else part.abs().min()).double().to(flat.device) for part in parts])
+        found = torch.stack(
+            [(part.abs().max() if order > 0 else part.abs().min()).double().to(flat.device) for part in parts]
+        )
         return found.max() if order > 0 else found.min()
     if order == 0:
         return torch.stack([part.count_nonzero().double().to(flat.device) for part in parts]).sum()

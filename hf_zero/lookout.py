@@ -31,10 +31,11 @@ class Edits:
                 if wanted is None or flat in wanted:
                     self._settle(unit, flat)
 
-    def _settle(self, unit: Unit, flat: Flat) -> None:
+    def _settle(self, unit: Unit, flat: Flat, *, values: bool = True) -> None:
         if unit.policy.keep_full and unit.state is State.GATHERED:
             shown(flat, unit.name)
-            values_of(flat, unit.name)
+            if values:
+                values_of(flat, unit.name)
         elif not unit.policy.keep_full and unit.state is State.SHARDED:
             if flat.moved(flat.guards.shown):
                 unit.finish_step()
@@ -64,8 +65,7 @@ class Edits:
         """Masters and what is computed with are one before they are updated. Without communication."""
         for unit in self._units:
             for flat in unit.flats:
-                if flat.span.is_updated:
-                    self._settle(unit, flat)
+                self._settle(unit, flat, values=flat.span.is_updated)
         for flat in self._masters(True):
             flat.refresh()
             flat.stale = flat.stale or flat.keeps

@@ -13,6 +13,7 @@ from enum import Enum
 from itertools import chain
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from . import edits
@@ -200,11 +201,13 @@ class Unit:
     def has_grads(self) -> bool:
         return any(flat.has_grads() for flat in self.trained)
 
+    @torch.no_grad()
     def hold(self) -> None:
         """The end of a backward inside `no_sync`, where nothing is sent."""
         for flat in self.trained:
             flat.hold()
 
+    @torch.no_grad()  # a backward may be building a graph of itself
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
         self.finish_reduce()
@@ -218,6 +221,7 @@ class Unit:
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 
+    @torch.no_grad()
     def finish_reduce(self) -> None:
         """The owners' gradients are up to date afterwards."""
         for flat, inflight, mean, _ in self._reduces:
