@@ -2,20 +2,22 @@
 
 What is looked at, and when:
 
-* where whole parameters stay (stages 0 to 2) and the master is other memory than what is computed with (a low-precision copy, an
-  offloaded master): a digest of this rank's slice, taken when it was made and compared before the next step and before anyone
-  reads the masters. Where the master is that memory itself there is nothing to carry.
-* `param.data = x`: the address of the parameter's values, before a forward, a step, and a reader of the masters; at stage 3 with every
-  gather and release.
-* at stage 3, a write while a parameter is released: its guard, and its version counter. It cannot be carried, and raises.
-* at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module of the user's own
-  holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Other writes through `.data` inside a forward
-  are not seen there.
-* the optimizer's tensors (a schedule-free optimizer's `eval()`, SAM, Lookahead): their version counters, and a sample of the values for
-  writes through `.data`, before every forward and step.
+* where whole parameters stay (stages 0 to 2) and the master is other memory than what is computed with (a low-
+  precision copy, an offloaded master): a digest of this rank's slice, taken when it was made and compared before the
+  next step and before anyone reads the masters. Where the master is that memory itself there is nothing to carry.
+* `param.data = x`: the address of the parameter's values, before a forward, a step, and a reader of the masters; at
+  stage 3 with every gather and release.
+* at stage 3, a write while a parameter is released: its guard, and its version counter. It cannot be carried, and
+  raises.
+* at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module
+  of the user's own holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Other writes
+  through `.data` inside a forward are not seen there.
+* the optimizer's tensors (a schedule-free optimizer's `eval()`, SAM, Lookahead): their version counters, and a sample
+  of the values for writes through `.data`, before every forward and step.
 
-What is found is carried over: elements that differ from what was shown go into the master, the others keep what the master knows more
-precisely. Every rank carries its own slice: as under data parallel training, the same edit is made on every rank.
+What is found is carried over: elements that differ from what was shown go into the master, the others keep what the
+master knows more precisely. Every rank carries its own slice: as under data parallel training, the same edit is made
+on every rank.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Holding(Protocol):
 
 @torch.no_grad()
 def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
-    """Elements [low, high) of this rank's place in `full` that differ from what the masters give go into the masters and `own`."""
+    """Of this rank's place in `full`, elements [low, high): those that the masters do not give go into them and `own`."""
     high = flat.span.slice_numel if high is None else high
     for shard in flat.shards:
         if shard.aliased and flat.own is flat.place:
@@ -71,13 +73,13 @@ def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
 
 @torch.no_grad()
 def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> None:
-    """`param.data = x`: this rank's elements of x go into the masters, all of it into what the parameter points at again."""
+    """`param.data = x`: this rank's elements go into the masters, all of x into what the parameter points at again."""
     param, target = flat.params[index], (flat.guards.shown if is_guard else flat.views)[index]
     value, name = param.data, flat.span.slots[index].spec.name
     param.data = target
     if value.shape != target.shape:
         raise StateError(
-            f"parameter {name!r} of unit {unit!r} was given .data of shape {tuple(value.shape)}, expected {tuple(target.shape)}: "
+            f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "
             "a sharded parameter keeps its shape; change it before the model is sharded, or after engine.detach()"
         )
     was = [shard.edited(False) for shard in flat.shards]
@@ -111,8 +113,8 @@ def values_of(flat: Flat, unit: str) -> None:
         return
     if any(shard.edited() for shard in flat.shards if not shard.aliased):
         raise StateError(
-            f"parameters of unit {unit!r} ({flat.span.spec.name!r}, …) and the optimizer's own tensors of them were both written "
-            "since the last step: there is no telling which counts. Write one of them, or call engine.refresh() between"
+            f"parameters of unit {unit!r} ({flat.span.spec.name!r}, …) and the optimizer's own tensors of them were both "
+            "written since the last step: there is no telling which counts. Write one of them, or call engine.refresh() between"
         )
     carry(flat)
     flat.note_place()

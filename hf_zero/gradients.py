@@ -2,15 +2,19 @@
 
 A `Gradient` has the parameter's shape, and no storage. It may be used like the plain tensor:
 
-* in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements, nothing is sent;
-* norms over the whole of it: one small collective, for whole lists (`_foreach_norm`) and for runs of single ones alike;
-* everything else: the gradient is brought together (a collective: on every rank, in the same order), the operation runs on plain
-  tensors of the master's type, and what it wrote goes back to this rank's elements. Lists are worked through one gradient at a time.
+* in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements,
+  nothing is sent;
+* norms over the whole of it: one small collective, for whole lists (`_foreach_norm`) and for runs of single ones
+  alike;
+* everything else: the gradient is brought together (a collective: on every rank, in the same order), the operation
+  runs on plain tensors of the master's type, and what it wrote goes back to this rank's elements. Lists are worked
+  through one gradient at a time.
 
-Views of it (`grad[:10]`, `grad.view(-1)`) are stand-ins, too. The same objects come back with every step; one that somebody holds
-while gradients are cleared is replaced, and says so when it is used.
+Views of it (`grad[:10]`, `grad.view(-1)`) are stand-ins, too. The same objects come back with every step; one that
+somebody holds while gradients are cleared is replaced, and says so when it is used.
 
-In a backward autograd adds to what `.grad` shows: a stand-in keeps such a tensor as this rank's new gradient (`local`).
+In a backward autograd adds to what `.grad` shows: a stand-in keeps such a tensor as this rank's new gradient
+(`local`).
 """
 
 from __future__ import annotations
@@ -128,8 +132,8 @@ class Handles:
     """The stand-ins of one span's parameters.
 
     Attributes:
-        placed: by parameter, whether its `.grad` shows its stand-in; where it does not any more, someone has cleared or replaced
-            the gradient.
+        placed: by parameter, whether its `.grad` shows its stand-in; where it does not any more, someone has cleared or
+            replaced the gradient.
         keeper: set by the engine.
     """
 

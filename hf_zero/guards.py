@@ -46,7 +46,7 @@ class Guards:
         if self._has_nan:
             self._values.fill_(float("nan"))
         raise StateError(
-            f"parameter {self._span.slots[index].spec.name!r} of unit {unit!r} was written to while it was released (its values "
-            "live in the ranks' shards; what was written is lost). Assign `param.data = values` on every rank, or use "
+            f"parameter {self._span.slots[index].spec.name!r} of unit {unit!r} was written to while it was released (its "
+            "values live in the ranks' shards; what was written is lost). Assign `param.data = values` on every rank, or use "
             "zero.GatheredParameters, zero.set_full_parameter or load_state_dict"
         )

@@ -30,7 +30,7 @@ def digest(values: Tensor) -> int:
 
 
 def sample(values: Tensor) -> int:
-    """As `digest`, of one element in 64, in short runs: what rewrites all of the values is seen, one that is changed need not be."""
+    """As `digest`, of one element in 64, in short runs: enough to see that all of the values were rewritten."""
     values = values.detach()
     if values.numel() < 4 * _ROW:
         return digest(values)
