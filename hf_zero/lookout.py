@@ -85,8 +85,8 @@ class Edits:
         if found and not counted and found[0].keeps and found[0].span.shards > 1:
             # Whether another rank sees it is not known: its part may be none of what was written.
             raise StateError(
-                f"the optimizer's tensors (of {found[0].span.spec.name!r} first) were written through `.data` since the last "
-                "step: nothing counts such writes, so ranks cannot agree to carry them over. Write the tensors themselves under "
+                f"the optimizer's tensors ({found[0].span.spec.name!r} first) were written through `.data` since the "
+                "last step: nothing counts such writes, so ranks cannot agree to carry them over. Write the tensors themselves under "
                 "torch.no_grad(), or call engine.refresh() on every rank right afterwards"
             )
         return found
