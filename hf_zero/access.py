@@ -55,7 +55,7 @@ def full_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "full_parameter")
     if isinstance(holder, Birth):
         return holder.whole(param)
-    holder.engine.settle([holder.flat])
+    holder.engine.settle(holder.unit.flats)
     return holder.whole(master_of)
 
 
@@ -72,7 +72,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
     if isinstance(holder, Birth):
         holder.put(param, value)
         return
-    holder.engine.settle([holder.flat])
+    holder.engine.settle(holder.unit.flats)
     holder.unit.close()
     holder.write(master_of, holder.own_part(value))
     holder.written()
@@ -138,7 +138,7 @@ def local_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "local_parameter")
     if isinstance(holder, Birth):
         return holder.slice_of(param).clone()
-    holder.engine.settle([holder.flat])
+    holder.engine.settle(holder.unit.flats)
     return holder.local(master_of).clone()
 
 
@@ -155,7 +155,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
         own.copy_(value.detach())
         return
     _fit(holder.own_numel, value, "set_local_parameter")
-    holder.engine.settle([holder.flat])
+    holder.engine.settle(holder.unit.flats)
     if not holder.unit.policy.keep_full:
         holder.unit.release()
     holder.unit.close()
@@ -344,7 +344,7 @@ class _Gathered:
             holder.pins += 1
         else:
             self.name = f"parameter {holder.slot.spec.name!r}"
-            holder.engine.settle([holder.flat])
+            holder.engine.settle(holder.unit.flats)
             whole = holder.whole(master_of).to(dtype_of(holder.slot.spec.dtype))
             holder.flat.pinned.add(holder.index)
             param.data = whole

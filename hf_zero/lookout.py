@@ -86,7 +86,7 @@ class Edits:
             # Whether another rank sees it is not known: its part may be none of what was written.
             raise StateError(
                 f"the optimizer's tensors ({found[0].span.spec.name!r} first) were written through `.data` since the "
-                "last step: nothing counts such writes, so ranks cannot agree to carry them over. Write the tensors themselves under "
-                "torch.no_grad(), or call engine.refresh() on every rank right afterwards"
+                "last step: nothing counts such writes, so ranks cannot agree to carry them over. Write the tensors themselves "
+                "under torch.no_grad(), or call engine.refresh() on every rank right afterwards"
             )
         return found
