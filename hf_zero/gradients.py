@@ -73,7 +73,7 @@ class Gradient(Tensor):
     """One parameter's stand-in, or a view of it. See the module's text."""
 
     handles: weakref.ref[Handles]
-    index: int
+    index: int  # type: ignore[assignment]
     chain: tuple[Callable[[Tensor], Tensor], ...]
     """From the whole gradient to this view of it."""
     local: Tensor | None
@@ -82,7 +82,7 @@ class Gradient(Tensor):
     """Autograd added out of place: `.grad` is a plain tensor since, with this rank's new gradient."""
     retired: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -104,12 +104,12 @@ class Gradient(Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Gradient(shape={tuple(self.shape)}, dtype={self.dtype}; its elements are with the ranks' shards: "
             "`.clone()` on every rank brings them together)"
