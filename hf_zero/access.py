@@ -55,7 +55,7 @@ def full_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "full_parameter")
     if isinstance(holder, Birth):
         return holder.whole(param)
-    holder.engine.finish_step()
+    holder.engine.settle(holder.unit.flats)
     return holder.whole(master_of)
 
 
@@ -72,7 +72,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
     if isinstance(holder, Birth):
         holder.put(param, value)
         return
-    holder.engine.finish_step()
+    holder.engine.settle(holder.unit.flats)
     holder.unit.close()
     holder.write(master_of, holder.own_part(value))
     holder.written()
@@ -141,7 +141,7 @@ def local_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "local_parameter")
     if isinstance(holder, Birth):
         return holder.slice_of(param).clone()
-    holder.engine.finish_step()
+    holder.engine.settle(holder.unit.flats)
     return holder.local(master_of).clone()
 
 
@@ -158,7 +158,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
         own.copy_(value.detach())
         return
     _fit(holder.own_numel, value, "set_local_parameter")
-    holder.engine.finish_step()
+    holder.engine.settle(holder.unit.flats)
     if not holder.unit.policy.keep_full:
         holder.unit.release()
     holder.unit.close()
@@ -366,7 +366,7 @@ class _Gathered:
             holder.pins += 1
         else:
             self.name = f"parameter {holder.slot.spec.name!r}"
-            holder.engine.finish_step()
+            holder.engine.settle(holder.unit.flats)
             whole = holder.whole(master_of).to(dtype_of(holder.slot.spec.dtype))
             holder.flat.pinned.add(holder.index)
             param.data = whole
@@ -412,6 +412,7 @@ class _Gathered:
             return
         flat, unit = holder.flat, holder.unit
         flat.pinned.discard(holder.index)
+        flat.uncount(holder.index)
         whole = unit.policy.keep_full or unit.state.name == "GATHERED"
         self.param.data = (flat.views if whole else flat.guards.shown)[holder.index]
 

@@ -24,8 +24,10 @@ from .comm import SoloWire, Traffic
 from .config import ZeroConfig
 from .errors import ConfigError, LayoutError, ZeroError
 from .flat import Flat
+from .gradwork import Gradients
 from .guard import unguard
 from .layout import Layout, ParamSpec
+from .lookout import Edits
 from .machine import Machine, device_bytes_in_use
 from .monitor import Monitor
 from .objects import Stateful
@@ -125,10 +127,13 @@ class Engine:
         if self.precision.autocast_dtype is not None:
             hosts = [host for _, modules in self._assembly.hosts() for host in modules]
             self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
+        self._gradients = Gradients(self)
+        self._passes = 0  # backwards and steps
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
-        self._full_state = FullState(model, self.units, self._wire, self.finish_step)
+        self._full_state = FullState(model, self.units, self._wire, self.settle)
+        self._edits = Edits(model, self.units)
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
         overrides.put_on(model, self.units, self.zero_grad)
@@ -223,7 +228,8 @@ class Engine:
         self._assembly.recut(specs, binding, self.plan.placements, fields)
         self._schedule = self._new_schedule()
         self._schedule.take_over(seen)
-        self._full_state = FullState(self.model, self.units, self._wire, self.finish_step)
+        self._full_state = FullState(self.model, self.units, self._wire, self.settle)
+        self._edits = Edits(self.model, self.units)
 
     def _part_spans(self) -> None:
         """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
@@ -234,6 +240,7 @@ class Engine:
         if specs is not None:
             self._recut(specs, binding.optimizer, binding, self.offload.fields(binding.optimizer))
             self._bind(binding.optimizer, binding.originals, type(binding))
+            self._gradients.show()
             self._watch()
 
     @contextmanager
@@ -271,7 +278,15 @@ class Engine:
         clip_values(self._trained, self._assembly.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do."""
+        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
+
+        Args:
+            set_to_none: False: reduced gradients stay, as zeros.
+        """
+        if not set_to_none:
+            self._gradients.zero()
+            self._schedule.unsynced = False
+            return
         for unit in self.units:
             unit.drop_grads(shards=True)
         self._schedule.unsynced = False
@@ -367,6 +382,8 @@ class Engine:
         for unit in self.units:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
+        with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
+            self._edits.settle()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 
     def wait_for_save(self) -> None:
@@ -429,7 +446,19 @@ class Engine:
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self._schedule.quiesce()
+        self.settle()
+
+    def settle(self, flats: Iterable[Flat] | None = None) -> None:
+        """Masters are those of one step, and have what was written to parameters since. Without communication.
+
+        Args:
+            flats: spans that matter; None: all.
+
+        Raises:
+            StateError, TierError: see `finish_step`; what was written cannot be carried over.
+        """
         self.finish_step()
+        self._edits.settle(flats)
 
     def finish_step(self) -> None:
         """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
@@ -451,6 +480,8 @@ class Engine:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any."""
         self._schedule.flush()
         self.finish_step()
+        if not _inside_backward():
+            self._gradients.settle()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -531,6 +562,7 @@ class Engine:
         if fresh:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            overrides.after_own_methods(optimizer, self._optimizer_wrote)
             overrides.override(optimizer, "zero_grad", self.zero_grad)
             overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
             overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
@@ -540,6 +572,7 @@ class Engine:
         schedule.before_forward = self._before_forward
         if self.buffers.watched:
             schedule.ask = self.buffers.changed
+        schedule.before_backward = self._before_backward
         schedule.after_backward = self._after_backward
         if self.config.step_in_backward:
             schedule.after_reduce = self._step_unit
@@ -559,10 +592,24 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
+        self._follow_edits()
         self._overflow.look()
         self.buffers.before_forward()
         if self.recorder is not None:
             self.recorder.forward()
+
+    def _follow_edits(self) -> None:
+        graph = torch.is_grad_enabled()
+        flats = self._edits.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
+        if not flats:
+            return
+        if self.policy.keep_full:
+            self._edits.settle()
+            self.refresh()
+        else:
+            self.quiesce()
+            for flat in flats:
+                flat.refresh()
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.offload.monitor is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -576,6 +623,10 @@ class Engine:
     def _after_any_forward(self, *_: Any) -> None:
         self.buffers.after_forward(self._schedule.sync)
 
+    def _before_backward(self) -> None:
+        if self._schedule.sync or self.policy.reduce_each_backward:
+            self._gradients.hide()
+
     def _after_backward(self) -> None:
         if self._schedule.sync and self.buffers.watched:
             self.buffers.agree(changed=self._schedule.answered)
@@ -588,6 +639,11 @@ class Engine:
         self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
         if self._binding is not None:
             self._binding.show_grads()
+        self._gradients.show()
+        self._passes += 1
+
+    def _optimizer_wrote(self) -> None:
+        self._edits.optimizer_wrote = True
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
@@ -600,6 +656,8 @@ class Engine:
             )
         self._schedule.flush()
         self._schedule.quiesce()
+        self._gradients.settle()
+        self._edits.before_step()
         self._assembly.check()
         self._part_spans()
         if self._binding is not None:
@@ -616,6 +674,8 @@ class Engine:
             self.offload.begin_step(self._binding.optimizer)
         self.offload.end_step()
         self._assembly.regather()
+        self._edits.optimizer_wrote = False
+        self._passes += 1
         if self.recorder is not None:
             self.recorder.step()
         if self.offload.monitor is not None:
@@ -642,6 +702,10 @@ class Engine:
             raise ConfigError("no optimizer is bound")
         self.quiesce()
         self._binding.load_state_dict(state_dict)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def shard(

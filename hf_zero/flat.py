@@ -14,7 +14,7 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -26,14 +26,16 @@ from .comm import SoloWire
 from .config import StagePolicy
 from .costs import Placement
 from .errors import StateError, ZeroError
+from .gradients import Gradient, Handles, is_new
 from .guards import Guards
 from .inflight import Inflight
 from .initial import left_in_files, poured, shard_over
 from .layout import ParamSpec, Span
 from .ondisk import OnDisk, Values, fetch
 from .precision import Precision, dtype_of
+from .prints import digest
 from .records import Records
-from .shard import Fields, Shard, assembled, is_elementwise
+from .shard import Fields, Shard, assembled, cut, is_elementwise
 from .storage import Storage
 from .tiers import BLOCK_NUMEL, Tier
 
@@ -96,6 +98,15 @@ class Flat:
             self.own: Values = self.place
             self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
         self.views = self._cut(self.full)
+        self.keeps = policy.keep_full
+        self.unread = False
+        """Its place in `full` could not be read from where it rests: it has no values."""
+        self.watched: list[tuple[int, int]] = []
+        """Stretches of the slice that are compared at every release, see `edits`."""
+        self.printed: int | None = None
+        """Where whole parameters stay and masters are other memory: the digest of `place` as the engine made it."""
+        self._versions = [param._version for param in self.params]
+        self.note_place()
         self.full_bytes = self.full.numel() * self.full.element_size()
         self.guards = Guards(span, self.device)
         self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
@@ -106,6 +117,8 @@ class Flat:
         """By parameter: this rank has had a gradient of it since `drop_master_grad`."""
         self.present = self.arrived
         """The same on any rank, after a backward."""
+        shapes = [slot.spec.shape for slot in span.slots]
+        self.handles = Handles(self, shapes, self.compute_dtype, self.device)
         self._bucket: Tensor | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
@@ -196,6 +209,45 @@ class Flat:
         for param, target in pairs:
             param.data = target
 
+    def note(self) -> None:
+        """`full` is as it should be: what changes from now on is somebody else's doing."""
+        for shard in self.shards:
+            if not shard.is_offloaded:  # else the thread that steps does so
+                shard.note()
+        self.note_place()
+
+    def note_place(self) -> None:
+        watched = self.keeps and not all(shard.aliased for shard in self.shards)
+        self.printed = digest(self.place) if watched and self.full.untyped_storage().nbytes() else None
+
+    def moved(self, targets: Sequence[Tensor]) -> list[int]:
+        """Parameters (places in `params`) whose `.data` is not these any more."""
+        now, then = [param.data_ptr() for param in self.params], [target.data_ptr() for target in targets]
+        if now == then:
+            return []
+        return [
+            i for i, (a, b) in enumerate(zip(now, then)) if a != b and i not in self.pinned and self.params[i].numel()
+        ]
+
+    def counted(self) -> list[int]:
+        """Parameters (places in `params`) that were written in place since the last call, as torch counts it."""
+        before, self._versions = self._versions, [param._version for param in self.params]
+        if before == self._versions:
+            return []
+        return [i for i, (a, b) in enumerate(zip(before, self._versions)) if a != b and i not in self.pinned]
+
+    def uncount(self, index: int) -> None:
+        """What was written to a parameter in place so far is known."""
+        self._versions[index] = self.params[index]._version
+
+    def pieces(self, index: int) -> Iterator[tuple[Shard, int, int, int]]:
+        """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
+        wanted = self.span.slots[index]
+        for part in self.span.overlaps(self.rank):
+            if part.slot is wanted:
+                for shard, at, numel in cut(self.shards, part.slice_start, part.numel):
+                    yield shard, at, numel, part.param_start + shard.start + at - part.slice_start
+
     def open(self) -> None:
         """Give `full` its storage back; a gather fills it."""
         self.full.untyped_storage().resize_(self.full_bytes)
@@ -269,12 +321,16 @@ class Flat:
                 else:
                     for at in range(0, shard.numel, BLOCK_NUMEL):
                         self.publish(shard, at, values[at : at + BLOCK_NUMEL].read())
+            shard.note()
+        self.note_place()
 
     def refresh_device(self) -> None:
         """As `refresh`, for the shards that the optimizer's own step has updated."""
         for shard in self.shards:
             if shard.tier is Tier.DEVICE and not shard.aliased:
                 self.publish(shard, 0, shard.master.detach())
+            if not self.keeps and not shard.is_offloaded:
+                shard.note()
 
     def move(
         self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
@@ -318,6 +374,8 @@ class Flat:
             self.drop_bucket()
             self._bucket = None
         if not moves:
+            if self.printed is None:
+                self.note_place()
             return
         if region is not None:
             region.close()
@@ -392,11 +450,18 @@ class Flat:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return self._held or bool([param for param in self.params if param.grad is not None])
+        return self._held or bool([param for param in self.params if is_new(param.grad)])
 
-    def drop_grads(self) -> None:
+    def drop_grads(self, *, local: bool = False) -> None:
+        """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
         for param in self.params:
-            param.grad = None
+            if local and isinstance(param.grad, Gradient):
+                param.grad.local = None
+            else:
+                param.grad = None
+        if not local:
+            self.handles.drop()
+            self.present = [True] * len(self.params)
         if self._held:
             self._held = False
             self.drop_bucket()
@@ -422,10 +487,46 @@ class Flat:
         grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
+        grads, cleared = self.handles.sort_out(grads)
+        if cleared:
+            self.clear_reduced(cleared)
         came = [grad is not None for grad in grads]
         if False in self.arrived:
             self.arrived = [new or old for new, old in zip(came, self.arrived)]
         return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
+
+    @torch.no_grad()
+    def clear_reduced(self, cleared: Sequence[int]) -> None:
+        """These parameters (places in `params`) have no gradient any more: where none of the span has one, there is none."""
+        self.arrived = [has and index not in cleared for index, has in enumerate(self.arrived)]
+        self.present = [has and index not in cleared for index, has in enumerate(self.present)]
+        if True not in self.present:
+            self.drop_master_grad()
+            if self._held:
+                self._held = False
+                self.drop_bucket()
+            return
+        for index in cleared:
+            if self._held:
+                self._bucket_views[index].zero_()
+            for shard, at, numel, _ in self.pieces(index):
+                grad = shard.whole_grad()
+                if grad is not None:
+                    grad[at : at + numel].zero_()
+
+    @property
+    def waits(self) -> bool:
+        """Gradients of backwards inside `no_sync` are held in the bucket."""
+        return self._held
+
+    def waiting(self, index: int) -> Tensor:
+        """One of them, in its parameter's shape."""
+        return self._bucket_views[index]
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the shards have gradients."""
+        return any(shard.has_grad for shard in self.shards)
 
     def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
         """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -38,11 +40,14 @@ class Guards:
     def check(self, unit: str) -> None:
         """Raise if a parameter was written while it was released."""
         if self._has_nan and not bool(self.intact()):
-            broken = int((~self._values.isnan()).nonzero()[0])
-            name = self._span.slots[broken].spec.name
+            self.refuse(unit, int((~self._values.isnan()).nonzero()[0]))
+
+    def refuse(self, unit: str, index: int) -> NoReturn:
+        """This parameter was written while it was released."""
+        if self._has_nan:
             self._values.fill_(float("nan"))
-            raise StateError(
-                f"parameter {name!r} of unit {unit!r} was written to while it was released (its values live in the "
-                "ranks' shards; what was written is lost). Write it inside a forward, through load_state_dict, or "
-                "before the model is sharded"
-            )
+        raise StateError(
+            f"parameter {self._span.slots[index].spec.name!r} of unit {unit!r} was written to while it was released (its "
+            "values live in the ranks' shards; what was written is lost). Assign `param.data = values` on every rank, or use "
+            "zero.GatheredParameters, zero.set_full_parameter or load_state_dict"
+        )

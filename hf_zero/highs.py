@@ -14,6 +14,7 @@ import torch
 
 from .costs import every, tied_bytes, tied_copies
 from .flat import Flat
+from .gradients import is_new
 from .tiers import Tier
 from .unit import State, Unit
 
@@ -318,7 +319,7 @@ def _held_bytes(flat: Flat, fresh: int) -> int:
 def _fresh_by_flat(unit: Unit, sizes: _Sizes) -> list[int]:
     """Fresh gradients that are there, as if every trained parameter of a span had one. What adds up in place is not fresh."""
     return [
-        fresh if (flat._held or not sizes.held) and any(p.grad is not None for p in flat.params) else 0
+        fresh if (flat._held or not sizes.held) and any(is_new(p.grad) for p in flat.params) else 0
         for flat, fresh in zip(unit.trained, sizes.fresh)
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,23 @@ _RESIZE = "resize_token_embeddings"
 def override(target: object, name: str, method: Callable[..., Any]) -> None:
     """Replace a method on this one instance; the class and other instances stay as they are."""
     target.__dict__[name] = method
+
+
+def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> None:
+    """`call` after every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …"""
+    for name in dir(type(optimizer)):
+        if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
+            continue
+        method = getattr(type(optimizer), name)
+        if inspect.isfunction(method):
+            override(optimizer, name, partial(_then, partial(method, optimizer), call))
+
+
+def _then(method: Callable[..., Any], call: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return method(*args, **kwargs)
+    finally:
+        call()
 
 
 def put_on(model: nn.Module, units: Sequence[Unit], zero_grad: Callable[..., None]) -> None:

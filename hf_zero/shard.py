@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .errors import ZeroError
 from .inflight import Inflight
 from .ondisk import OnDisk, Values, fetch
+from .prints import sample
 from .records import Records
 from .storage import Storage
 from .tiers import SLAB_NUMEL, Tier
@@ -80,7 +81,9 @@ class Shard:
             data = self._placeholder()
         elif alias is None:
             data = self._memory(tier).copy_(values)
+        self._seen: tuple[int, int] | None = None
         self.master = nn.Parameter(data, requires_grad=True) if trainable else nn.Parameter(data, requires_grad=False)
+        self.note()
 
     def _memory(self, tier: Tier) -> Tensor:
         if tier is Tier.DEVICE:
@@ -119,6 +122,26 @@ class Shard:
     def values(self) -> Values:
         """The master's, 1-D: a tensor where it rests in memory."""
         return self.master.detach() if self.records is None else self.records.values(MASTER)
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.tier is not Tier.DEVICE
+
+    def note(self) -> None:
+        """The master is as it should be: what changes from now on is somebody else's doing."""
+        if self.records is not None or not self.master.requires_grad:
+            self._seen = None
+            return
+        # An alias also has what is written to parameters.
+        self._seen = self.master._version, 0 if self.aliased else sample(self.master)
+
+    def edited(self, closely: bool = True) -> str:
+        """How the master was written since `note`: empty, `counted` (by torch), or `sampled`: values differ."""
+        if self._seen is None:
+            return ""
+        if self.master._version != self._seen[0]:
+            return "counted"
+        return "sampled" if closely and not self.aliased and sample(self.master) != self._seen[1] else ""
 
     def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state of this shard: 1-D values by name, and what is one value for all."""
@@ -175,6 +198,13 @@ class Shard:
             return self.master.grad
         self.land()
         return self._grad
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is one, here or on its way."""
+        if self.tier is Tier.DEVICE:
+            return self.master.grad is not None
+        return self._grad is not None or self._landing is not None
 
     def whole_grad(self) -> Tensor | None:
         """In the master's type, with the coefficient applied; to read and to write."""
@@ -361,6 +391,7 @@ class Shard:
             self._buffer = None
         if old is not None:
             old.close()
+        self.note()
 
     def _written(self, values: Tensor, entries: dict[str, Any]) -> Records:
         records = self._make_records()
@@ -381,6 +412,7 @@ class Shard:
         elif self.aliased:
             self.master.data = self._memory(self.tier).copy_(self.master.detach())
         self.aliased = alias is not None
+        self.note()
 
     def close(self) -> None:
         """Give everything back."""

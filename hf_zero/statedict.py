@@ -194,6 +194,7 @@ class FullState:
                     done = shard.start + at - part.slice_start
                     shard.values[at : at + numel].copy_(source[done : done + numel])
         param.data = flat.guards.shown[slot]
+        flat.uncount(slot)
 
     def settle(self) -> None:
         """The masters are new: whole parameters follow, where the stage keeps them."""

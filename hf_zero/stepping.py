@@ -71,6 +71,10 @@ class Step:
                 raise self.error
             raise TierError(f"the step over offloaded state failed: {self.error}") from self.error
 
+    @property
+    def is_done(self) -> bool:
+        return self.done.is_set()
+
     def settle(self) -> None:
         if self.worked and self.moving == 0:
             self.done.set()
@@ -177,6 +181,7 @@ class Stepper:
                 if claim.move is not None:
                     claim.move.close()
                 self._update(step, claim)
+                claim.shard.note()
                 if self.storage.transient:
                     claim.shard.release_buffer()
         except BaseException as error:

@@ -13,8 +13,10 @@ from enum import Enum
 from itertools import chain
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from . import edits
 from .comm import SoloWire
 from .config import StagePolicy
 from .errors import StateError, TierError
@@ -29,6 +31,9 @@ class Step(Protocol):
     """An update under way in another thread."""
 
     def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 class State(Enum):
@@ -84,6 +89,8 @@ class Unit:
         self._lent = [inflight for inflight in self._lent if not inflight.ready]
         self.finish_step()
         for flat in self.flats:
+            if not self.policy.keep_full:
+                edits.released(flat, self.name)
             if not flat.resident:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
         for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
@@ -104,6 +111,7 @@ class Unit:
             except TierError as error:
                 # Peers wait for this rank's part: they get NaN, and all ranks are told at the end of the pass.
                 flat.place.fill_(float("nan") if flat.place.is_floating_point() else 0)
+                flat.unread = True
                 self.failure = self.failure or error
         self._brings.clear()
         for flat in self.flats:
@@ -135,6 +143,8 @@ class Unit:
         self._gathers = []
         for flat in self.flats:
             flat.point(flat.views)
+            if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
+                flat.note()
             flat.stale = False
         self.state = State.GATHERED
         if not self.always_asks:
@@ -152,6 +162,7 @@ class Unit:
                 self._close_sends()  # peers are still being sent what `full` holds
                 break
         for flat in self.flats:
+            edits.in_use(flat, self)
             flat.point(flat.guards.shown)
             flat.close()
         self.state = State.SHARDED
@@ -253,11 +264,13 @@ class Unit:
             start = stop
         return start
 
+    @torch.no_grad()
     def hold(self) -> None:
         """The end of a backward inside `no_sync`, where nothing is sent."""
         for flat in self.trained:
             flat.hold()
 
+    @torch.no_grad()  # a backward may be building a graph of itself
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
         self.finish_reduce()
@@ -271,6 +284,7 @@ class Unit:
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 
+    @torch.no_grad()
     def finish_reduce(self) -> None:
         """The owners' gradients are up to date afterwards."""
         for flat, inflight, mean, _ in self._reduces:
@@ -282,7 +296,7 @@ class Unit:
     def drop_grads(self, shards: bool) -> None:
         """Forget local gradients, and with `shards` also the reduced ones."""
         for flat in self.trained:
-            flat.drop_grads()
+            flat.drop_grads(local=not shards)
             if shards:
                 flat.drop_master_grad()
                 if self.wire.size == 1:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .costs import KINDS, TIERS, Memory, Setup, memory_of
 from .flat import Flat
+from .gradients import Gradient
 from .ondisk import OnDisk
 from .optim import state_tensors
 from .precision import dtype_name
@@ -89,6 +90,8 @@ def measure(engine: Engine) -> Table:
                     if isinstance(value, Tensor):
                         tally.add(_tier_of(value, Tier.DEVICE, engine.device), "optimizer", value)
             for grad in (param.grad for param in flat.params):
+                if isinstance(grad, Gradient):
+                    grad = grad.local
                 if grad is not None:
                     tally.add(Tier.DEVICE, "gradients", grad)
             if flat._bucket is not None:

@@ -1,0 +1,235 @@
+"""What the stand-ins of `gradients` stand for: reduced gradients in the ranks' shards, read, written, cleared and replaced."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .clipping import square_sum
+from .comm import SoloWire
+from .errors import StateError
+from .flat import Flat
+from .gradients import Gradient, Handles, is_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Gradients:
+    """Of one engine. See `gradients` for what its users see."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._writes = 0  # what was written through stand-ins
+        self._norms: dict[tuple[int, int], Tensor] = {}
+        self._norms_of: tuple[Any, ...] = ()
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise StateError("this gradient's model is gone")
+        return engine
+
+    def _flats(self) -> Iterator[Flat]:
+        return (flat for unit in self.engine.units for flat in unit.trained)
+
+    def show(self) -> None:
+        """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
+        self._norms.clear()
+        updated = self.engine.config.step_in_backward  # the gradients are used up, or will be: using them is refused
+        for flat in self._flats():
+            if updated or flat.waits or flat.is_reduced:
+                flat.handles.keeper = self
+                flat.handles.show()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
+        if self.engine.config.step_in_backward:
+            return
+        for flat in self._flats():
+            handles = flat.handles
+            found = [param.grad for param in flat.params]
+            if found == [None] * len(found) and True not in handles.placed:
+                continue
+            cleared, replaced = [], []
+            for index, grad in enumerate(found):
+                if grad is None:
+                    if handles.placed[index]:
+                        cleared.append(index)
+                elif not isinstance(grad, Gradient):
+                    replaced.append(index)
+                elif not is_of(grad, handles, index):
+                    grad = flat.params[index].grad = grad.clone().to(grad.dtype)
+                    replaced.append(index)
+            if cleared:
+                flat.clear_reduced(cleared)
+            if replaced:
+                self._replace(flat, replaced)
+            if cleared or replaced:
+                self._writes += 1
+
+    def _replace(self, flat: Flat, replaced: list[int]) -> None:
+        had = flat.is_reduced
+        flat.some_grad(self.engine.wire)
+        for index in replaced:
+            value, flat.params[index].grad = flat.params[index].grad, None
+            if value is not None:
+                self.write(flat.handles, index, value.detach())
+        flat.present = [(had and was) or index in replaced for index, was in enumerate(flat.present)]
+        flat.arrived = list(flat.present)
+        flat.handles.keeper = self
+        flat.handles.show()
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Reduced gradients are zeros afterwards; what waits on this rank is forgotten."""
+        self._writes += 1
+        for flat in self._flats():
+            flat.drop_grads(local=flat.is_reduced)
+            for _, grad in flat.grads():
+                grad.zero_()
+
+    def hide(self) -> None:
+        """Before a backward that reduces: autograd need not ask stand-ins to add to them. They come back after it."""
+        for flat in self._flats():
+            flat.handles.hide()
+
+    # What stand-ins ask ---------------------------------------------------------------------------------------------
+
+    def ready(self, handles: Handles, index: int, name: str) -> None:
+        engine, flat = self.engine, handles.flat
+        what = f"{name} on the gradient of {handles.name(index)!r}"
+        if engine.config.step_in_backward:
+            raise StateError(
+                f"{what}: with step_in_backward parameters are updated in backward, and gradients are not kept: turn it off, "
+                "or leave gradients alone"
+            )
+        engine.offload.refuse_while_away(what)
+        if not flat.waits or flat.is_reduced:
+            engine.flush()
+        if not flat.waits and not flat.is_reduced:
+            raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
+
+    @torch.no_grad()
+    def whole(self, handles: Handles, index: int) -> Tensor:
+        flat = handles.flat
+        if flat.waits:
+            return flat.waiting(index).clone()
+        from .holder import Place, gradient_of  # it imports the engine, which imports this
+
+        engine = self.engine
+        unit, _, _ = engine.place_of(flat.params[index])
+        return Place(engine, unit, flat, index).whole(gradient_of)
+
+    def empty(self, handles: Handles, index: int) -> Tensor:
+        flat = handles.flat
+        dtype = flat.waiting(index).dtype if flat.waits else flat.master_dtype
+        return torch.empty(flat.span.slots[index].spec.shape, dtype=dtype, device=flat.device)
+
+    def write(self, handles: Handles, index: int, whole: Tensor) -> None:
+        def run(piece: Tensor, part: Callable[[Any], Any]) -> None:
+            piece.copy_(part(whole))
+
+        self.pointwise(handles, index, run)
+
+    @torch.no_grad()
+    def pointwise(self, handles: Handles, index: int, run: Callable[[Tensor, Callable[[Any], Any]], None]) -> None:
+        """`run(piece, part)` for every piece on this rank; `part` gives the same elements of a whole tensor."""
+        self._writes += 1
+        flat = handles.flat
+        if flat.waits:
+            run(flat.waiting(index), lambda whole: whole)
+            return
+        for shard, at, numel, start in flat.pieces(index):
+            grad = shard.whole_grad()
+            if grad is not None:
+                run(grad[at : at + numel], _slicer(start, numel, grad.device))
+
+    def norm(self, handles: Handles, index: int, order: float) -> Tensor:
+        """As `norms`, for who asks for one after another: the first question is answered for all."""
+        engine = self.engine
+        # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
+        if handles.flat.waits or engine.config.is_auto or engine._overflow.possible:
+            return self.norms([(handles, index)], order)[0]
+        now = (order, self._writes, self._versions())
+        key = (id(handles), index)
+        if now != self._norms_of or key not in self._norms:
+            everyone = [
+                (f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_
+            ]
+            if (handles, index) not in everyone:
+                everyone.append((handles, index))
+            values = self.norms(everyone, order)
+            self._norms = {(id(h), i): value for (h, i), value in zip(everyone, values)}
+            self._norms_of = now
+        return self._norms.pop(key)
+
+    def _versions(self) -> int:
+        """Moves with every write to a gradient, also past the stand-ins."""
+        grads = (shard.grad for flat in self._flats() for shard in flat.shards)
+        return sum(grad._version for grad in grads if grad is not None)
+
+    @torch.no_grad()
+    def norms(self, grads: Sequence[tuple[Handles, int]], order: float) -> list[Tensor]:
+        """0-dim each, the same on every rank; one collective."""
+        engine = self.engine
+        local = torch.stack([_local_norm(handles.flat, index, order).to(engine.device) for handles, index in grads])
+        alone = [handles.flat.waits for handles, _ in grads]
+        norms = local
+        if engine.layout.shards > 1 and not all(alone):
+            norms = _shared(engine.wire, local, order)
+            if any(alone):
+                norms = torch.where(torch.tensor(alone, device=local.device), local, norms)
+        if not math.isinf(order) and order != 0:
+            norms = norms.sqrt() if order == 2.0 else norms.pow(1.0 / order)
+        return [
+            norm.to(torch.promote_types(torch.float32, handles.flat.master_dtype.to_real()))
+            for norm, (handles, _) in zip(norms.unbind(), grads)
+        ]
+
+
+def _shared(wire: SoloWire, local: Tensor, order: float) -> Tensor:
+    if not math.isinf(order):
+        return wire.sum_scalar(local)
+    sign = 1.0 if order > 0 else -1.0
+    nan = local.isnan()  # a maximum over ranks may lose it
+    both = torch.stack([torch.where(nan, -math.inf, local * sign), nan.double()])
+    values, broken = wire.max_scalar(both).unbind()
+    return torch.where(broken > 0, math.nan, values * sign)
+
+
+def _slicer(start: int, numel: int, device: torch.device) -> Callable[[Any], Any]:
+    return lambda whole: whole.reshape(-1)[start : start + numel].to(device)
+
+
+def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
+    """Of this rank's elements, what ranks may add up (or compare), float64."""
+    if flat.waits:
+        parts = [flat.waiting(index).reshape(-1)]
+    else:
+        parts = []
+        for shard, at, numel, _ in flat.pieces(index):
+            grad = shard.grad if shard.coefficient is None else shard.whole_grad()
+            if grad is not None:
+                parts.append(grad[at : at + numel])
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.full((), float("inf") if order == -math.inf else 0.0, dtype=torch.float64)
+    if order == 2.0:
+        return square_sum(parts).cpu() if flat.device.type == "cpu" else square_sum(parts)
+    if math.isinf(order):
+        found = torch.stack(
+            [(part.abs().max() if order > 0 else part.abs().min()).double().to(flat.device) for part in parts]
+        )
+        return found.max() if order > 0 else found.min()
+    if order == 0:
+        return torch.stack([part.count_nonzero().double().to(flat.device) for part in parts]).sum()
+    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).pow(order).to(flat.device) for part in parts]
+    return torch.stack(norms).sum()
