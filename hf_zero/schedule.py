@@ -45,9 +45,8 @@ from .discover import is_plain_embedding
 from .graph import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
 
-
 LEARNING = 4
-"""Backwards in which all saved tensors are looked at, to find the units that a backward comes to in other ways than by output."""
+"""In so many backwards all saved tensors are looked at, to find units that a backward comes to by other ways than outputs."""
 
 
 class Order:
@@ -139,9 +138,9 @@ class Trace:
     """
 
     __slots__ = (
-        "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward", "in_open",
-        "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen", "step", "stepped", "strict", "unit",
-        "use", "uses", "weightless",
+        "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward",
+        "in_open", "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen",
+        "step", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -855,7 +854,7 @@ class Schedule:
         self.after_backward()
 
     def flush(self) -> None:
-        """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook. A collective where there are any."""
+        """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook; a collective then."""
         missed = not self._seen_backward and any(trace.unit.has_grads() for trace in self.traces)
         if not self.unsynced and not missed:
             return

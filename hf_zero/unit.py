@@ -239,18 +239,12 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        for flat in self.trained:
-            if flat.has_grads():
-                return True
-        return False
+        return True in [flat.has_grads() for flat in self.trained]
 
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has had a gradient of it since the last `drop_grads`."""
-        for flat in self.trained:
-            if True in flat.arrived:
-                return True
-        return False
+        return True in [True in flat.arrived for flat in self.trained]
 
     def arrived(self) -> list[bool]:
         """By parameter, span by span: whether this rank has had a gradient of it since the last `drop_grads`."""

@@ -1,4 +1,4 @@
-"""A program that is right under plain data parallel gives its numbers at every stage: programs that look at a model in unusual ways.
+"""A program that is right under plain data parallel gives its numbers at every stage, however it looks at its model.
 
 A program is a model and a function that runs one rank's forwards and backwards of one step on it. The reference plays all
 ranks in one process: gradients are averaged over the ranks, a parameter that no rank gave one has none.
@@ -68,10 +68,8 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, head: int = 0) -> Tensor:
         hidden = self.body(ids)
-        if self.fused:
-            logits = F.linear(hidden, self.heads[head].weight, self.heads[head].bias)
-        else:
-            logits = self.heads[head](hidden)
+        one = self.heads[head]
+        logits = F.linear(hidden, one.weight, one.bias) if self.fused else one(hidden)
         return logits if self.scale is None else logits * self.scale
 
 
@@ -411,11 +409,11 @@ def reference(program: Program, world: int) -> tuple[list[list[float]], dict[str
     return losses, model.state_dict(), optimizer.state_dict()["state"]
 
 
-def compare(name: str, stage: int, rank: int, world: int) -> None:
+def compare(name: str, stage: int, rank: int, world: int, **settings: Any) -> None:
     program = PROGRAMS[name]
     model = program.build()
     optimizer = optimizer_of(model)
-    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision=program.dtype)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, **settings), mixed_precision=program.dtype)
     losses = []
     for step in range(program.steps):
         values = program.run(model, rank, step)
@@ -431,21 +429,15 @@ def compare(name: str, stage: int, rank: int, world: int) -> None:
         expected_losses, expected, expected_state = reference(program, world)
     torch.testing.assert_close(losses, expected_losses, rtol=program.tolerance, atol=program.tolerance)
     for key, value in expected.items():
-        torch.testing.assert_close(
-            weights[key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{key}: {m}"
-        )
-    assert state.keys() == expected_state.keys(), (
-        f"optimizer state of {sorted(state)}, expected {sorted(expected_state)}"
-    )
+        _close(weights[key], value, program.tolerance, key)
+    assert state.keys() == expected_state.keys(), f"optimizer state of {sorted(state)}, not {sorted(expected_state)}"
     for index, entries in expected_state.items():
         for key, value in entries.items():
-            torch.testing.assert_close(
-                state[index][key],
-                value,
-                rtol=program.tolerance,
-                atol=program.tolerance,
-                msg=lambda m: f"{index} {key}: {m}",
-            )
+            _close(state[index][key], value, program.tolerance, f"{index} {key}")
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def worker(rank: int, world: int, stage: int, name: str) -> None:
@@ -458,3 +450,28 @@ def test_as_plain_data_parallel(two, name: str, stage: int):
     if stage not in PROGRAMS[name].stages:
         pytest.skip("ranks that run other modules in a forward: not at stage 3")
     two.run(worker, stage, name, timeout_s=60)
+
+
+def everything(rank: int, world: int, stage: int, settings: dict[str, str]) -> None:
+    for name, program in PROGRAMS.items():
+        if stage in program.stages or world == 1:
+            try:
+                compare(name, stage, rank, world, **settings)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "settings"),
+    [
+        (1, 2, {}),
+        (1, 3, {"offload_optimizer": "cpu", "offload_params": "cpu"}),
+        (2, 1, {"offload_optimizer": "cpu"}),
+        (2, 3, {"offload_optimizer": "cpu", "offload_params": "disk"}),
+        (3, 2, {}),
+        (3, 3, {"offload_optimizer": "disk"}),
+    ],
+)
+def test_on_other_ranks_and_tiers(pools, tmp_path, world: int, stage: int, settings: dict[str, str]):
+    disk = {"offload_dir": str(tmp_path)} if "disk" in settings.values() else {}
+    pools[world].run(everything, stage, {**settings, **disk}, timeout_s=150)
