@@ -42,6 +42,7 @@ from torch.autograd import Variable
 from . import on_read
 from .comm import SoloWire
 from .discover import is_plain_embedding
+from .errors import StateError
 from .graph import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
 
@@ -140,7 +141,7 @@ class Trace:
     __slots__ = (
         "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward",
         "in_open", "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen",
-        "step", "stepped", "strict", "unit", "use", "uses", "weightless",
+        "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -155,6 +156,7 @@ class Trace:
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.borrowed = False  # others than its hosts have read it
+        self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
@@ -199,6 +201,7 @@ class Schedule:
         self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._reducing: Trace | None = None
+        self._blind: Trace | None = None  # used in backward while it was released
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
@@ -270,13 +273,13 @@ class Schedule:
 
     def state(self) -> tuple[Any, ...]:
         """What `take_over` gives to the schedule of the same units with other spans."""
-        learnt = [(trace.expected, trace.strict, trace in self._opened) for trace in self.traces]
+        learnt = [(trace.expected, trace.strict, trace.stays, trace in self._opened) for trace in self.traces]
         return self.sync, self.unsynced, self._seen_backward, self._learning, learnt
 
     def take_over(self, state: tuple[Any, ...]) -> None:
         self.sync, self.unsynced, self._seen_backward, self._learning, learnt = state
-        for trace, (expected, strict, is_open) in zip(self.traces, learnt):
-            trace.expected, trace.strict = expected, strict
+        for trace, (expected, strict, stays, is_open) in zip(self.traces, learnt):
+            trace.expected, trace.strict, trace.stays = expected, strict, stays
             if is_open:
                 self._host_inside(trace)
 
@@ -443,6 +446,8 @@ class Schedule:
             if not nodes and self.frees and not self._in_backward:  # nobody can look into its output
                 trace.held = trace.held if self._hooked else 2
                 trace.strict = True
+            if trace.stays and not self._in_backward:
+                trace.held = 2
         if trace.in_backward:
             return
         if self.frees and not self._in_backward:
@@ -759,6 +764,9 @@ class Schedule:
                 self._reduce(trace)
 
     def _reduce(self, trace: Trace) -> None:
+        if self.frees and not trace.came and not trace.weightless and trace.unit.has_nan_grads():
+            self._blind = trace
+            trace.stays = True
         previous, self._reducing = self._reducing, trace
         if previous is not None:
             if previous.everywhere:
@@ -810,10 +818,11 @@ class Schedule:
         """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
         asked = self.ask()
         while True:
+            blind = self._blind
             flags: list[int] = [trace.unit.has_grads() for trace in self.traces]
             for trace in self.traces:
                 flags += trace.unit.arrived()
-            flags.append(asked)
+            flags += (asked, 0 if blind is None else 1 + blind.at)
             found = self.wire.start_maximum(flags)()
             more = [trace for trace in self.traces if found[trace.at]]
             if not more:
@@ -821,7 +830,9 @@ class Schedule:
             for trace in more:
                 self._reduce(trace)
             self._finish_reduces()
-        self.answered = bool(found[-1])
+        self.answered = bool(found[-2])
+        if found[-1]:
+            self._blind = self.traces[found[-1] - 1]
         start = len(self.traces)
         for trace in self.traces:
             start = trace.unit.set_present(found, start)
@@ -852,6 +863,13 @@ class Schedule:
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
         self.after_backward()
+        blind, self._blind = self._blind, None
+        if blind is not None:
+            raise StateError(
+                f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not see, "
+                "while its parameters were released (a custom autograd Function that keeps a weight as an attribute of ctx? use "
+                "ctx.save_for_backward). Call zero_grad() and run the step again: this unit stays gathered until the end of backward from now on"
+            )
 
     def flush(self) -> None:
         """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook; a collective then."""

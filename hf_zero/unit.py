@@ -241,6 +241,10 @@ class Unit:
     def has_grads(self) -> bool:
         return True in [flat.has_grads() for flat in self.trained]
 
+    def has_nan_grads(self) -> bool:
+        """Whether a local gradient, not reduced yet, has a NaN."""
+        return any(flat.has_nan_grads() for flat in self.trained)
+
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has had a gradient of it since the last `drop_grads`."""
