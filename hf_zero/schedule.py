@@ -201,7 +201,8 @@ class Schedule:
         self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._reducing: Trace | None = None
-        self._blind: Trace | None = None  # used in backward while it was released
+        self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
+        self._blind: Trace | None = None  # and NaN came of it
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
@@ -616,6 +617,7 @@ class Schedule:
             trace.place = trace.step = -1
         self._turn = self._walked = 0
         self._order, self._walk = [], []
+        self._unseen = None
         if not self.frees and (self.wire.size == 1 or (self._defers and not self.sync)):
             self._agreement = None
             return
@@ -764,9 +766,8 @@ class Schedule:
                 self._reduce(trace)
 
     def _reduce(self, trace: Trace) -> None:
-        if self.frees and not trace.came and not trace.weightless and trace.unit.has_nan_grads():
-            self._blind = trace
-            trace.stays = True
+        if self.frees:
+            self._suspect(trace)
         previous, self._reducing = self._reducing, trace
         if previous is not None:
             if previous.everywhere:
@@ -775,6 +776,14 @@ class Schedule:
                 self._late.append(previous)
         trace.unit.reduce()
         trace.reduced, trace.stepped = True, False
+
+    def _suspect(self, trace: Trace) -> None:
+        """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
+        if self._unseen is None and not trace.came and not trace.weightless and trace.unit.has_grads():
+            self._unseen = trace
+        if self._unseen is not None and self._blind is None and trace.unit.has_nan_grads():
+            self._blind = self._unseen
+            self._blind.stays = True
 
     def _finish_reduce(self, trace: Trace) -> None:
         trace.unit.finish_reduce()
@@ -866,9 +875,10 @@ class Schedule:
         blind, self._blind = self._blind, None
         if blind is not None:
             raise StateError(
-                f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not see, "
-                "while its parameters were released (a custom autograd Function that keeps a weight as an attribute of ctx? use "
-                "ctx.save_for_backward). Call zero_grad() and run the step again: this unit stays gathered until the end of backward from now on"
+                f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not "
+                "see, while its parameters were released (a custom autograd Function that keeps a weight as an attribute of "
+                "ctx? use ctx.save_for_backward). Call zero_grad() and run the step again: from now on this unit stays "
+                "gathered until the end of backward"
             )
 
     def flush(self) -> None:

@@ -475,3 +475,138 @@ def everything(rank: int, world: int, stage: int, settings: dict[str, str]) -> N
 def test_on_other_ranks_and_tiers(pools, tmp_path, world: int, stage: int, settings: dict[str, str]):
     disk = {"offload_dir": str(tmp_path)} if "disk" in settings.values() else {}
     pools[world].run(everything, stage, {**settings, **disk}, timeout_s=150)
+
+
+# Two models in one loss ----------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Blocks that a rank may leave out."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, without: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != without:
+                x = block(x)
+        return x
+
+
+def adversaries(models: list[nn.Module], rank: int, step: int, together: bool) -> Tensor:
+    """A generator and its critic; ranks leave different blocks out of both."""
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    maker, critic = models
+    without = (rank + step) % 4 if together else 4
+    made = maker(x, without)
+    return critic(made, 3 - without if together else 4).square().mean() + made.mean()
+
+
+def two_engines(rank: int, world: int, stage: int, together: bool) -> None:
+    def optimizers(models: list[nn.Module]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+
+    ours, plain_models = [Branches(1), Branches(2)], [Branches(1), Branches(2)]
+    steppers, references = optimizers(ours), optimizers(plain_models)
+    for model, optimizer in zip(ours, steppers):
+        zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    params = [p for model in plain_models for p in model.parameters()]
+    for step in range(4):
+        adversaries(ours, rank, step, together).backward()
+        found = []
+        for other in range(world):
+            adversaries(plain_models, other, step, together).backward()
+            found.append([p.grad for p in params])
+            for p in params:
+                p.grad = None
+        for p, grads in zip(params, zip(*found)):
+            if any(grad is not None for grad in grads):
+                p.grad = sum(torch.zeros_like(p) if grad is None else grad for grad in grads) / world
+        for optimizer in (*steppers, *references):
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(ours, plain_models):
+        state = mine.state_dict()
+        for name, value in theirs.state_dict().items():
+            if rank == 0:
+                _close(state[name], value, 2e-5, name)
+
+
+@pytest.mark.parametrize(("stage", "together"), [(1, True), (2, True), (3, False)])
+def test_two_engines_in_one_loss(pools, stage: int, together: bool):
+    pools[2].run(two_engines, stage, together, timeout_s=60)
+
+
+def reduces(rank: int, world: int, forwards: int) -> int:
+    model = Model()
+    optimizer = optimizer_of(model)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
+    losses = [token_loss(model(ids), ids) for ids in (ids_of(rank, 0, micro) for micro in range(forwards))]
+    before = engine.traffic["reduce"].calls
+    sum(losses).backward()
+    spans = sum(1 for unit in engine.units for _ in unit.trained)
+    return engine.traffic["reduce"].calls - before - spans
+
+
+def test_a_unit_is_reduced_once_per_backward(two):
+    for forwards in (1, 2, 3):
+        assert two.run(reduces, forwards) == [0, 0]
+
+
+# A way into a unit that nobody sees --------------------------------------------------------------------------------
+
+
+class Hidden(torch.autograd.Function):
+    """Keeps a weight where autograd is not told of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.weight, None
+
+
+KEPT: list[Tensor] = []
+
+
+class Secretive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = Hidden.apply(x * self.scale, self.inner.weight)
+        KEPT.append(made)
+        return made + x
+
+
+def blind(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Secretive() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    for step in range(9):
+        KEPT.clear()
+        out = model(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step + 10 * rank)))
+        if step < 6:
+            out.mean().backward()
+        elif step == 6:
+            with pytest.raises(zero.StateError, match="unit '1' are NaN"):
+                KEPT[1].mean().backward()
+        else:
+            KEPT[1].mean().backward()
+        if step != 6:
+            optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    assert rank != 0 or all(bool(value.isfinite().all()) for value in state.values())
+
+
+def test_a_unit_used_unseen_is_named_on_every_rank(two):
+    two.run(blind, timeout_s=60)
