@@ -139,7 +139,7 @@ class Trace:
     """
 
     __slots__ = (
-        "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward",
+        "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere", "expected", "first", "held", "in_backward",
         "in_open", "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen",
         "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
@@ -164,7 +164,9 @@ class Trace:
         self.place = self.step = -1
         self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
         self.everywhere = True  # every rank has used it: none makes the others wait for its part
-        self.in_backward = self.in_open = self.came = self.came_last = self.reduced = False
+        self.in_backward = self.in_open = self.reduced = False
+        self.came = self.came_last = False  # gathered in it, also for other ranks alone
+        self.entered = False  # there for this rank's use
         self.stepped = False  # who wants to know has been told that all gradients are there
         self.local = False  # gradients wait on this rank, from a backward that did not send them
 
@@ -611,9 +613,8 @@ class Schedule:
         """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
         for trace in self.traces:
             trace.reduced = trace.stepped = False
-            trace.came = (
-                trace.unit.state is not State.SHARDED
-            )  # kept from forward, on every rank: it is not gathered again
+            # Kept from forward, on every rank: it is not gathered again.
+            trace.came = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
         self._turn = self._walked = 0
         self._order, self._walk = [], []
@@ -670,7 +671,7 @@ class Schedule:
             self._walked = max(self._walked, trace.step + 1)
             following = self._next_in_walk() or following
         self._leave_used_after(trace)
-        trace.came = True
+        trace.came = trace.entered = True
         trace.unit.gather()
         if following is not None:
             following.gather()
@@ -779,7 +780,7 @@ class Schedule:
 
     def _suspect(self, trace: Trace) -> None:
         """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
-        if self._unseen is None and not trace.came and not trace.weightless and trace.unit.has_grads():
+        if self._unseen is None and not trace.entered and not trace.weightless and trace.unit.has_grads():
             self._unseen = trace
         if self._unseen is not None and self._blind is None and trace.unit.has_nan_grads():
             self._blind = self._unseen
