@@ -6,6 +6,8 @@ ranks in one process: gradients are averaged over the ranks, a parameter that no
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -610,3 +612,27 @@ def blind(rank: int, world: int) -> None:
 
 def test_a_unit_used_unseen_is_named_on_every_rank(two):
     two.run(blind, timeout_s=60)
+
+
+# What is released is not written to a file ----------------------------------------------------------------------------
+
+
+def placeholders(rank: int, world: int) -> None:
+    model = Model()
+    zero.shard(model, optimizer_of(model), zero.ZeroConfig(stage=3))
+    weight = model.heads[0].weight
+    for refused in (
+        lambda: torch.save(weight, io.BytesIO()),
+        lambda: torch.save(dict(model.named_parameters()), io.BytesIO()),
+        lambda: copy.deepcopy(weight),
+    ):
+        with pytest.raises(zero.StateError, match="is released"):
+            refused()
+    with zero.GatheredParameters(weight):
+        assert bool(copy.deepcopy(weight).isfinite().all())
+        torch.save(weight, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_no_file_of_placeholders(two):
+    two.run(placeholders, timeout_s=60)
