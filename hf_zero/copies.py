@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .agree import arriving
@@ -67,7 +69,9 @@ def _copy_parameter(reference: weakref.ref[nn.Parameter], assembly: Assembly, me
 
 
 def _pickle_parameter(reference: weakref.ref[nn.Parameter], assembly: Assembly, protocol: Any) -> Any:
-    return nn.Parameter.__reduce_ex__(_there(reference, assembly), protocol)
+    param = _there(reference, assembly)
+    # As nn.Parameter does it, without the attributes that are ours.
+    return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
 
 
 def take_off(model: nn.Module) -> None:
