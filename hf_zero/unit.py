@@ -131,7 +131,7 @@ class Unit:
             raise StateError(
                 f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
             )
-        if self._brings:
+        if self._sends_late:
             self._send()
         for inflight in self._arrivals:
             inflight.wait()
