@@ -100,6 +100,7 @@ LAYERS = {
         "integrations.accelerate_state",
         "integrations.checkpoints",
         "integrations.facts",
+        "integrations.references",
         "integrations.trainer",
         "cli_plan",
         "cli_report",

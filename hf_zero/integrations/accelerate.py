@@ -342,18 +342,28 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Every rank must make the same number of steps: an early end would leave the others waiting for its shards."""
+        """Batches are even inside, whatever is asked for: every rank must make the same number of steps, for an early end
+        would leave the others waiting for its shards."""
         if not any(isinstance(obj, nn.Module) and engine_of(obj) is not None for obj in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
+        # Loaders without one (iterable data sets) are even in accelerate anyway.
+        samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
+        uneven = [sampler for sampler in samplers if getattr(sampler, "even_batches", True) is False]
         if self.num_processes > 1:
             warnings.warn(
                 "join_uneven_inputs has no effect on a sharded model: each rank holds parts that the others need, so "
-                "all must make the same number of steps. Batches stay even (the last ones are filled up)",
+                "all must make the same number of steps. Batches are even inside (the last ones are filled up)",
                 stacklevel=3,
             )
-        yield
+        for sampler in uneven:
+            sampler.even_batches = True
+        try:
+            yield
+        finally:
+            for sampler in uneven:
+                sampler.even_batches = False
 
     def _zero_bound_engine(self, optimizer: Optimizer) -> Engine:
         engine = _engine_of_optimizer(bare_optimizer(optimizer))

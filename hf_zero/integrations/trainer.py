@@ -53,6 +53,7 @@ from .checkpoints import (
     why_broken,
 )
 from .facts import add_measured, facts_of, write_card
+from .references import adopt_callbacks
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -161,6 +162,7 @@ class ZeroTrainerMixin(_TrainerBase):
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
                     stacklevel=2,
                 )
+        adopt_callbacks(self.callback_handler.callbacks)
         self._zero_resuming = True
         try:
             out = super().train(resume_from_checkpoint, *args, **kwargs)

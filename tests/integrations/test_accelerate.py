@@ -590,9 +590,12 @@ def test_trigger_sync_in_backward(found: Results) -> None:
 
 
 @pytest.mark.gloo
-def test_join_uneven_inputs_warns(found: Results) -> None:
-    assert found("uneven")["warned"]
-    assert len(found("uneven")["losses"]) == 3
+@pytest.mark.parametrize("rank", [0, 1])
+def test_join_uneven_inputs_makes_batches_even_and_warns(found: Results, rank: int) -> None:
+    uneven = found("uneven", rank=rank)
+    assert uneven["warned"]
+    assert len(uneven["losses"]) == 3, "five batches: the second rank's last one is filled up"
+    assert uneven["uneven after"], "as it was"
 
 
 @pytest.mark.gloo

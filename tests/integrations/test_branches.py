@@ -13,7 +13,7 @@ APART = (
     "images on one rank", "images anywhere", "layers on one rank", "layers on no rank", "experts", "experts on no rank",
     "forwards",
 )  # fmt: skip
-TOGETHER = ("images on all ranks or none", "layers on all ranks or none")
+TOGETHER = ("images on all ranks or none", "layers on all ranks or none", "half a unit on all ranks or none")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,9 @@ def test_ranks_that_differ(found: Results, case: str, stage: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.xfail(
-    strict=True, reason="what no rank uses of a unit that is used has a gradient of zero, and Adam moves it"
-)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_half_a_unit_that_no_rank_uses(found: Results, stage: int) -> None:
+    """What no rank uses of a unit that is used has no gradient, and Adam does not move it."""
     assert_same_run(found, "half a unit on no rank", stage)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from harness import (
     OUT,
     RANK,
@@ -25,7 +26,7 @@ from harness import (
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import GPT2LMHeadModel
 
 import hf_zero as zero
@@ -325,12 +326,27 @@ def sync_triggers() -> dict[str, Any]:
 
 
 def uneven_inputs() -> dict[str, Any]:
-    run = start(3)
+    """Five batches for two ranks, from a loader that leaves the odd one to rank 0."""
+    fresh()
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=zero.ZeroPlugin(stage=3),
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+    )
+    model = gpt2()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader = DataLoader(Subset(Tokens(), range(9)), batch_size=2)
+    run = Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
-            losses = train(run, steps=3)["losses"]
-    return {"warned": any("join_uneven_inputs" in str(item.message) for item in caught), "losses": losses}
+            losses = train(run)["losses"]
+    return {
+        "warned": any("join_uneven_inputs" in str(item.message) for item in caught),
+        "losses": losses,
+        "uneven after": run.loader.batch_sampler.even_batches is False,
+    }
 
 
 def overflow(stage: int) -> dict[str, Any]:

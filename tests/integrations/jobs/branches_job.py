@@ -233,12 +233,13 @@ CASES: dict[str, Build] = {
     "layers on no rank": skipping((set(), {1, 2}), ({0, 1}, {1, 2}), ({0, 1, 2}, {0, 1}), ({1}, set())),
     # The last layer's unit holds the encoder's first norm, too, which every pass uses.
     "half a unit on no rank": skipping((set(), {0}), ({2}, {2}), ({0, 2}, {2}), (set(), {1})),
+    "half a unit on all ranks or none": skipping(({2}, {2}), (set(), set()), ({0, 2}, {0, 2}), ({1}, {1})),
     "layers on all ranks or none": skipping((set(), set()), ({0, 1}, {0, 1}), ({1}, {1}), (set(), set())),
     "experts": experts(([0, 1], [2, 3]), ([1], [0, 2, 3]), ([3, 2, 1, 0], []), ([0, 0], [1, 3, 2])),
     "experts on no rank": experts(([0, 1], [2]), ([1], [1]), ([3], []), ([0, 0], [1, 3])),
     "forwards": several,
 }
-TOGETHER = {"images on all ranks or none", "layers on all ranks or none"}
+TOGETHER = {"images on all ranks or none", "layers on all ranks or none", "half a unit on all ranks or none"}
 """At stage 3, where a forward is a collective, the others only when asked for by name."""
 
 
