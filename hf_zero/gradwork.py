@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +36,8 @@ class Gradients:
             raise StateError("this gradient's model is gone")
         return engine
 
-    def _flats(self) -> Iterator[Flat]:
-        return (flat for unit in self.engine.units for flat in unit.trained)
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self.engine.units for flat in unit.trained]
 
     def show(self) -> None:
         """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
@@ -55,9 +55,14 @@ class Gradients:
             return
         for flat in self._flats():
             handles = flat.handles
-            found = [param.grad for param in flat.params]
-            if found == [None] * len(found) and True not in handles.placed:
+            placed, grads = handles.placed, handles.grads
+            for index, param in enumerate(flat.params):
+                shown = param.grad
+                if (shown is not grads[index]) if placed[index] else (shown is not None):
+                    break
+            else:
                 continue
+            found = [param.grad for param in flat.params]
             cleared, replaced = [], []
             for index, grad in enumerate(found):
                 if grad is None:
