@@ -33,7 +33,7 @@ from .initial import left_in_files, poured, shard_over
 from .layout import ParamSpec, Span
 from .ondisk import OnDisk, Values, fetch
 from .precision import Precision, dtype_of
-from .prints import digest
+from .prints import copied, digest
 from .records import Records
 from .shard import Fields, Shard, assembled, cut, is_elementwise
 from .storage import Storage
@@ -108,6 +108,7 @@ class Flat:
         """Stretches of the slice that are compared at every release, see `edits`."""
         self.printed: int | None = None
         """Where whole parameters stay and masters are other memory: the digest of `place` as the engine made it."""
+        self._is_fresh = False  # `printed` is of what the next gather brings
         self._versions = [param._version for param in self.params]
         self.note_place()
         self.full_bytes = self.full.numel() * self.full.element_size()
@@ -219,8 +220,9 @@ class Flat:
         for shard in self.shards:
             if shard.tier is Tier.DEVICE:  # else the thread that steps does so
                 shard.note()
-        if self.keeps:
+        if self.keeps and not self._is_fresh:
             self.note_place()
+        self._is_fresh = False
 
     def note_place(self) -> None:
         self.printed = None
@@ -269,11 +271,11 @@ class Flat:
 
     def pieces(self, index: int) -> Iterator[tuple[Shard, int, int, int]]:
         """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
-        wanted = self.span.slots[index]
-        for part in self.span.overlaps(self.rank):
-            if part.slot is wanted:
-                for shard, at, numel in cut(self.shards, part.slice_start, part.numel):
-                    yield shard, at, numel, part.param_start + shard.start + at - part.slice_start
+        slot, low = self.span.slots[index], self.rank * self.span.slice_numel
+        start, stop = max(low, slot.offset), min(low + self.span.slice_numel, slot.stop)
+        if start < stop:
+            for shard, at, numel in cut(self.shards, start - low, stop - start):
+                yield shard, at, numel, low + shard.start + at - slot.offset
 
     def open(self) -> None:
         """Give `full` its storage back; a gather fills it."""
@@ -356,7 +358,9 @@ class Flat:
         for shard in self.shards:
             if shard.tier is not Tier.DEVICE:
                 continue
-            if not shard.aliased:
+            if not shard.aliased and self.own is self.place and self.keeps and self.in_memory:
+                self.printed, self._is_fresh = copied(shard.master.detach(), self.place), True
+            elif not shard.aliased:
                 self.publish(shard, 0, shard.master.detach())
             if not self.keeps:
                 shard.note()
@@ -565,7 +569,7 @@ class Flat:
     @property
     def is_reduced(self) -> bool:
         """Whether the shards have gradients."""
-        for shard in self.shards:
+        for shard in self.shards:  # noqa: SIM110 -- asked for often
             if shard.has_grad:
                 return True
         return False
@@ -692,11 +696,9 @@ def _slots(span: Span) -> list[tuple[int, ParamSpec]]:
 
 
 def _fill(views: list[Tensor], grads: list[Tensor | None]) -> None:
-    for grad in grads:
-        if grad is None:
-            break
-    else:
-        torch._foreach_copy_(views, grads)
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
         return
     # A parameter that took no part in this rank's loss contributes zeros.
     for view, grad in zip(views, grads):

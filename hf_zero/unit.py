@@ -211,7 +211,7 @@ class Unit:
     @property
     def in_memory(self) -> bool:
         """All optimizer state rests on the device, undivided."""
-        for flat in self.trained:
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
             if not flat.in_memory:
                 return False
         return True
@@ -250,7 +250,7 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        for flat in self.trained:
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
             if flat.has_grads():
                 return True
         return False
@@ -258,7 +258,7 @@ class Unit:
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has had a gradient of it since the last `drop_grads`."""
-        for flat in self.trained:
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
             if True in flat.arrived:
                 return True
         return False

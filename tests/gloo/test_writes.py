@@ -137,8 +137,7 @@ def edit(model: nn.Module, kind: str) -> None:
             case "copy_":
                 param.data.copy_(seeded(param, number))
             case "init":
-                torch.manual_seed(number)
-                nn.init.normal_(param, std=0.3)
+                nn.init.constant_(param, 0.02 * (number % 5 - 2))  # torch draws other numbers in other types
             case "one element":
                 param.data[(0,) * param.dim()] = 0.7
             case "data":
