@@ -181,9 +181,11 @@ class Assembly:
         """
         cohort_of: dict[nn.Parameter, int] = {}
         for unit in self.units:
-            newest = max(slot.spec.cohort for flat in unit.flats for slot in flat.span.slots)
+            newest = -1
             for flat in unit.trained:
                 if flat.span.is_updated and True in flat.present and False in flat.present:
+                    if newest < 0:
+                        newest = max(slot.spec.cohort for each in unit.flats for slot in each.span.slots)
                     newest += 1
                     absent = [param for param, has in zip(flat.params, flat.present) if not has]
                     cohort_of.update(dict.fromkeys(absent, newest))
@@ -285,12 +287,13 @@ class Assembly:
         for unit in self.units:
             for flat in unit.flats:
                 trainable = flat.span.trainable
-                changed = [i for i, param in enumerate(flat.params) if param.requires_grad is not trainable]
-                if changed:
-                    name = flat.span.slots[changed[0]].spec.name
+                for index, param in enumerate(flat.params):
+                    if param.requires_grad is trainable:
+                        continue
                     raise LayoutError(
-                        f"requires_grad of {name!r} was {trainable} when the model was sharded and is {not trainable} now: "
-                        "freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
+                        f"requires_grad of {flat.span.slots[index].spec.name!r} was {trainable} when the model was sharded and "
+                        f"is {not trainable} now: freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built "
+                        "anew"
                     )
 
     def regather(self) -> None:

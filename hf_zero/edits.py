@@ -99,7 +99,7 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
 
 def shown(flat: Flat, unit: str) -> None:
     """Where whole parameters are: `param.data` that someone has replaced is carried over."""
-    moved = flat.moved(flat.views)
+    moved = flat.moved(flat.addresses)
     if moved:
         values_of(flat, unit)
         for index in moved:
@@ -126,12 +126,12 @@ def released(flat: Flat, unit: str) -> None:
     Raises:
         StateError: something was written in place; names the parameter.
     """
-    replaced = flat.moved(flat.guards.shown)
+    replaced = flat.moved(flat.guards.addresses)
     for index in replaced:
         take_over(flat, unit, index, is_guard=True)
-    written = [index for index in flat.counted() if index not in replaced]
-    if written:
-        flat.guards.refuse(unit, written[0])
+    for index in flat.counted():
+        if index not in replaced:
+            flat.guards.refuse(unit, index)
 
 
 def in_use(flat: Flat, unit: Holding) -> None:
@@ -139,7 +139,7 @@ def in_use(flat: Flat, unit: Holding) -> None:
     if flat.unread:
         flat.unread = False
         return
-    replaced, written = flat.moved(flat.views), flat.counted()
+    replaced, written = flat.moved(flat.addresses), flat.counted()
     if replaced or written or flat.watched:
         unit.close()
         if written:

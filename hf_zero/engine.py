@@ -477,12 +477,16 @@ class Engine:
         """Where a parameter of this model is: its unit, its span, and which of the span's it is."""
         return self._assembly.places[param]
 
-    def flush(self) -> None:
-        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any."""
+    def flush(self, flats: Sequence[Flat] | None = None) -> None:
+        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
+
+        Args:
+            flats: whose gradients are to be what the parameters' `.grad` say; None: all.
+        """
         self._schedule.flush()
         self.finish_step()
         if not _inside_backward():
-            self._gradients.settle()
+            self._gradients.settle(flats)
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""

@@ -26,14 +26,14 @@ from .comm import SoloWire
 from .config import StagePolicy
 from .costs import Placement
 from .errors import StateError, ZeroError
-from .gradients import Gradient, Handles, is_new
+from .gradients import Gradient, Handles
 from .guards import Guards
 from .inflight import Inflight
 from .initial import left_in_files, poured, shard_over
 from .layout import ParamSpec, Span
 from .ondisk import OnDisk, Values, fetch
 from .precision import Precision, dtype_of
-from .prints import digest
+from .prints import copied, digest
 from .records import Records
 from .shard import Fields, Shard, assembled, cut, is_elementwise
 from .storage import Storage
@@ -98,6 +98,9 @@ class Flat:
             self.own: Values = self.place
             self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
         self.views = self._cut(self.full)
+        self._base, self._addresses = -1, [0] * len(self.params)
+        self._none, self._all = [False] * len(self.params), [True] * len(self.params)  # never written to
+        self._use = f"gradients of {span.spec.name!r} and what is with it"
         self.keeps = policy.keep_full
         self.unread = False
         """Its place in `full` could not be read from where it rests: it has no values."""
@@ -105,6 +108,7 @@ class Flat:
         """Stretches of the slice that are compared at every release, see `edits`."""
         self.printed: int | None = None
         """Where whole parameters stay and masters are other memory: the digest of `place` as the engine made it."""
+        self._is_fresh = False  # `printed` is of what the next gather brings
         self._versions = [param._version for param in self.params]
         self.note_place()
         self.full_bytes = self.full.numel() * self.full.element_size()
@@ -203,37 +207,62 @@ class Flat:
     # Parameters -----------------------------------------------------------------------------------------------------
 
     def point(self, targets: Sequence[Tensor]) -> None:
-        pairs = list(zip(self.params, targets))
-        if self.pinned:
-            pairs = [pair for index, pair in enumerate(pairs) if index not in self.pinned]
-        for param, target in pairs:
-            param.data = target
+        if not self.pinned:
+            for param, target in zip(self.params, targets):
+                param.data = target
+            return
+        for index, (param, target) in enumerate(zip(self.params, targets)):
+            if index not in self.pinned:
+                param.data = target
 
     def note(self) -> None:
         """`full` is as it should be: what changes from now on is somebody else's doing."""
         for shard in self.shards:
-            if not shard.is_offloaded:  # else the thread that steps does so
+            if shard.tier is Tier.DEVICE:  # else the thread that steps does so
                 shard.note()
-        self.note_place()
+        if self.keeps and not self._is_fresh:
+            self.note_place()
+        self._is_fresh = False
 
     def note_place(self) -> None:
-        watched = self.keeps and not all(shard.aliased for shard in self.shards)
-        self.printed = digest(self.place) if watched and self.full.untyped_storage().nbytes() else None
+        self.printed = None
+        for shard in self.shards:
+            if not shard.aliased:
+                if self.keeps and self.full.untyped_storage().nbytes():
+                    self.printed = digest(self.place)
+                return
 
-    def moved(self, targets: Sequence[Tensor]) -> list[int]:
-        """Parameters (places in `params`) whose `.data` is not these any more."""
-        now, then = [param.data_ptr() for param in self.params], [target.data_ptr() for target in targets]
-        if now == then:
+    @property
+    def addresses(self) -> list[int]:
+        """Of `views`."""
+        base = self.full.data_ptr()
+        if base != self._base:
+            size, self._base = self.full.element_size(), base
+            self._addresses = [
+                base + slot.offset * size if view.numel() else 0 for slot, view in zip(self.span.slots, self.views)
+            ]
+        return self._addresses
+
+    def moved(self, addresses: list[int]) -> list[int]:
+        """Parameters (places in `params`) whose `.data` is not at these any more."""
+        now = list(map(Tensor.data_ptr, self.params))
+        if now == addresses:
             return []
         return [
-            i for i, (a, b) in enumerate(zip(now, then)) if a != b and i not in self.pinned and self.params[i].numel()
+            i
+            for i, (a, b) in enumerate(zip(now, addresses))
+            if a != b and i not in self.pinned and self.params[i].numel()
         ]
 
     def counted(self) -> list[int]:
         """Parameters (places in `params`) that were written in place since the last call, as torch counts it."""
-        before, self._versions = self._versions, [param._version for param in self.params]
-        if before == self._versions:
+        versions = self._versions
+        for index, param in enumerate(self.params):
+            if param._version != versions[index]:
+                break
+        else:
             return []
+        before, self._versions = versions, [param._version for param in self.params]
         return [i for i, (a, b) in enumerate(zip(before, self._versions)) if a != b and i not in self.pinned]
 
     def uncount(self, index: int) -> None:
@@ -242,11 +271,11 @@ class Flat:
 
     def pieces(self, index: int) -> Iterator[tuple[Shard, int, int, int]]:
         """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
-        wanted = self.span.slots[index]
-        for part in self.span.overlaps(self.rank):
-            if part.slot is wanted:
-                for shard, at, numel in cut(self.shards, part.slice_start, part.numel):
-                    yield shard, at, numel, part.param_start + shard.start + at - part.slice_start
+        slot, low = self.span.slots[index], self.rank * self.span.slice_numel
+        start, stop = max(low, slot.offset), min(low + self.span.slice_numel, slot.stop)
+        if start < stop:
+            for shard, at, numel in cut(self.shards, start - low, stop - start):
+                yield shard, at, numel, low + shard.start + at - slot.offset
 
     def open(self) -> None:
         """Give `full` its storage back; a gather fills it."""
@@ -327,9 +356,13 @@ class Flat:
     def refresh_device(self) -> None:
         """As `refresh`, for the shards that the optimizer's own step has updated."""
         for shard in self.shards:
-            if shard.tier is Tier.DEVICE and not shard.aliased:
+            if shard.tier is not Tier.DEVICE:
+                continue
+            if not shard.aliased and self.own is self.place and self.keeps and self.in_memory:
+                self.printed, self._is_fresh = copied(shard.master.detach(), self.place), True
+            elif not shard.aliased:
                 self.publish(shard, 0, shard.master.detach())
-            if not self.keeps and not shard.is_offloaded:
+            if not self.keeps:
                 shard.note()
 
     def move(
@@ -450,7 +483,13 @@ class Flat:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return self._held or bool([param for param in self.params if is_new(param.grad)])
+        if self._held:
+            return True
+        for param in self.params:
+            grad = param.grad
+            if grad is not None and (type(grad) is not Gradient or grad.local is not None):
+                return True
+        return False
 
     def has_nan_grads(self) -> bool:
         found = [param.grad for param in self.params if is_new(param.grad)]
@@ -459,13 +498,14 @@ class Flat:
     def drop_grads(self, *, local: bool = False) -> None:
         """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
         for param in self.params:
-            if local and isinstance(param.grad, Gradient):
-                param.grad.local = None
+            grad = param.grad
+            if local and type(grad) is Gradient:
+                grad.local = None
             else:
                 param.grad = None
         if not local:
             self.handles.drop()
-            self.present = [True] * len(self.params)
+            self.present = self._all
         if self._held:
             self._held = False
             self.drop_bucket()
@@ -491,13 +531,16 @@ class Flat:
         grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
-        grads, cleared = self.handles.sort_out(grads)
-        if cleared:
-            self.clear_reduced(cleared)
-        came = [grad is not None for grad in grads]
+        if True in self.handles.placed:
+            grads, cleared = self.handles.sort_out(grads)
+            if cleared:
+                self.clear_reduced(cleared)
         if False in self.arrived:
-            self.arrived = [new or old for new, old in zip(came, self.arrived)]
-        return [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
+            self.arrived = [grad is not None or old for grad, old in zip(grads, self.arrived)]
+        for index, grad in enumerate(grads):
+            if grad is not None and grad.layout is not torch.strided:
+                grads[index] = grad.to_dense()
+        return grads
 
     @torch.no_grad()
     def clear_reduced(self, cleared: Sequence[int]) -> None:
@@ -530,7 +573,10 @@ class Flat:
     @property
     def is_reduced(self) -> bool:
         """Whether the shards have gradients."""
-        return any(shard.has_grad for shard in self.shards)
+        for shard in self.shards:  # noqa: SIM110 -- asked for often
+            if shard.has_grad:
+                return True
+        return False
 
     def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
         """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
@@ -556,7 +602,7 @@ class Flat:
     def _reserve(self, bytes_: int, make: Callable[[], T]) -> T:
         self._allocating = True
         try:
-            return self.storage.allocate(f"gradients of {self.span.spec.name!r} and what is with it", bytes_, make)
+            return self.storage.allocate(self._use, bytes_, make)
         finally:
             self._allocating = False
 
@@ -589,7 +635,8 @@ class Flat:
     @property
     def in_memory(self) -> bool:
         """One shard, on the device: gradients need no copying."""
-        return len(self.shards) == 1 and self.shards[0].tier is Tier.DEVICE
+        first = self.shards[0]
+        return first is self.shards[-1] and first.tier is Tier.DEVICE
 
     def add_local(self) -> None:
         """World size 1: local gradients go straight into the master's gradient, which is the bucket itself."""
@@ -637,7 +684,7 @@ class Flat:
     def drop_master_grad(self) -> None:
         for shard in self.shards:
             shard.drop_grad()
-        self.present = self.arrived = [False] * len(self.params)
+        self.present = self.arrived = self._none
 
     def set_present(self, present: list[bool]) -> None:
         """Which parameters have a gradient on any rank. Without one there is no gradient, whatever was sent for it."""

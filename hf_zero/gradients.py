@@ -141,7 +141,8 @@ class Handles:
         self.flat = flat
         self._shapes, self._dtype, self._device = shapes, dtype, device
         self.grads: list[Gradient] = []
-        self.placed = [False] * len(shapes)
+        self._none = [False] * len(shapes)
+        self.placed = list(self._none)
         self.keeper: Keeper | None = None
         self._alone = 0
 
@@ -178,7 +179,7 @@ class Handles:
         grads: list[Tensor | None] = []
         for index, (grad, mine) in enumerate(zip(found, self.grads)):
             if isinstance(grad, Gradient):
-                if not is_of(grad, self, index):
+                if grad is not mine and not is_of(grad, self, index):
                     raise StateError(
                         f"parameter {self.name(index)!r}: its .grad was set to another parameter's; assign a clone() of it"
                     )
@@ -188,14 +189,14 @@ class Handles:
                     cleared.append(index)
                 grads.append(grad)
             mine.local, mine.passed = None, False
-        self.placed = [False] * len(self.placed)
+        self.placed = list(self._none)
         return grads, cleared
 
     def drop(self) -> None:
         """No parameter shows a stand-in any more: what someone keeps of one is not a gradient from now on."""
         if not self.grads:
             return
-        self.placed = [False] * len(self.placed)
+        self.placed = list(self._none)
         holders = _holders(self.grads)
         for index, grad in enumerate(self.grads):
             grad.local, grad.passed = None, False
@@ -218,7 +219,7 @@ def is_of(grad: Tensor | None, handles: Handles, index: int) -> bool:
 
 
 def _holders(grads: Sequence[Gradient]) -> list[int]:
-    return [sys.getrefcount(grad) for grad in grads]
+    return list(map(sys.getrefcount, grads))
 
 
 # Operations ---------------------------------------------------------------------------------------------------------

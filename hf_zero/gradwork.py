@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ class Gradients:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._writes = 0  # what was written through stand-ins
-        self._norms: dict[tuple[int, int], Tensor] = {}
+        self._norms: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._norms_of: tuple[Any, ...] = ()
 
     @property
@@ -36,8 +36,8 @@ class Gradients:
             raise StateError("this gradient's model is gone")
         return engine
 
-    def _flats(self) -> Iterator[Flat]:
-        return (flat for unit in self.engine.units for flat in unit.trained)
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self.engine.units for flat in unit.trained]
 
     def show(self) -> None:
         """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
@@ -48,32 +48,41 @@ class Gradients:
                 flat.handles.keeper = self
                 flat.handles.show()
 
-    @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
         if self.engine.config.step_in_backward:
             return
-        for flat in self._flats():
+        for flat in self._flats() if flats is None else flats:
             handles = flat.handles
-            found = [param.grad for param in flat.params]
-            if found == [None] * len(found) and True not in handles.placed:
+            placed, grads = handles.placed, handles.grads
+            for index, param in enumerate(flat.params):
+                shown = param.grad
+                if (shown is not grads[index]) if placed[index] else (shown is not None):
+                    break
+            else:
                 continue
-            cleared, replaced = [], []
-            for index, grad in enumerate(found):
-                if grad is None:
-                    if handles.placed[index]:
-                        cleared.append(index)
-                elif not isinstance(grad, Gradient):
-                    replaced.append(index)
-                elif not is_of(grad, handles, index):
-                    grad = flat.params[index].grad = grad.clone().to(grad.dtype)
-                    replaced.append(index)
-            if cleared:
-                flat.clear_reduced(cleared)
-            if replaced:
-                self._replace(flat, replaced)
-            if cleared or replaced:
-                self._writes += 1
+            self._settle(flat)
+
+    @torch.no_grad()
+    def _settle(self, flat: Flat) -> None:
+        handles = flat.handles
+        found = [param.grad for param in flat.params]
+        cleared, replaced = [], []
+        for index, grad in enumerate(found):
+            if grad is None:
+                if handles.placed[index]:
+                    cleared.append(index)
+            elif not isinstance(grad, Gradient):
+                replaced.append(index)
+            elif not is_of(grad, handles, index):
+                grad = flat.params[index].grad = grad.clone().to(grad.dtype)
+                replaced.append(index)
+        if cleared:
+            flat.clear_reduced(cleared)
+        if replaced:
+            self._replace(flat, replaced)
+        if cleared or replaced:
+            self._writes += 1
 
     def _replace(self, flat: Flat, replaced: list[int]) -> None:
         had = flat.is_reduced
@@ -113,7 +122,7 @@ class Gradients:
             )
         engine.offload.refuse_while_away(what)
         if not flat.waits or flat.is_reduced:
-            engine.flush()
+            engine.flush([flat])
         if not flat.waits and not flat.is_reduced:
             raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
 
@@ -158,23 +167,20 @@ class Gradients:
         # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
         if handles.flat.waits or engine.config.is_auto or engine._overflow.possible:
             return self.norms([(handles, index)], order)[0]
-        now = (order, self._writes, self._versions())
-        key = (id(handles), index)
-        if now != self._norms_of or key not in self._norms:
+        now, key = (order, self._writes), (id(handles), index)
+        value, version = self._norms.pop(key, (None, 0))
+        if value is None or now != self._norms_of or version != _version(handles.flat):
+            engine.flush()
             everyone = [
                 (f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_
             ]
             if (handles, index) not in everyone:
                 everyone.append((handles, index))
             values = self.norms(everyone, order)
-            self._norms = {(id(h), i): value for (h, i), value in zip(everyone, values)}
-            self._norms_of = now
-        return self._norms.pop(key)
-
-    def _versions(self) -> int:
-        """Moves with every write to a gradient, also past the stand-ins."""
-        grads = (shard.grad for flat in self._flats() for shard in flat.shards)
-        return sum(grad._version for grad in grads if grad is not None)
+            self._norms = {(id(h), i): (value, _version(h.flat)) for (h, i), value in zip(everyone, values)}
+            self._norms_of = (order, self._writes)
+            value, _ = self._norms.pop(key)
+        return value
 
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles, int]], order: float) -> list[Tensor]:
@@ -193,6 +199,15 @@ class Gradients:
             norm.to(torch.promote_types(torch.float32, handles.flat.master_dtype.to_real()))
             for norm, (handles, _) in zip(norms.unbind(), grads)
         ]
+
+
+def _version(flat: Flat) -> int:
+    """Moves with every write to a gradient of the span, also past the stand-ins."""
+    found = 0
+    for shard in flat.shards:
+        grad = shard.grad
+        found += 0 if grad is None else grad._version
+    return found
 
 
 def _shared(wire: SoloWire, local: Tensor, order: float) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
 _DEPTH = 4
 """How deep unknown objects are looked into: a cache holds layers, which hold lists of tensors."""
 _DEEPEST = 32
@@ -24,7 +24,7 @@ Unpack = Callable[[Any], Tensor]
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, sets, mappings, dataclasses and plain objects (their attributes)."""
-    if isinstance(value, Tensor):
+    if type(value) is Tensor:
         return [value]
     found: list[Tensor] = []
     known: set[int] = set()
@@ -32,13 +32,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     while level and depth < _DEEPEST:
         deeper: list[Any] = []
         for each in level:
-            if isinstance(each, Tensor):
+            kind = type(each)
+            if kind is Tensor:
+                found += (each,)
+            elif kind in _PLAIN:
+                continue
+            elif kind is tuple or kind is list:
+                deeper += each
+            elif isinstance(each, Tensor):
                 found.append(each)
             elif isinstance(each, (tuple, list)):
                 deeper += each
-            elif isinstance(each, _PLAIN) or id(each) in known:
-                continue
-            else:
+            elif id(each) not in known:
                 known.add(id(each))
                 deeper += _inside(each, depth)
         level, depth = deeper, depth + 1

@@ -19,6 +19,7 @@ class Guards:
     nothing is found.
 
     Attributes:
+        addresses: of what is shown.
         shown: by parameter, its guard expanded, in the type that it is gathered in: a change of a parameter's type would cut it
             off from the graphs that it is part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
     """
@@ -30,6 +31,7 @@ class Guards:
         value = float("nan") if self._has_nan else 0
         self._values = torch.full((len(span.slots),), value, dtype=dtype, device=device)
         self.shown = [guard.expand(slot.spec.shape) for guard, slot in zip(self._values.unbind(), span.slots)]
+        self.addresses = [guard.data_ptr() for guard in self.shown]
 
     def intact(self) -> Tensor:
         """0-dim bool: no parameter was written while it was released. No host wait."""

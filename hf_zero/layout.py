@@ -9,7 +9,7 @@ From this arithmetic come the gather and reduce buffers, the optimizer's tensors
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
@@ -100,6 +100,14 @@ class Span:
     used_numel: int  # without the padding at the end
     slice_numel: int
     shards: int
+    trainable: bool = field(init=False, repr=False, compare=False)
+    is_updated: bool = field(init=False, repr=False, compare=False)
+    """Whether an optimizer has it."""
+
+    def __post_init__(self) -> None:
+        spec = self.slots[0].spec
+        object.__setattr__(self, "trainable", spec.trainable)  # asked for span by span in every step
+        object.__setattr__(self, "is_updated", spec.trainable and spec.group >= 0)
 
     @property
     def numel(self) -> int:
@@ -109,15 +117,6 @@ class Span:
     def spec(self) -> ParamSpec:
         """Any of its specs: dtypes, trainable and group are equal for all."""
         return self.slots[0].spec
-
-    @property
-    def trainable(self) -> bool:
-        return self.slots[0].spec.trainable
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether an optimizer has it."""
-        return self.slots[0].spec.trainable and self.slots[0].spec.group >= 0
 
     def overlaps(self, rank: int) -> Iterator[Overlap]:
         """The parts of this span's parameters that `rank` owns, in order."""

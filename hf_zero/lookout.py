@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from .edits import released, shown, values_of, watch
 from .errors import StateError
@@ -20,8 +20,17 @@ class Edits:
         self._samples_at: object = None
         self.optimizer_wrote = False
         """A method of the optimizer that torch's optimizers do not have was called: it may have written its tensors."""
-        if not units[0].policy.keep_full:
-            watch(model, [flat for unit in units for flat in unit.flats])
+        self._keeps = units[0].policy.keep_full
+        flats = [flat for unit in units for flat in unit.flats]
+        self._placed: list[Tensor] = []
+        """Where whole parameters stay: they and what they are views of."""
+        self._addresses: list[int] = []
+        """Of these, when they were as they should be."""
+        if self._keeps:
+            self._placed = [*(param for flat in flats for param in flat.params), *(flat.full for flat in flats)]
+        else:
+            watch(model, flats)
+        self._flats = flats
 
     def settle(self, flats: Iterable[Flat] | None = None) -> None:
         """Masters have what was written to parameters afterwards; of these spans, or of all. Without communication."""
@@ -37,7 +46,7 @@ class Edits:
             if values:
                 values_of(flat, unit.name)
         elif not unit.policy.keep_full and unit.state is State.SHARDED:
-            if flat.moved(flat.guards.shown):
+            if flat.moved(flat.guards.addresses):
                 unit.finish_step()
                 unit.close()
             released(flat, unit.name)
@@ -52,23 +61,52 @@ class Edits:
         Returns:
             Spans whose masters the user has written: they are to be published.
         """
-        for unit in self._units:
-            if unit.policy.keep_full and unit.state is State.GATHERED:
-                for flat in unit.flats:
-                    shown(flat, unit.name)
-                    if values and flat.span.is_updated:
-                        values_of(flat, unit.name)
+        if self._keeps and not self._in_place():
+            for unit in self._units:
+                if unit.state is State.GATHERED:
+                    for flat in unit.flats:
+                        shown(flat, unit.name)
+            self._note()
+        if self._keeps and values:
+            self._values()
         closely, self._samples_at = now != self._samples_at, now
         return self._masters(closely)
 
     def before_step(self) -> None:
         """Masters and what is computed with are one before they are updated. Without communication."""
-        for unit in self._units:
-            for flat in unit.flats:
-                self._settle(unit, flat, values=flat.span.is_updated)
+        if self._keeps and self._in_place():
+            self._values()
+        else:
+            for unit in self._units:
+                for flat in unit.flats:
+                    self._settle(unit, flat, values=flat.span.is_updated)
+            self._note()
         for flat in self._masters(True):
             flat.refresh()
             flat.stale = flat.stale or flat.keeps
+
+    def _in_place(self) -> bool:
+        """Whether no parameter's `.data` was replaced since `_note`: one look at all addresses."""
+        for flat in self._flats:
+            if flat.pinned:
+                return False
+        return list(map(Tensor.data_ptr, self._placed)) == self._addresses
+
+    def _note(self) -> None:
+        """Every parameter is where it should be."""
+        gathered = True
+        for unit in self._units:
+            gathered = gathered and unit.state is State.GATHERED
+        for flat in self._flats:
+            gathered = gathered and not flat.pinned
+        self._addresses = list(map(Tensor.data_ptr, self._placed)) if self._keeps and gathered else []
+
+    def _values(self) -> None:
+        """What was written to whole parameters is carried over."""
+        for unit in self._units:
+            for flat in unit.trained:
+                if flat.printed is not None and flat.span.is_updated and unit.state is State.GATHERED:
+                    values_of(flat, unit.name)
 
     def _masters(self, closely: bool) -> list[Flat]:
         found, wrote = [], self.optimizer_wrote
@@ -78,10 +116,16 @@ class Edits:
             for flat in unit.trained:
                 if not flat.span.is_updated:
                     continue
-                edits = [shard.edited(closely) for shard in flat.shards if not (at_work and shard.is_offloaded)]
-                if any(edits) or wrote:
+                edited = False
+                for shard in flat.shards:
+                    if shard.seen is None or (at_work and shard.is_offloaded):
+                        continue
+                    if shard.master._version != shard.seen[0]:
+                        edited = counted = True
+                    elif closely and not shard.aliased and shard.edited():
+                        edited = True
+                if edited or wrote:
                     found.append(flat)
-                    counted = counted or "counted" in edits
         if found and not counted and found[0].keeps and found[0].span.shards > 1:
             # Whether another rank sees it is not known: its part may be none of what was written.
             raise StateError(

@@ -81,7 +81,8 @@ class Shard:
             data = self._placeholder()
         elif alias is None:
             data = self._memory(tier).copy_(values)
-        self._seen: tuple[int, int] | None = None
+        self.seen: tuple[int, int] | None = None
+        """The master's version counter, and a sample of it, as of `note`."""
         self.master = nn.Parameter(data, requires_grad=True) if trainable else nn.Parameter(data, requires_grad=False)
         self.note()
 
@@ -130,18 +131,18 @@ class Shard:
     def note(self) -> None:
         """The master is as it should be: what changes from now on is somebody else's doing."""
         if self.records is not None or not self.master.requires_grad:
-            self._seen = None
+            self.seen = None
             return
         # An alias also has what is written to parameters.
-        self._seen = self.master._version, 0 if self.aliased else sample(self.master)
+        self.seen = self.master._version, 0 if self.aliased else sample(self.master)
 
     def edited(self, closely: bool = True) -> str:
         """How the master was written since `note`: empty, `counted` (by torch), or `sampled`: values differ."""
-        if self._seen is None:
+        if self.seen is None:
             return ""
-        if self.master._version != self._seen[0]:
+        if self.master._version != self.seen[0]:
             return "counted"
-        return "sampled" if closely and not self.aliased and sample(self.master) != self._seen[1] else ""
+        return "sampled" if closely and not self.aliased and sample(self.master) != self.seen[1] else ""
 
     def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state of this shard: 1-D values by name, and what is one value for all."""
@@ -283,7 +284,8 @@ class Shard:
 
     def drop_grad(self) -> None:
         self.master.grad = None
-        self.land()
+        if self._move is not None or self._landing is not None:
+            self.land()
         self._grad = self.coefficient = None
 
     def release_buffer(self) -> None:

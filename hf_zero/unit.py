@@ -82,9 +82,12 @@ class Unit:
         """Start to bring the full parameters in."""
         if self.state is not State.SHARDED:
             return
-        self._close_sends()
-        self._lent = [inflight for inflight in self._lent if not inflight.ready]
-        self.finish_step()
+        if self._unsent:
+            self._close_sends()
+        if self._lent:
+            self._lent = [inflight for inflight in self._lent if not inflight.ready]
+        if self.stepping is not None:
+            self.finish_step()
         if not self.policy.keep_full:
             for flat in self.flats:
                 edits.released(flat, self.name)
@@ -113,7 +116,8 @@ class Unit:
                 flat.place.fill_(float("nan") if flat.place.is_floating_point() else 0)
                 flat.unread = True
                 self.failure = self.failure or error
-        self._brings.clear()
+        if self._brings:
+            self._brings.clear()
         for flat in self.flats:
             if flat.span.shards == 1 or (flat.resident and not flat.stale):
                 continue
@@ -184,10 +188,12 @@ class Unit:
 
     def close(self) -> None:
         """Wait until the peers, and the device, have taken what they are given: `own` may be written again."""
-        self._close_sends()
-        lent, self._lent = self._lent, []
-        for inflight in lent:
-            inflight.close()
+        if self._unsent:
+            self._close_sends()
+        if self._lent:
+            lent, self._lent = self._lent, []
+            for inflight in lent:
+                inflight.close()
 
     def _close_sends(self) -> None:
         unsent, self._unsent = self._unsent, []
@@ -205,7 +211,10 @@ class Unit:
     @property
     def in_memory(self) -> bool:
         """All optimizer state rests on the device, undivided."""
-        return all(flat.in_memory for flat in self.trained)
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
+            if not flat.in_memory:
+                return False
+        return True
 
     def finish_step(self) -> None:
         """An update that another thread is busy with is done afterwards.
@@ -223,8 +232,10 @@ class Unit:
         for flat in self.trained:
             flat.refresh_device()
             flat.stale = flat.stale or flat.span.is_updated
-        if self.policy.keep_full and any(flat.stale for flat in self.flats):
-            self.state = State.SHARDED
+        if self.policy.keep_full:
+            for flat in self.flats:
+                if flat.stale:
+                    self.state = State.SHARDED
 
     def updated(self) -> None:
         """The masters were written, here or on another rank: what is gathered is old. On every rank alike."""
@@ -239,7 +250,10 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        return True in [flat.has_grads() for flat in self.trained]
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
+            if flat.has_grads():
+                return True
+        return False
 
     def has_nan_grads(self) -> bool:
         """Whether a local gradient, not reduced yet, has a NaN."""
@@ -248,7 +262,10 @@ class Unit:
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has had a gradient of it since the last `drop_grads`."""
-        return True in [True in flat.arrived for flat in self.trained]
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
+            if True in flat.arrived:
+                return True
+        return False
 
     def arrived(self) -> list[bool]:
         """By parameter, span by span: whether this rank has had a gradient of it since the last `drop_grads`."""
@@ -268,11 +285,16 @@ class Unit:
         for flat in self.trained:
             flat.hold()
 
-    @torch.no_grad()  # a backward may be building a graph of itself
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
-        self.finish_reduce()
-        self.finish_step()
+        if torch.is_grad_enabled():  # a backward may be building a graph of itself
+            with torch.no_grad():
+                self.reduce()
+            return
+        if self._reduces:
+            self.finish_reduce()
+        if self.stepping is not None:
+            self.finish_step()
         for flat in self.trained:
             if self.wire.size == 1:
                 flat.add_local()
@@ -282,9 +304,14 @@ class Unit:
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 
-    @torch.no_grad()
     def finish_reduce(self) -> None:
         """The owners' gradients are up to date afterwards."""
+        if not self._reduces:
+            return
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.finish_reduce()
+            return
         for flat, inflight, mean, _ in self._reduces:
             inflight.close()
             flat.add_reduced(mean)
