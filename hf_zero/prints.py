@@ -8,6 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from .transfer import bytes_of
+
 _BLOCK_BYTES = 8 << 20
 _ROW, _SEEN = 4096, 64
 """Of so many elements a sample has the first few."""
@@ -17,7 +19,7 @@ def digest(values: Tensor) -> int:
     """Of every bit in its place; 1-D and contiguous. On CUDA the host waits for it."""
     data = values.detach().view(torch.uint8)
     if data.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(data.numpy().data)
+        return xxhash.xxh3_64_intdigest(bytes_of(data))
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for block in data.split(_BLOCK_BYTES):
         whole = block.numel() // 4 * 4

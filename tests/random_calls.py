@@ -847,17 +847,16 @@ def schedule(u: User) -> Program:
 @kind()
 def reshard(u: User) -> Program:
     """Plain again, trained as such by nobody, and sharded anew."""
+    sharded, u.is_ddp = u.engine is not None, False
     if u.engine is not None:
         u.engine.detach()
         u.engine = None
-        yield from u.look("plain", mode=lambda: _both(torch.no_grad(), u.autocast()))
-        u.optimizer = u.new_optimizer()
+    yield from u.look("plain", mode=lambda: _both(torch.no_grad(), u.autocast()))
+    u.is_ddp = u.due = True
+    u.optimizer = u.new_optimizer()
+    if sharded:
         u.shard()
     else:
-        u.is_ddp = False
-        yield from u.look("plain")
-        u.is_ddp = u.due = True
-        u.optimizer = u.new_optimizer()
         yield ("buffers", 0, None)
 
 
