@@ -312,6 +312,7 @@ class Schedule:
         self._begin_root(host)
 
     def _begin_root(self, host: Host) -> None:
+        self._look_over()
         self._with_graph = torch.is_grad_enabled()
         self._enter(host)
         self._new_pass()
@@ -336,6 +337,12 @@ class Schedule:
         if host.acting:
             host.acting = False
             self._post_forward(host, module, args, output)
+
+    def _look_over(self) -> None:
+        """Between passes: no backward has come to these, and the user may have written to them."""
+        if self.frees:
+            for trace in self.traces:
+                trace.unit.look_over()
 
     def _new_pass(self) -> None:
         self._pass += 1
@@ -392,6 +399,7 @@ class Schedule:
                 self.reset()
             self._with_graph = torch.is_grad_enabled()
             if not self._in_backward:
+                self._look_over()
                 self._new_pass()
         self._enter(host)
         trace.running += 1
@@ -894,6 +902,7 @@ class Schedule:
         if self._in_backward and not in_backward_of_any():
             self.reset()
         self._tail = None
+        self._look_over()
         for trace in self.traces:
             trace.held = 0
             trace.unit.release()
