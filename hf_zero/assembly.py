@@ -152,6 +152,7 @@ class Assembly:
             if span.index in kept:
                 flats.append(kept[span.index])
                 flats[-1].span = span
+                flats[-1].watched = []  # nothing is gathered that could be compared
                 continue
             group = span.spec.group
             flats.append(

@@ -162,6 +162,8 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
         sums.append(torch.linalg.vector_norm(torch.cat(rest), dtype=torch.float64).square())
     if rows:
         sums.append(torch.cat(rows).sum())
+    if not sums:  # nothing but parameters without elements
+        return torch.zeros((), dtype=torch.float64)
     return sums[0] if len(sums) == 1 else torch.stack([value.cpu() for value in sums]).sum()
 
 

@@ -221,14 +221,16 @@ class Engine:
         binding: Binding | None,
         fields: Sequence[Fields],
     ) -> None:
-        seen = self._schedule.state()
-        self._schedule.detach()
+        former = self._schedule
+        seen = former.state()
+        former.detach()
         self._full_state.detach()
         self.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
         copies.protect(self._assembly)
         self._schedule = self._new_schedule()
         self._schedule.take_over(seen)
+        former.heir = self._schedule
         self._full_state = FullState(self.model, self.units, self._wire, self.settle)
         self._edits = Edits(self.model, self.units)
 

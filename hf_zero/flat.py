@@ -492,8 +492,11 @@ class Flat:
         return False
 
     def has_nan_grads(self) -> bool:
-        found = [param.grad for param in self.params if is_new(param.grad)]
-        return any(grad is not None and bool(grad.isnan().any()) for grad in found)
+        for param in self.params:
+            grad = param.grad.local if isinstance(param.grad, Gradient) else param.grad
+            if grad is not None and bool(grad.isnan().any()):
+                return True
+        return False
 
     def drop_grads(self, *, local: bool = False) -> None:
         """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""

@@ -190,6 +190,8 @@ class Schedule:
         """Whether it was true on any rank."""
         self.after_reduce: Callable[[Unit], None] | None = None
         """Called once per backward that syncs, when all of a unit's gradients are with their owners."""
+        self.heir: Schedule | None = None
+        """What was put in its place. That may be when a forward begins: torch goes on with the hooks that it found."""
         self._handles: list[Any] = []
         self._pass = self._clock = 0
         self._forward, self._backward = Order(), Order()
@@ -309,6 +311,13 @@ class Schedule:
             self._abandon()
         if not self._running:
             self.before_forward()
+            if self.heir is not None:
+                self.heir._begin_in_place(args, kwargs)
+                return
+        self._begin_root(host)
+
+    def _begin_root(self, host: Host) -> None:
+        self._look_over()
         self._with_graph = torch.is_grad_enabled()
         self._enter(host)
         self._new_pass()
@@ -316,6 +325,13 @@ class Schedule:
         if self.frees:
             for trace in self.traces:
                 trace.seen = trace.running = 0
+
+    def _begin_in_place(self, args: Any, kwargs: Any) -> None:
+        """The model's forward began with the hooks of another schedule, whose units were cut anew then."""
+        self._begin_root(self._root)
+        for host in self._hosts:
+            if host.module is self.model:
+                self._pre_forward(host, self.model, args, kwargs)
 
     def _guest_pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if host.trace is not None and not host.trace.running:
@@ -326,6 +342,12 @@ class Schedule:
         if host.acting:
             host.acting = False
             self._post_forward(host, module, args, output)
+
+    def _look_over(self) -> None:
+        """Between passes: no backward has come to these, and the user may have written to them."""
+        if self.frees:
+            for trace in self.traces:
+                trace.unit.look_over()
 
     def _new_pass(self) -> None:
         self._pass += 1
@@ -371,15 +393,18 @@ class Schedule:
             self._hooked = None
             self._saved.pop()
 
-    def _pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pre_forward(
+        self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         trace = host.trace
-        if trace is None:
+        if trace is None or self.heir is not None:
             return
         if not self._running:  # a part of the model, called by itself
             if self._in_backward and not in_backward_of_any():
                 self.reset()
             self._with_graph = torch.is_grad_enabled()
             if not self._in_backward:
+                self._look_over()
                 self._new_pass()
         self._enter(host)
         trace.running += 1
@@ -905,6 +930,7 @@ class Schedule:
         if self._in_backward and not in_backward_of_any():
             self.reset()
         self._tail = None
+        self._look_over()
         for trace in self.traces:
             trace.held = 0
             trace.unit.release()

@@ -173,6 +173,15 @@ class Unit:
         for each in self._dictionaries:
             each.__class__ = GatherOnRead
 
+    def look_over(self) -> None:
+        """Where it stayed gathered after a forward, what was written since, also through `.data`, is carried over."""
+        if self.state is not State.GATHERED or self.policy.keep_full:
+            return
+        self.close()
+        for flat in self.flats:
+            if not flat.in_files and not flat.unread:
+                edits.carry(flat)
+
     def watch(self, dictionaries: Sequence[ParameterDict]) -> None:
         """These modules' parameters belong to this unit: while it is released, a read of one is told to the schedule."""
         self._dictionaries += dictionaries

@@ -104,6 +104,10 @@ class User:
         self.notes: list[tuple[str, Any]] = []
         self.refused: dict[str, str] = dict(refused or {})
         self.syncing = True
+        self.due = self.is_ddp = True
+        self.sent: list[dict[str, Tensor]] = []
+        """By forward, rank 0's buffers; the same list for all replicas, of which rank 0's runs first."""
+        self.forwards = 0
         self.frozen: set[str] = set()
         self.kept: list[Any] = []
         self.op = Op("start", 0)
@@ -135,10 +139,8 @@ class User:
         self.place, self.op, self._tries = place, op, 0
         self.rng = random.Random(f"{self.case.seed}/{op.seed}")
 
-    def note(self, label: str, value: Any, statistics: bool = False) -> None:
-        """Something that must be equal; `statistics`: it depends on running statistics, which follow rank 0 as under DDP."""
-        if statistics and self.has_statistics and self.rank > 0:
-            return
+    def note(self, label: str, value: Any) -> None:
+        """Something that must be equal."""
         value = value.detach().float().cpu().clone().numpy() if isinstance(value, Tensor) else numpy.array(value, "f8")
         self.notes.append((f"{self.place} {self.op.kind}: {label}", value))
 
@@ -178,7 +180,22 @@ class User:
 
     def forward(self, batch: Batch, **options: Any) -> Tensor:
         torch.manual_seed(batch.seed)
-        return unwrap(self.call(self.model, batch.x, batch.ids, **options))
+        if self.engine is None and self.is_ddp:
+            self._receive_buffers()
+        out = unwrap(self.call(self.model, batch.x, batch.ids, **options))
+        if self.is_ddp:
+            self.due = self.syncing and torch.is_grad_enabled()
+        return out
+
+    def _receive_buffers(self) -> None:
+        """As DDP: rank 0's, before a forward that follows one which was to be differentiated and synchronised."""
+        place, self.forwards = self.forwards, self.forwards + 1
+        buffers = dict(self.model.named_buffers())
+        if self.rank == 0:
+            self.sent.append({name: buffer.detach().clone() for name, buffer in buffers.items()})
+        elif self.due:
+            for name, buffer in buffers.items():
+                buffer.data.copy_(self.sent[place][name])  # unseen by graphs that keep it
 
     def loss(self, output: Tensor, batch: Batch, n: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(batch.seed + 7 + n)
@@ -206,9 +223,9 @@ class User:
             self.syncing = True
 
     def step(self) -> Program:
-        yield ("complete", 0, None)
         self.optimizer.step()
         self.clear()
+        yield from ()
 
     def clear(self) -> None:
         self.model.zero_grad()
@@ -219,13 +236,13 @@ class User:
 
     def look(self, label: str = "eval", mode: Any = torch.no_grad) -> Program:
         """A forward in eval mode."""
-        yield ("statistics", 0, None)
         self.model.eval()
         try:
             with mode():
-                self.note(label, self.forward(self.batch(99)), statistics=True)
+                self.note(label, self.forward(self.batch(99)))
         finally:
             self.model.train()
+        yield from ()
 
     def params(self, trained: bool = False) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad or not trained}
@@ -286,6 +303,11 @@ def keeps_whole(setting: Setting, arch: Arch) -> bool:
 
 def no_statistics(setting: Setting, arch: Arch) -> bool:
     return all(block.piece != "conv" for block in arch.blocks)
+
+
+def no_buffers(setting: Setting, arch: Arch) -> bool:
+    """Where buffers change, ranks must make the same number of forwards, as under DDP."""
+    return all(block.piece not in ("conv", "counter") for block in arch.blocks)
 
 
 def several_ranks_keep(setting: Setting, arch: Arch) -> bool:
@@ -449,11 +471,11 @@ def part(u: User) -> Program:
 @kind()
 def part_eval(u: User) -> Program:
     piece = u.rng.choice(u.model.pieces())
-    yield ("statistics", 0, None)
     u.model.eval()
     with u.rng.choice((torch.no_grad, torch.inference_mode))():
-        u.note("output", unwrap(u.call(piece, u.batch().x)), statistics=True)
+        u.note("output", unwrap(u.call(piece, u.batch().x)))
     u.model.train()
+    yield from ()
 
 
 @kind()
@@ -677,7 +699,10 @@ def write_inplace(u: User) -> Program:
                 p.data.clamp_(-0.1, 0.1)
             case 2:
                 torch.manual_seed(u.op.seed)
-                nn.init.normal_(p, std=0.3)
+                if u.case.setting.dtype == "no":
+                    nn.init.normal_(p, std=0.3)
+                else:
+                    nn.init.constant_(p, 0.3)  # torch draws other numbers in bf16 than in fp32
             case 3:
                 p.copy_(torch.full_like(p, 0.2))
 
@@ -757,9 +782,8 @@ def deepcopy(u: User) -> Program:
         twin.eval()
         batch = u.batch(5)
         with torch.no_grad(), u.autocast():
-            u.note("copy", unwrap(twin(batch.x, batch.ids)), statistics=True)
+            u.note("copy", unwrap(twin(batch.x, batch.ids)))
 
-    yield ("statistics", 0, None)
     before = len(u.notes)
     if not (yield from u.attempt(body)):
         del u.notes[before:]
@@ -826,15 +850,17 @@ def schedule(u: User) -> Program:
 @kind()
 def reshard(u: User) -> Program:
     """Plain again, trained as such by nobody, and sharded anew."""
+    sharded, u.is_ddp = u.engine is not None, False
     if u.engine is not None:
         u.engine.detach()
         u.engine = None
-        yield from u.look("plain", mode=lambda: _both(torch.no_grad(), u.autocast()))
-        u.optimizer = u.new_optimizer()
+    yield from u.look("plain", mode=lambda: _both(torch.no_grad(), u.autocast()))
+    u.is_ddp = u.due = True
+    u.optimizer = u.new_optimizer()
+    if sharded:
         u.shard()
     else:
-        yield from u.look("plain")
-        u.optimizer = u.new_optimizer()
+        yield ("buffers", 0, None)
 
 
 @contextlib.contextmanager
@@ -889,7 +915,7 @@ def rank_branches(u: User) -> Program:
     yield from u.train(head=u.rank, route=u.rank, skip=skip)
 
 
-@kind(several_ranks_keep)
+@kind(lambda setting, arch: several_ranks_keep(setting, arch) and no_buffers(setting, arch))
 def rank_forwards(u: User) -> Program:
     """Another number of forwards on each rank before the backward."""
     total = u.forward_loss(0)

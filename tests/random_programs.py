@@ -36,6 +36,7 @@ from typing import Any
 import numpy
 import torch
 import torch._dynamo  # optimizers do so on first use, which takes seconds: here once, and not in each rank
+from torch import Tensor
 
 import hf_zero as zero
 from tests.pool import RankFailure, RankPool
@@ -89,9 +90,11 @@ def random_case(
 class Plain:
     """The oracle: all ranks of plain data parallel in one process."""
 
-    def __init__(self, case: Case, folder: str, refused: dict[str, str], units: list[list[str]]) -> None:
+    def __init__(self, case: Case, folder: str, refused: dict[str, str]) -> None:
         self.users = [User(case, rank, folder, refused) for rank in range(case.setting.ranks)]
-        self._units = units
+        sent: list[dict[str, Tensor]] = []
+        for user in self.users:
+            user.sent = sent
         for user in self.users:
             user.start(sharded=False)
 
@@ -118,10 +121,7 @@ class Plain:
         match kind:
             case "average":
                 self._average()
-                self._complete()
-            case "complete":
-                self._complete()
-            case "statistics":
+            case "buffers":
                 self._share_buffers()
             case "from":
                 value = requests[rank][2]
@@ -141,16 +141,6 @@ class Plain:
             for p in params:
                 p.grad = total.clone() * (1.0 / len(params))
 
-    def _complete(self) -> None:
-        """A unit has gradients as a whole: where one of its parameters has one, the others have zeros."""
-        for user in self.users:
-            params = user.params(trained=True)
-            for unit in self._units:
-                found = [params[name] for name in unit if name in params]
-                if any(p.grad is not None for p in found):
-                    for p in found:
-                        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-
     def _share_buffers(self) -> None:
         first = dict(self.users[0].model.named_buffers())
         for user in self.users[1:]:
@@ -167,7 +157,6 @@ class Outcome:
 
     notes: list[tuple[str, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    units: list[list[str]] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -206,8 +195,6 @@ def run_rank(rank: int, world: int, case: Case, folder: str, limit_s: float) -> 
         try:
             user = User(case, rank, folder)
             user.start(sharded=True)
-            assert user.engine is not None
-            outcome.units = [[s.spec.name for f in u.flats for s in f.span.slots] for u in user.engine.units]
             own(whole(user))
             ending(user, outcome)
             if user.engine is not None:
@@ -231,8 +218,8 @@ class Stopped(Exception):
     """Where a rank's program ended, and why."""
 
 
-def run_plain(case: Case, folder: str, refused: dict[str, str], units: list[list[str]]) -> list[Outcome]:
-    plain = Plain(case, folder, refused, units)
+def run_plain(case: Case, folder: str, refused: dict[str, str]) -> list[Outcome]:
+    plain = Plain(case, folder, refused)
     plain.run(whole)
     outcomes = [Outcome() for _ in plain.users]
     for user, outcome in zip(plain.users, outcomes):
@@ -297,11 +284,8 @@ def _gap(value: Any, expected: Any, bound: float, floor: float = 1e-2) -> str:
 class Runner:
     """Runs cases on pools that stay up; a case that fails hard costs a pool."""
 
-    def __init__(
-        self, limit_s: float = 30.0, pools: dict[int, RankPool] | None = None, unused_zeros: bool = False
-    ) -> None:
+    def __init__(self, limit_s: float = 30.0, pools: dict[int, RankPool] | None = None) -> None:
         self.limit_s = limit_s
-        self._unused_zeros = unused_zeros
         self._pools = pools or {world: RankPool(world, preload=("tests.random_programs",)) for world in (1, 2, 3)}
         self.refusals: Counter[str] = Counter()
 
@@ -325,8 +309,7 @@ class Runner:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    units = [sum(ours[0].units, [])] if self._unused_zeros else ours[0].units
-                    plain = run_plain(expected or case, folder, ours[0].refused, units)
+                    plain = run_plain(expected or case, folder, ours[0].refused)
             except Exception as error:
                 return f"invalid: {type(error).__name__}: {error}\n{traceback.format_exc()}"
             wrong = differences(case, ours, plain)
@@ -391,7 +374,6 @@ def main() -> int:
     parser.add_argument(
         "--shrink", type=float, default=60.0, help="seconds for making a failure smaller; 0: not at all"
     )
-    parser.add_argument("--unused-zeros", action="store_true", help="expect zero gradients of units that nobody used")
     parser.add_argument("--case", help="a reproduction to run instead of seeds")
     args = parser.parse_args()
     names = set(KINDS) | set(FEATURES)
@@ -406,7 +388,7 @@ def main() -> int:
         if args.case
         else (random_case(seed, off, ranks, stages) for seed in range(int(first), int(last or int(first) + 1)))
     )
-    runner = Runner(args.limit, unused_zeros=args.unused_zeros)
+    runner = Runner(args.limit)
     failures: list[str] = []
     count, began = 0, time.monotonic()
     seen: Counter[str] = Counter()

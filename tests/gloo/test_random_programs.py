@@ -12,32 +12,14 @@ from tests.random_models import FEATURES, Arch, Block
 from tests.random_programs import Runner, random_case
 
 pytestmark = pytest.mark.gloo
-# Kinds of calls and features of models that do not work yet.
-NOT_YET: frozenset[str] = frozenset(
-    (
-        *("opaque", "reads", "empty", "root", "zerodim", "torch_clip_norm", "torch_clip_value", "grad_none"),
-        *("read_grad", "edit_grad", "write_data", "write_inplace", "write_block", "optimizer_reload"),
-        *(
-            "part_zero_grad",
-            "deepcopy",
-            "double_backward",
-            "recorded",
-            "part",
-            "part_eval",
-            "two_losses",
-            "retain_twice",
-            "grad_params",
-        ),
-        *("rank_losses", "rank_forwards", "rank_branches", "rank_experts"),
-    )
-)
+NOT_YET: frozenset[str] = frozenset()
+"""Kinds of calls and features of models that do not work yet."""
 SEEDS = (22, 65, 89, 163, 285, 311, 486, 771, 845, 904, 978, 1047, 1251, 1453)
 
 
 @pytest.fixture(scope="module")
 def runner(pools: dict[int, RankPool]) -> Runner:
-    # Units that nobody used still get zero gradients, not none.
-    return Runner(60.0, pools, unused_zeros=True)
+    return Runner(60.0, pools)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -68,11 +50,6 @@ FOUND = {
     "save of a shared BatchNorm": named(
         ("step", "save_load", "step"), Arch((Block("conv"), Block("shared")), width=13), Setting(stage=2, ranks=1)
     ),
-}
-
-
-# Found, cut down, and not mended yet; the ranks of some end or hang.
-OPEN = {
     "autograd.grad leaves gradients that bind refuses": Case(
         2017, Setting(stage=0), Arch(), (Op("grad_inputs", 302436), Op("rebind", 293591))
     ),
@@ -109,9 +86,7 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*FOUND, *(pytest.param(name, marks=pytest.mark.xfail(run=False, reason="open")) for name in OPEN)]
-)
+@pytest.mark.parametrize("name", FOUND)
 def test_found_once(runner: Runner, name: str) -> None:
-    wrong = runner.check((FOUND | OPEN)[name])
+    wrong = runner.check(FOUND[name])
     assert not wrong, wrong

@@ -128,7 +128,7 @@ def seeded(param: Tensor, seed: int) -> Tensor:
 
 @torch.no_grad()
 def edit(model: nn.Module, kind: str, sharded: nn.Module) -> None:
-    for number, (param, ours) in enumerate(zip(model.parameters(), sharded.parameters())):
+    for number, param in enumerate(model.parameters()):
         match kind:
             case "mul_":
                 param.mul_(0.5)
