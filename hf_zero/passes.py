@@ -6,7 +6,7 @@ Every moment at which memory is taken is looked at: the highest are a real step'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .layout import Visit
@@ -144,6 +144,17 @@ class _Player:
         self._expected = [0] * len(units)
         for visit in flat:
             self._expected[visit.unit] += 1
+        self._first, self._latest = self._times()
+        used = [unit for unit in range(len(units)) if self._first[unit]]
+        self._turns = sorted(used, key=lambda unit: -self._first[unit])  # of reduces
+        self._walk = sorted(used, key=lambda unit: -self._latest[unit])  # of gathers
+        seen_whole = {visit.unit for visit in flat if not visit.is_embedding}
+        self._weightless = [unit not in seen_whole for unit in range(len(units))]
+        self._joins = {visit.unit for visit in flat if id(visit) in reached}
+        self._turn = self._walked = 0
+        self._arrived: set[int] = set()  # units that were gathered for this backward
+        self._made: set[int] = set()  # units whose fresh gradients have been there, in this backward
+        self._gone: set[int] = set()  # and are sent
         self._order: list[int] = []  # of the last pass
         self._order_back: list[int] = []
         self._steps = 0
@@ -156,6 +167,15 @@ class _Player:
         self._is_held = [False] * len(units)
         self._sending: int | None = None
         self._stepping: list[list[int]] = []
+
+    def _times(self) -> tuple[list[int], list[int]]:
+        """By unit, when its use in a pass begins, and when it ends. 0: it has none."""
+        first, latest = [0] * len(self.units), [0] * len(self.units)
+        for clock, (visit, enters) in enumerate(self._forward, 1):
+            first[visit.unit] = first[visit.unit] or clock
+            if not enters:
+                latest[visit.unit] = clock
+        return first, latest
 
     def _is_open(self, visit: Visit, flat: Sequence[Visit]) -> bool:
         """Its inputs need no gradient: no hook shows where its backward ends."""
@@ -211,47 +231,72 @@ class _Player:
     def _pass_backward(self) -> None:
         needs = _Needs(self._order_back)
         left = [0] * len(self.units)
-        fresh = [False] * len(self.units)
+        self._turn = self._walked = 0
+        self._arrived = {unit for unit, state in enumerate(self._state) if state != "away"}
+        self._made.clear()
+        self._gone.clear()
         for what, visit in self._backward:
             if what == "done" and id(visit) not in self._open:
                 left[visit.unit] += 1
-        came: list[int] = []
         for what, visit in self._backward:
             unit = visit.unit
             if what == "pre":
                 if self.manner.frees:
-                    self._need(unit, needs)
+                    self._need_in_backward(unit, needs)
             elif what == "done":
                 is_over = left[unit] == 1 and id(visit) not in self._open
-                if self.units[unit].is_trained and (is_over or unit in self._late) and not fresh[unit]:
+                if is_over or unit in self._late:
                     # Of a tied unit, the other use's gradient waits within autograd for the embedding's.
-                    fresh[unit] = True
-                    self._fresh += self._fresh_of(unit)
-                    self._mark()
+                    self._make(unit)
             elif id(visit) not in self._open:
                 left[unit] -= 1
                 if left[unit] == 0:
                     self._release(unit)
-                    if unit not in self._late and self.units[unit].is_trained:
-                        self._ready(unit)
-                        came.append(unit)
+                    if unit not in self._late:
+                        self._pass_by(unit)
         for unit in self._embedded:
-            if fresh[unit]:
+            if unit in self._made and unit not in self._gone:
                 self._mark(0 if self._is_held[unit] else self.units[unit].tied)
-            else:
-                fresh[unit] = True
-                self._fresh += self._fresh_of(unit)
-                self._mark()
+            self._make(unit)
         self._order_back = needs.now
         self._passes += 1
         for unit in range(len(self.units)):
             self._release(unit)
-        for unit in reversed(range(len(self.units))):
-            if self.units[unit].is_trained and unit not in came:
-                self._ready(unit)
+        rest = [] if self.manner.alone else [*self._turns]
+        for unit in (*rest, *range(len(self.units))):
+            self._go(unit)
         if self._sending is not None:
             self._finish(self._sending)
         self._sending = None
+
+    def _make(self, unit: int) -> None:
+        if self.units[unit].is_trained and unit not in self._made:
+            self._made.add(unit)
+            self._fresh += self._fresh_of(unit)
+            self._mark()
+
+    def _go(self, unit: int) -> None:
+        """Its gradients are complete."""
+        if self.units[unit].is_trained and unit not in self._gone:
+            self._gone.add(unit)
+            self._ready(unit)
+
+    def _pass_by(self, unit: int) -> None:
+        """Backward has come to where it was first used."""
+        if self.manner.alone or (self.manner.defers and not self._is_last):
+            self._go(unit)
+            return
+        self._leave(lambda turn: self._first[turn] >= self._first[unit])
+
+    def _leave(self, has_passed: Callable[[int], bool]) -> None:
+        """In turn, units that backward has passed: released, their gradients sent."""
+        while self._turn < len(self._turns) and has_passed(self._turns[self._turn]):
+            unit = self._turns[self._turn]
+            self._turn += 1
+            self._release(unit)
+            if self.units[unit].is_trained:
+                self._make(unit)
+                self._go(unit)
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -261,6 +306,26 @@ class _Player:
         if following is not None:
             self._gather(following)
         self._wait(unit)
+
+    def _need_in_backward(self, unit: int, needs: _Needs) -> None:
+        following = needs.note(unit)
+        if unit in self._joins:
+            self._walked = max(self._walked, self._walk.index(unit) + 1)
+            following = self._next_in_walk(following)
+        self._leave(lambda turn: self._first[turn] > self._latest[unit])
+        self._arrived.add(unit)
+        self._gather(unit)
+        if following is not None:
+            self._gather(following)
+        self._wait(unit)
+
+    def _next_in_walk(self, otherwise: int | None) -> int | None:
+        """What all ranks gather next in this backward."""
+        for unit in self._walk[self._walked :]:
+            if unit in self._arrived or self._weightless[unit]:
+                continue
+            return unit if unit in self._joins else otherwise
+        return otherwise
 
     def _gather(self, unit: int) -> None:
         if self._state[unit] != "away":
