@@ -6,7 +6,7 @@ Every moment at which memory is taken is looked at: the highest are a real step'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .layout import Visit
@@ -148,6 +148,7 @@ class _Player:
         used = [unit for unit in range(len(units)) if self._first[unit]]
         self._turns = sorted(used, key=lambda unit: -self._first[unit])  # of reduces
         self._walk = sorted(used, key=lambda unit: -self._latest[unit])  # of gathers
+        self._steps_of = {unit: step for step, unit in enumerate(self._walk)}
         seen_whole = {visit.unit for visit in flat if not visit.is_embedding}
         self._weightless = [unit not in seen_whole for unit in range(len(units))]
         self._joins = {visit.unit for visit in flat if id(visit) in reached}
@@ -263,7 +264,8 @@ class _Player:
         for unit in range(len(self.units)):
             self._release(unit)
         rest = [] if self.manner.alone else [*self._turns]
-        for unit in (*rest, *range(len(self.units))):
+        for unit in (*rest, *range(len(self.units))):  # alone: as they come
+            self._make(unit)
             self._go(unit)
         if self._sending is not None:
             self._finish(self._sending)
@@ -286,17 +288,18 @@ class _Player:
         if self.manner.alone or (self.manner.defers and not self._is_last):
             self._go(unit)
             return
-        self._leave(lambda turn: self._first[turn] >= self._first[unit])
+        self._leave_used_after(self._first[unit] - 1)
 
-    def _leave(self, has_passed: Callable[[int], bool]) -> None:
-        """In turn, units that backward has passed: released, their gradients sent."""
-        while self._turn < len(self._turns) and has_passed(self._turns[self._turn]):
+    def _leave_used_after(self, clock: int) -> None:
+        """In turn, units that are used after that only: released, their gradients sent."""
+        while self._turn < len(self._turns):
             unit = self._turns[self._turn]
+            if self._first[unit] <= clock:
+                break
             self._turn += 1
             self._release(unit)
-            if self.units[unit].is_trained:
-                self._make(unit)
-                self._go(unit)
+            self._make(unit)
+            self._go(unit)
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -310,9 +313,11 @@ class _Player:
     def _need_in_backward(self, unit: int, needs: _Needs) -> None:
         following = needs.note(unit)
         if unit in self._joins:
-            self._walked = max(self._walked, self._walk.index(unit) + 1)
+            self._walked = max(self._walked, self._steps_of[unit] + 1)
             following = self._next_in_walk(following)
-        self._leave(lambda turn: self._first[turn] > self._latest[unit])
+        if self.units[unit].reads:
+            self._wait(unit)
+        self._leave_used_after(self._latest[unit])
         self._arrived.add(unit)
         self._gather(unit)
         if following is not None:
@@ -321,10 +326,10 @@ class _Player:
 
     def _next_in_walk(self, otherwise: int | None) -> int | None:
         """What all ranks gather next in this backward."""
-        for unit in self._walk[self._walked :]:
-            if unit in self._arrived or self._weightless[unit]:
-                continue
-            return unit if unit in self._joins else otherwise
+        for step in range(self._walked, len(self._walk)):
+            unit = self._walk[step]
+            if unit not in self._arrived and not self._weightless[unit]:
+                return unit if unit in self._joins else otherwise
         return otherwise
 
     def _gather(self, unit: int) -> None:
@@ -467,14 +472,22 @@ class _Player:
         high = self.high
         communication = self._moving + self._fresh + extra
         gradients = self._kept + self._held
-        high.gathered = max(high.gathered, self._full)
-        high.communication = max(high.communication, communication)
-        high.gradients = max(high.gradients, gradients)
-        high.passing = max(high.passing, self._full + communication)
-        high.device = max(high.device, self._full + communication + gradients)
-        high.scratch = max(high.scratch, self._pool.nbytes)
-        if self._steps:
-            high.later_scratch = max(high.later_scratch, self._pool.nbytes)
+        passing = self._full + communication
+        if self._full > high.gathered:
+            high.gathered = self._full
+        if communication > high.communication:
+            high.communication = communication
+        if gradients > high.gradients:
+            high.gradients = gradients
+        if passing > high.passing:
+            high.passing = passing
+        if passing + gradients > high.device:
+            high.device = passing + gradients
+        scratch = self._pool.nbytes
+        if scratch > high.scratch:
+            high.scratch = scratch
+        if self._steps and scratch > high.later_scratch:
+            high.later_scratch = scratch
 
 
 class _Needs:

@@ -663,7 +663,7 @@ class Schedule:
                 self._stand_in(self._walk[self._walked])
             self._walked = max(self._walked, trace.step + 1)
             following = self._next_in_walk() or following
-        self._leave_used_after(trace)
+        self._make_way(trace)
         trace.came = True
         trace.unit.gather()
         if following is not None:
@@ -682,16 +682,24 @@ class Schedule:
     def _stand_in(self, trace: Trace) -> None:
         """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
         self._walked = max(self._walked, trace.step + 1)
-        if not trace.joinable or trace.came or self.wire.size == 1:
+        if not trace.joinable or self.wire.size == 1:
             return
-        trace.came = True
+        stays, trace.came = trace.came, True
         following = self._next_in_walk()
-        trace.unit.gather()
+        self._make_way(trace)  # collectives in the order in which `_need_in_backward` has them on other ranks
+        if not stays:
+            trace.unit.gather()
         if following is not None:
             following.gather()
-        self._release(trace)
+        if not stays:
+            self._release(trace)
         if self._walked < len(self._walk):
             self._leave_used_after(self._walk[self._walked])
+
+    def _make_way(self, trace: Trace) -> None:
+        """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
+        trace.unit.settle_read()
+        self._leave_used_after(trace)
 
     def _leave_used_after(self, trace: Trace) -> None:
         """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
