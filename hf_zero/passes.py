@@ -264,7 +264,7 @@ class _Player:
         for unit in range(len(self.units)):
             self._release(unit)
         rest = [] if self.manner.alone else [*self._turns]
-        for unit in (*rest, *range(len(self.units))):  # alone: as they come
+        for unit in (*rest, *reversed(range(len(self.units)))):
             self._make(unit)
             self._go(unit)
         if self._sending is not None:

@@ -437,11 +437,13 @@ class Schedule:
         host.given, host.use, host.entry, host.lent = [], None, None, []
         if use is not None and (self.frees or is_open):
             hook = partial(self._pre_backward, use, is_open, host.is_embedding, lent)
-            nodes = nodes_of(tensors_in(output))
+            found = tensors_in(output)
+            nodes = nodes_of(found)
             for node in nodes:
                 if node not in given:  # what is handed on is no use of the unit
                     node.register_prehook(hook)
-            if not nodes and self.frees and not self._in_backward:  # nobody can look into its output
+            if not nodes and self.frees and not self._in_backward and not (found and is_open and _is_frozen(module)):
+                # Nobody can look into its output.
                 trace.held = trace.held if self._hooked else 2
                 trace.strict = True
         if trace.in_backward:
@@ -799,7 +801,7 @@ class Schedule:
     def _reduce_rest(self) -> None:
         """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""
         if self.wire.size == 1:
-            for trace in self.traces:
+            for trace in reversed(self.traces):
                 if trace.unit.has_grads():
                     self._reduce(trace)
                 trace.unit.set_present(trace.unit.arrived(), 0)
@@ -908,3 +910,7 @@ class Schedule:
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
             trace.unit.release()
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(param.requires_grad for param in module.parameters())
