@@ -144,6 +144,18 @@ class _Player:
         self._expected = [0] * len(units)
         for visit in flat:
             self._expected[visit.unit] += 1
+        self._first, self._latest = self._times()
+        used = [unit for unit in range(len(units)) if self._first[unit]]
+        self._turns = sorted(used, key=lambda unit: -self._first[unit])  # of reduces
+        self._walk = sorted(used, key=lambda unit: -self._latest[unit])  # of gathers
+        self._steps_of = {unit: step for step, unit in enumerate(self._walk)}
+        seen_whole = {visit.unit for visit in flat if not visit.is_embedding}
+        self._weightless = [unit not in seen_whole for unit in range(len(units))]
+        self._joins = {visit.unit for visit in flat if id(visit) in reached}
+        self._turn = self._walked = 0
+        self._arrived: set[int] = set()  # units that were gathered for this backward
+        self._made: set[int] = set()  # units whose fresh gradients have been there, in this backward
+        self._gone: set[int] = set()  # and are sent
         self._order: list[int] = []  # of the last pass
         self._order_back: list[int] = []
         self._steps = 0
@@ -156,6 +168,15 @@ class _Player:
         self._is_held = [False] * len(units)
         self._sending: int | None = None
         self._stepping: list[list[int]] = []
+
+    def _times(self) -> tuple[list[int], list[int]]:
+        """By unit, when its use in a pass begins, and when it ends. 0: it has none."""
+        first, latest = [0] * len(self.units), [0] * len(self.units)
+        for clock, (visit, enters) in enumerate(self._forward, 1):
+            first[visit.unit] = first[visit.unit] or clock
+            if not enters:
+                latest[visit.unit] = clock
+        return first, latest
 
     def _is_open(self, visit: Visit, flat: Sequence[Visit]) -> bool:
         """Its inputs need no gradient: no hook shows where its backward ends."""
@@ -211,47 +232,74 @@ class _Player:
     def _pass_backward(self) -> None:
         needs = _Needs(self._order_back)
         left = [0] * len(self.units)
-        fresh = [False] * len(self.units)
+        self._turn = self._walked = 0
+        self._arrived = {unit for unit, state in enumerate(self._state) if state != "away"}
+        self._made.clear()
+        self._gone.clear()
         for what, visit in self._backward:
             if what == "done" and id(visit) not in self._open:
                 left[visit.unit] += 1
-        came: list[int] = []
         for what, visit in self._backward:
             unit = visit.unit
             if what == "pre":
                 if self.manner.frees:
-                    self._need(unit, needs)
+                    self._need_in_backward(unit, needs)
             elif what == "done":
                 is_over = left[unit] == 1 and id(visit) not in self._open
-                if self.units[unit].is_trained and (is_over or unit in self._late) and not fresh[unit]:
+                if is_over or unit in self._late:
                     # Of a tied unit, the other use's gradient waits within autograd for the embedding's.
-                    fresh[unit] = True
-                    self._fresh += self._fresh_of(unit)
-                    self._mark()
+                    self._make(unit)
             elif id(visit) not in self._open:
                 left[unit] -= 1
                 if left[unit] == 0:
                     self._release(unit)
-                    if unit not in self._late and self.units[unit].is_trained:
-                        self._ready(unit)
-                        came.append(unit)
+                    if unit not in self._late:
+                        self._pass_by(unit)
         for unit in self._embedded:
-            if fresh[unit]:
+            if unit in self._made and unit not in self._gone:
                 self._mark(0 if self._is_held[unit] else self.units[unit].tied)
-            else:
-                fresh[unit] = True
-                self._fresh += self._fresh_of(unit)
-                self._mark()
+            self._make(unit)
         self._order_back = needs.now
         self._passes += 1
         for unit in range(len(self.units)):
             self._release(unit)
-        for unit in reversed(range(len(self.units))):
-            if self.units[unit].is_trained and unit not in came:
-                self._ready(unit)
+        rest = [] if self.manner.alone else [*self._turns]
+        for unit in (*rest, *reversed(range(len(self.units)))):
+            self._make(unit)
+            self._go(unit)
         if self._sending is not None:
             self._finish(self._sending)
         self._sending = None
+
+    def _make(self, unit: int) -> None:
+        if self.units[unit].is_trained and unit not in self._made:
+            self._made.add(unit)
+            self._fresh += self._fresh_of(unit)
+            self._mark()
+
+    def _go(self, unit: int) -> None:
+        """Its gradients are complete."""
+        if self.units[unit].is_trained and unit not in self._gone:
+            self._gone.add(unit)
+            self._ready(unit)
+
+    def _pass_by(self, unit: int) -> None:
+        """Backward has come to where it was first used."""
+        if self.manner.alone or (self.manner.defers and not self._is_last):
+            self._go(unit)
+            return
+        self._leave_used_after(self._first[unit] - 1)
+
+    def _leave_used_after(self, clock: int) -> None:
+        """In turn, units that are used after that only: released, their gradients sent."""
+        while self._turn < len(self._turns):
+            unit = self._turns[self._turn]
+            if self._first[unit] <= clock:
+                break
+            self._turn += 1
+            self._release(unit)
+            self._make(unit)
+            self._go(unit)
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -261,6 +309,28 @@ class _Player:
         if following is not None:
             self._gather(following)
         self._wait(unit)
+
+    def _need_in_backward(self, unit: int, needs: _Needs) -> None:
+        following = needs.note(unit)
+        if unit in self._joins:
+            self._walked = max(self._walked, self._steps_of[unit] + 1)
+            following = self._next_in_walk(following)
+        if self.units[unit].reads:
+            self._wait(unit)
+        self._leave_used_after(self._latest[unit])
+        self._arrived.add(unit)
+        self._gather(unit)
+        if following is not None:
+            self._gather(following)
+        self._wait(unit)
+
+    def _next_in_walk(self, otherwise: int | None) -> int | None:
+        """What all ranks gather next in this backward."""
+        for step in range(self._walked, len(self._walk)):
+            unit = self._walk[step]
+            if unit not in self._arrived and not self._weightless[unit]:
+                return unit if unit in self._joins else otherwise
+        return otherwise
 
     def _gather(self, unit: int) -> None:
         if self._state[unit] != "away":
@@ -402,14 +472,22 @@ class _Player:
         high = self.high
         communication = self._moving + self._fresh + extra
         gradients = self._kept + self._held
-        high.gathered = max(high.gathered, self._full)
-        high.communication = max(high.communication, communication)
-        high.gradients = max(high.gradients, gradients)
-        high.passing = max(high.passing, self._full + communication)
-        high.device = max(high.device, self._full + communication + gradients)
-        high.scratch = max(high.scratch, self._pool.nbytes)
-        if self._steps:
-            high.later_scratch = max(high.later_scratch, self._pool.nbytes)
+        passing = self._full + communication
+        if self._full > high.gathered:
+            high.gathered = self._full
+        if communication > high.communication:
+            high.communication = communication
+        if gradients > high.gradients:
+            high.gradients = gradients
+        if passing > high.passing:
+            high.passing = passing
+        if passing + gradients > high.device:
+            high.device = passing + gradients
+        scratch = self._pool.nbytes
+        if scratch > high.scratch:
+            high.scratch = scratch
+        if self._steps and scratch > high.later_scratch:
+            high.later_scratch = scratch
 
 
 class _Needs:

@@ -467,11 +467,13 @@ class Schedule:
         host.given, host.use, host.entry, host.lent = [], None, None, []
         if use is not None and (self.frees or is_open):
             hook = partial(self._pre_backward, use, is_open, host.is_embedding, lent)
-            nodes = nodes_of(tensors_in(output))
+            found = tensors_in(output)
+            nodes = nodes_of(found)
             for node in nodes:
                 if node not in given:  # what is handed on is no use of the unit
                     node.register_prehook(hook)
-            if not nodes and self.frees and not self._in_backward:  # nobody can look into its output
+            if not nodes and self.frees and not self._in_backward and not (found and is_open and _is_frozen(module)):
+                # Nobody can look into its output.
                 trace.held = trace.held if self._hooked else 2
                 trace.strict = True
             if trace.stays and not self._in_backward:
@@ -695,7 +697,7 @@ class Schedule:
                 self._stand_in(self._walk[self._walked])
             self._walked = max(self._walked, trace.step + 1)
             following = self._next_in_walk() or following
-        self._leave_used_after(trace)
+        self._make_way(trace)
         trace.came = trace.entered = True
         trace.unit.gather()
         if following is not None:
@@ -714,16 +716,24 @@ class Schedule:
     def _stand_in(self, trace: Trace) -> None:
         """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
         self._walked = max(self._walked, trace.step + 1)
-        if not trace.joinable or trace.came or self.wire.size == 1:
+        if not trace.joinable or self.wire.size == 1:
             return
-        trace.came = True
+        stays, trace.came = trace.came, True
         following = self._next_in_walk()
-        trace.unit.gather()
+        self._make_way(trace)  # collectives in the order in which `_need_in_backward` has them on other ranks
+        if not stays:
+            trace.unit.gather()
         if following is not None:
             following.gather()
-        self._release(trace)
+        if not stays:
+            self._release(trace)
         if self._walked < len(self._walk):
             self._leave_used_after(self._walk[self._walked])
+
+    def _make_way(self, trace: Trace) -> None:
+        """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
+        trace.unit.settle_read()
+        self._leave_used_after(trace)
 
     def _leave_used_after(self, trace: Trace) -> None:
         """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
@@ -833,7 +843,7 @@ class Schedule:
     def _reduce_rest(self) -> None:
         """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""
         if self.wire.size == 1:
-            for trace in self.traces:
+            for trace in reversed(self.traces):
                 if trace.unit.has_grads():
                     self._reduce(trace)
                 trace.unit.set_present(trace.unit.arrived(), 0)
@@ -954,3 +964,7 @@ class Schedule:
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
             trace.unit.release()
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(param.requires_grad for param in module.parameters())

@@ -155,6 +155,11 @@ class Unit:
             for each in self._dictionaries:
                 each.__class__ = ParameterDict
 
+    def settle_read(self) -> None:
+        """What is being read from disk for it has arrived afterwards, and its host buffers can serve others. By the plan, too."""
+        if self._sends_late and self.state is State.GATHERING:
+            self.wait()
+
     def release(self) -> None:
         """Full parameters go away, unless the stage keeps them."""
         if self.state is State.SHARDED or self.policy.keep_full:

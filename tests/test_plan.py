@@ -107,7 +107,7 @@ def test_175b_that_does_not_fit_is_refused_in_seconds():
     started = time.perf_counter()
     with pytest.raises(zero.ConfigError, match="ranks with the same budgets"):
         make(layout, 1024, precision=BF16, offload_optimizer="auto", offload_params="auto",
-             device_memory="23GiB", host_memory="100MiB")  # fmt: skip
+             device_memory="21.5GiB", host_memory="100MiB")  # fmt: skip
     assert time.perf_counter() - started < 2.0
 
 
@@ -149,7 +149,7 @@ def test_offload_counts_by_hand():
     device, host = made.memory.peak[DEVICE], made.memory.peak[HOST]
     assert device["parameters"] == 4 * n * 2
     assert device["gradients"] == device["optimizer"] == 0
-    assert device["gathered"] == 3 * 2 * n * 2
+    assert device["gathered"] == 2 * 2 * n * 2  # one is left before the one after the next is fetched
     assert device["communication"] == 2 * n * 2 + 2 * n * 4 + n * 4  # one unit's gradients, its bucket, its mean
     assert (host["parameters"], host["gradients"], host["optimizer"]) == (0, 4 * n * 4, 4 * n * 12)
     assert host["staging"] == BLOCK_NUMEL * 2 * 2  # on their way up
