@@ -2,9 +2,10 @@
 
 DDP sends every buffer before a forward, if the forward before that one was to be differentiated and synchronised (it was not
 under `no_grad`, nor inside `no_sync`). The forward that it is sent before may be of any kind. Here this is done for those
-buffers that change, in one message of bytes. Which these are the ranks agree on, at the end of a backward that syncs: the ranks' word
-of their gradients also says whether any has another tensor in a buffer's place, or one that was written to (version counters), and
-only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let pass once.
+buffers that change, in one message of bytes. Which these are the ranks agree on, at the end of a backward that syncs: their
+word on gradients also says whether any rank has another tensor in a buffer's place, or one that was written to (version
+counters), and only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let
+pass once.
 """
 
 from __future__ import annotations

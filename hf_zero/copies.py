@@ -7,11 +7,14 @@ by torch's own deepcopy of the module without what is the engine's, parameters g
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .agree import arriving
@@ -19,6 +22,7 @@ from .assembly import Assembly
 from .comm import SoloWire
 from .errors import StateError
 from .overrides import override
+from .unit import State
 
 _PACKAGE = __name__.partition(".")[0]
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
@@ -34,9 +38,46 @@ def put_on(model: nn.Module, assembly: Assembly, wire: SoloWire, settle: Callabl
         if next(module.parameters(), None) is not None:
             override(module, _COPY, partial(_plain_copy, module, assembly, wire, settle))
             override(module, _PICKLE, _refuse_pickle)
+    protect(assembly)
+
+
+def protect(assembly: Assembly) -> None:
+    """A copy or a file of a released parameter would be one of NaN: both are refused while it is released."""
+    for param, (unit, _, _) in assembly.places.items():
+        if not unit.policy.keep_full:
+            param.__dict__[_COPY] = partial(_copy_parameter, weakref.ref(param), assembly)
+            param.__dict__[_PICKLE] = partial(_pickle_parameter, weakref.ref(param), assembly)
+
+
+def _there(reference: weakref.ref[nn.Parameter], assembly: Assembly) -> nn.Parameter:
+    param = reference()
+    if param is None:
+        raise StateError("a parameter was copied by something that does not hold it")
+    unit, flat, index = assembly.places[param]
+    if unit.state is not State.GATHERED and index not in flat.pinned:
+        raise StateError(
+            f"parameter {flat.span.slots[index].spec.name!r} is released: its values are with the ranks' shards, and a copy or "
+            "a file of it would hold NaN. Use model.state_dict() on every rank, or zero.full_parameter, or copy it inside "
+            "zero.GatheredParameters"
+        )
+    return param
+
+
+def _copy_parameter(reference: weakref.ref[nn.Parameter], assembly: Assembly, memo: dict[int, Any]) -> nn.Parameter:
+    copied: nn.Parameter = nn.Parameter.__deepcopy__(_there(reference, assembly), memo)
+    return copied
+
+
+def _pickle_parameter(reference: weakref.ref[nn.Parameter], assembly: Assembly, protocol: Any) -> Any:
+    param = _there(reference, assembly)
+    # As nn.Parameter does it, without the attributes that are ours.
+    return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
 
 
 def take_off(model: nn.Module) -> None:
+    for param in model.parameters():
+        for name in (_COPY, _PICKLE):
+            param.__dict__.pop(name, None)
     for module in model.modules():
         for name in (_COPY, _PICKLE):
             module.__dict__.pop(name, None)

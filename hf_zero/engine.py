@@ -226,6 +226,7 @@ class Engine:
         self._full_state.detach()
         self.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
+        copies.protect(self._assembly)
         self._schedule = self._new_schedule()
         self._schedule.take_over(seen)
         self._full_state = FullState(self.model, self.units, self._wire, self.settle)

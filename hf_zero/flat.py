@@ -452,6 +452,10 @@ class Flat:
     def has_grads(self) -> bool:
         return self._held or bool([param for param in self.params if is_new(param.grad)])
 
+    def has_nan_grads(self) -> bool:
+        found = [param.grad for param in self.params if is_new(param.grad)]
+        return any(grad is not None and bool(grad.isnan().any()) for grad in found)
+
     def drop_grads(self, *, local: bool = False) -> None:
         """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
         for param in self.params:

@@ -36,9 +36,7 @@ def tensors_in(value: Any) -> list[Tensor]:
                 found.append(each)
             elif isinstance(each, (tuple, list)):
                 deeper += each
-            elif isinstance(each, _PLAIN):
-                continue
-            elif id(each) in known:
+            elif isinstance(each, _PLAIN) or id(each) in known:
                 continue
             else:
                 known.add(id(each))
@@ -143,7 +141,7 @@ class SavedTensors:
             )  # an operation's own output would keep the operation, and that the output, for ever
         key = tensor.untyped_storage()._cdata
         owners = self._owner_of
-        return tensor, tensor._version, owners[key] if key in owners else None
+        return tensor, tensor._version, owners.get(key)
 
     def _unpack(self, saved: Any) -> Tensor:
         tensor, version, owner = saved

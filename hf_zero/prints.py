@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
+
+from .transfer import bytes_of
 
 _BLOCK_BYTES = 8 << 20
 _ROW, _SEEN = 4096, 64
@@ -17,7 +20,8 @@ def digest(values: Tensor) -> int:
     """Of every bit in its place; 1-D and contiguous. On CUDA the host waits for it."""
     data = values.detach().view(torch.uint8)
     if data.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(data.numpy().data)
+        memory: Any = bytes_of(data)
+        return xxhash.xxh3_64_intdigest(memory)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for block in data.split(_BLOCK_BYTES):
         whole = block.numel() // 4 * 4

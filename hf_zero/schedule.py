@@ -42,12 +42,12 @@ from torch.autograd import Variable
 from . import on_read
 from .comm import SoloWire
 from .discover import is_plain_embedding
+from .errors import StateError
 from .graph import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
 
-
 LEARNING = 4
-"""Backwards in which all saved tensors are looked at, to find the units that a backward comes to in other ways than by output."""
+"""In so many backwards all saved tensors are looked at, to find units that a backward comes to by other ways than outputs."""
 
 
 class Order:
@@ -139,9 +139,9 @@ class Trace:
     """
 
     __slots__ = (
-        "at", "begun", "borrowed", "came", "came_last", "everywhere", "expected", "first", "held", "in_backward", "in_open",
-        "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen", "step", "stepped", "strict", "unit",
-        "use", "uses", "weightless",
+        "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere", "expected", "first", "held", "in_backward",
+        "in_open", "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen",
+        "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -156,6 +156,7 @@ class Trace:
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.borrowed = False  # others than its hosts have read it
+        self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
@@ -163,7 +164,9 @@ class Trace:
         self.place = self.step = -1
         self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
         self.everywhere = True  # every rank has used it: none makes the others wait for its part
-        self.in_backward = self.in_open = self.came = self.came_last = self.reduced = False
+        self.in_backward = self.in_open = self.reduced = False
+        self.came = self.came_last = False  # gathered in it, also for other ranks alone
+        self.entered = False  # there for this rank's use
         self.stepped = False  # who wants to know has been told that all gradients are there
         self.local = False  # gradients wait on this rank, from a backward that did not send them
 
@@ -200,6 +203,8 @@ class Schedule:
         self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._reducing: Trace | None = None
+        self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
+        self._blind: Trace | None = None  # and NaN came of it
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
@@ -271,13 +276,13 @@ class Schedule:
 
     def state(self) -> tuple[Any, ...]:
         """What `take_over` gives to the schedule of the same units with other spans."""
-        learnt = [(trace.expected, trace.strict, trace in self._opened) for trace in self.traces]
+        learnt = [(trace.expected, trace.strict, trace.stays, trace in self._opened) for trace in self.traces]
         return self.sync, self.unsynced, self._seen_backward, self._learning, learnt
 
     def take_over(self, state: tuple[Any, ...]) -> None:
         self.sync, self.unsynced, self._seen_backward, self._learning, learnt = state
-        for trace, (expected, strict, is_open) in zip(self.traces, learnt):
-            trace.expected, trace.strict = expected, strict
+        for trace, (expected, strict, stays, is_open) in zip(self.traces, learnt):
+            trace.expected, trace.strict, trace.stays = expected, strict, stays
             if is_open:
                 self._host_inside(trace)
 
@@ -444,6 +449,8 @@ class Schedule:
             if not nodes and self.frees and not self._in_backward:  # nobody can look into its output
                 trace.held = trace.held if self._hooked else 2
                 trace.strict = True
+            if trace.stays and not self._in_backward:
+                trace.held = 2
         if trace.in_backward:
             return
         if self.frees and not self._in_backward:
@@ -606,12 +613,12 @@ class Schedule:
         """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
         for trace in self.traces:
             trace.reduced = trace.stepped = False
-            trace.came = (
-                trace.unit.state is not State.SHARDED
-            )  # kept from forward, on every rank: it is not gathered again
+            # Kept from forward, on every rank: it is not gathered again.
+            trace.came = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
         self._turn = self._walked = 0
         self._order, self._walk = [], []
+        self._unseen = None
         if not self.frees and (self.wire.size == 1 or (self._defers and not self.sync)):
             self._agreement = None
             return
@@ -664,7 +671,7 @@ class Schedule:
             self._walked = max(self._walked, trace.step + 1)
             following = self._next_in_walk() or following
         self._leave_used_after(trace)
-        trace.came = True
+        trace.came = trace.entered = True
         trace.unit.gather()
         if following is not None:
             following.gather()
@@ -760,6 +767,8 @@ class Schedule:
                 self._reduce(trace)
 
     def _reduce(self, trace: Trace) -> None:
+        if self.frees:
+            self._suspect(trace)
         previous, self._reducing = self._reducing, trace
         if previous is not None:
             if previous.everywhere:
@@ -768,6 +777,14 @@ class Schedule:
                 self._late.append(previous)
         trace.unit.reduce()
         trace.reduced, trace.stepped = True, False
+
+    def _suspect(self, trace: Trace) -> None:
+        """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
+        if self._unseen is None and not trace.entered and not trace.weightless and trace.unit.has_grads():
+            self._unseen = trace
+        if self._unseen is not None and self._blind is None and trace.unit.has_nan_grads():
+            self._blind = self._unseen
+            self._blind.stays = True
 
     def _finish_reduce(self, trace: Trace) -> None:
         trace.unit.finish_reduce()
@@ -811,10 +828,11 @@ class Schedule:
         """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
         asked = self.ask()
         while True:
+            blind = self._blind
             flags: list[int] = [trace.unit.has_grads() for trace in self.traces]
             for trace in self.traces:
                 flags += trace.unit.arrived()
-            flags.append(asked)
+            flags += (asked, 0 if blind is None else 1 + blind.at)
             found = self.wire.start_maximum(flags)()
             more = [trace for trace in self.traces if found[trace.at]]
             if not more:
@@ -822,7 +840,9 @@ class Schedule:
             for trace in more:
                 self._reduce(trace)
             self._finish_reduces()
-        self.answered = bool(found[-1])
+        self.answered = bool(found[-2])
+        if found[-1]:
+            self._blind = self.traces[found[-1] - 1]
         start = len(self.traces)
         for trace in self.traces:
             start = trace.unit.set_present(found, start)
@@ -853,9 +873,17 @@ class Schedule:
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
         self.after_backward()
+        blind, self._blind = self._blind, None
+        if blind is not None:
+            raise StateError(
+                f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not "
+                "see, while its parameters were released (a custom autograd Function that keeps a weight as an attribute of "
+                "ctx? use ctx.save_for_backward). Call zero_grad() and run the step again: from now on this unit stays "
+                "gathered until the end of backward"
+            )
 
     def flush(self) -> None:
-        """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook. A collective where there are any."""
+        """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook; a collective then."""
         missed = not self._seen_backward and any(trace.unit.has_grads() for trace in self.traces)
         if not self.unsynced and not missed:
             return

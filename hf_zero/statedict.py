@@ -138,6 +138,8 @@ class FullState:
         if self._loading == 0 or not prefix:
             self._loading = 0
             self._landing.clear()
+            for unit in self._units:
+                unit.release()  # what a parameter points at below is no edit of somebody's
             self._settle()
             # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
             meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())

@@ -82,15 +82,15 @@ class Unit:
         """Start to bring the full parameters in."""
         if self.state is not State.SHARDED:
             return
-        if self._check_on_gather and not self.policy.keep_full:
-            for flat in self.flats:
-                flat.guards.check(self.name)
         self._close_sends()
         self._lent = [inflight for inflight in self._lent if not inflight.ready]
         self.finish_step()
-        for flat in self.flats:
-            if not self.policy.keep_full:
+        if not self.policy.keep_full:
+            for flat in self.flats:
                 edits.released(flat, self.name)
+                if self._check_on_gather:
+                    flat.guards.check(self.name)
+        for flat in self.flats:
             if not flat.resident:
                 flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
         for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
@@ -131,7 +131,7 @@ class Unit:
             raise StateError(
                 f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
             )
-        if self._brings:
+        if self._sends_late:
             self._send()
         for inflight in self._arrivals:
             inflight.wait()
@@ -239,18 +239,16 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def has_grads(self) -> bool:
-        for flat in self.trained:
-            if flat.has_grads():
-                return True
-        return False
+        return True in [flat.has_grads() for flat in self.trained]
+
+    def has_nan_grads(self) -> bool:
+        """Whether a local gradient, not reduced yet, has a NaN."""
+        return any(flat.has_nan_grads() for flat in self.trained)
 
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has had a gradient of it since the last `drop_grads`."""
-        for flat in self.trained:
-            if True in flat.arrived:
-                return True
-        return False
+        return True in [True in flat.arrived for flat in self.trained]
 
     def arrived(self) -> list[bool]:
         """By parameter, span by span: whether this rank has had a gradient of it since the last `drop_grads`."""

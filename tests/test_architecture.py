@@ -33,6 +33,8 @@ LAYERS = {
         "machine",
         "precision",
         "discover",
+        "graph",
+        "on_read",
         "safetensors_io",
         "manifest",
         "staging",

@@ -259,10 +259,10 @@ def test_low_precision_and_frozen_parameters(two: RankPool) -> None:
 
 
 def recut(rank: int, world: int, stage: int) -> None:
-    """A group added in training: the same training as with a plain model, one unit whole at a time."""
+    """A group added in training: the same training as with a plain model, one unit whole at a time, of those that it cuts."""
     case = Case(stage=stage, steps=4)
     model = gpt2(n_layer=4)
-    late = [p for p in model.transformer.h[0].parameters() if p.dim() > 1]
+    late = [p for block in (0, 2) for p in model.transformer.h[block].parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if all(p is not q for q in late)]
     optimizer = torch.optim.AdamW(rest, lr=1e-3)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
@@ -283,14 +283,14 @@ def recut(rank: int, world: int, stage: int) -> None:
         losses.append(backward(model, rank, step).item())
         optimizer.step()
         optimizer.zero_grad()
-    assert len(wholes) == len(engine.units)
+    assert len(wholes) == 2
     largest = max(unit.layout.numel for unit in engine.units)
     if stage == 3:
         assert max(wholes) <= largest
         slices = sum(flat.span.slice_numel for unit in engine.units for flat in unit.flats)
         assert max(measured) <= 4 * (slices + largest)
     plain = gpt2(n_layer=4)
-    slow = [p for p in plain.transformer.h[0].parameters() if p.dim() > 1]
+    slow = [p for block in (0, 2) for p in plain.transformer.h[block].parameters() if p.dim() > 1]
     reference = torch.optim.AdamW([p for p in plain.parameters() if all(p is not q for q in slow)], lr=1e-3)
     expected = []
     for step in range(case.steps):

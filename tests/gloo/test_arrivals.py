@@ -59,7 +59,8 @@ def waits(rank: int, world: int, folder: Path) -> dict[str, list[str]]:
         on_time = heard(work, 30.0)
         engine.exchange(None)
         out[name] = [heard(late, 0.3), on_time]
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)  # a cancelled one takes a moment to end
     engine.detach()
     return out
 

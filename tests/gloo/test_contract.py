@@ -1,4 +1,4 @@
-"""A program that is right under plain data parallel gives its numbers at every stage: programs that look at a model in unusual ways.
+"""A program that is right under plain data parallel gives its numbers at every stage, however it looks at its model.
 
 A program is a model and a function that runs one rank's forwards and backwards of one step on it. The reference plays all
 ranks in one process: gradients are averaged over the ranks, a parameter that no rank gave one has none.
@@ -6,6 +6,8 @@ ranks in one process: gradients are averaged over the ranks, a parameter that no
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,10 +70,8 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, head: int = 0) -> Tensor:
         hidden = self.body(ids)
-        if self.fused:
-            logits = F.linear(hidden, self.heads[head].weight, self.heads[head].bias)
-        else:
-            logits = self.heads[head](hidden)
+        one = self.heads[head]
+        logits = F.linear(hidden, one.weight, one.bias) if self.fused else one(hidden)
         return logits if self.scale is None else logits * self.scale
 
 
@@ -411,11 +411,11 @@ def reference(program: Program, world: int) -> tuple[list[list[float]], dict[str
     return losses, model.state_dict(), optimizer.state_dict()["state"]
 
 
-def compare(name: str, stage: int, rank: int, world: int) -> None:
+def compare(name: str, stage: int, rank: int, world: int, **settings: Any) -> None:
     program = PROGRAMS[name]
     model = program.build()
     optimizer = optimizer_of(model)
-    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision=program.dtype)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, **settings), mixed_precision=program.dtype)
     losses = []
     for step in range(program.steps):
         values = program.run(model, rank, step)
@@ -431,21 +431,15 @@ def compare(name: str, stage: int, rank: int, world: int) -> None:
         expected_losses, expected, expected_state = reference(program, world)
     torch.testing.assert_close(losses, expected_losses, rtol=program.tolerance, atol=program.tolerance)
     for key, value in expected.items():
-        torch.testing.assert_close(
-            weights[key], value, rtol=program.tolerance, atol=program.tolerance, msg=lambda m: f"{key}: {m}"
-        )
-    assert state.keys() == expected_state.keys(), (
-        f"optimizer state of {sorted(state)}, expected {sorted(expected_state)}"
-    )
+        _close(weights[key], value, program.tolerance, key)
+    assert state.keys() == expected_state.keys(), f"optimizer state of {sorted(state)}, not {sorted(expected_state)}"
     for index, entries in expected_state.items():
         for key, value in entries.items():
-            torch.testing.assert_close(
-                state[index][key],
-                value,
-                rtol=program.tolerance,
-                atol=program.tolerance,
-                msg=lambda m: f"{index} {key}: {m}",
-            )
+            _close(state[index][key], value, program.tolerance, f"{index} {key}")
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def worker(rank: int, world: int, stage: int, name: str) -> None:
@@ -458,3 +452,187 @@ def test_as_plain_data_parallel(two, name: str, stage: int):
     if stage not in PROGRAMS[name].stages:
         pytest.skip("ranks that run other modules in a forward: not at stage 3")
     two.run(worker, stage, name, timeout_s=60)
+
+
+def everything(rank: int, world: int, stage: int, settings: dict[str, str]) -> None:
+    for name, program in PROGRAMS.items():
+        if stage in program.stages or world == 1:
+            try:
+                compare(name, stage, rank, world, **settings)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "settings"),
+    [
+        (1, 2, {}),
+        (1, 3, {"offload_optimizer": "cpu", "offload_params": "cpu"}),
+        (2, 1, {"offload_optimizer": "cpu"}),
+        (2, 3, {"offload_optimizer": "cpu", "offload_params": "disk"}),
+        (3, 2, {}),
+        (3, 3, {"offload_optimizer": "disk"}),
+    ],
+)
+def test_on_other_ranks_and_tiers(pools, tmp_path, world: int, stage: int, settings: dict[str, str]):
+    disk = {"offload_dir": str(tmp_path)} if "disk" in settings.values() else {}
+    pools[world].run(everything, stage, {**settings, **disk}, timeout_s=150)
+
+
+# Two models in one loss ----------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Blocks that a rank may leave out."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, without: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != without:
+                x = block(x)
+        return x
+
+
+def adversaries(models: list[nn.Module], rank: int, step: int, together: bool) -> Tensor:
+    """A generator and its critic; ranks leave different blocks out of both."""
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    maker, critic = models
+    without = (rank + step) % 4 if together else 4
+    made = maker(x, without)
+    return critic(made, 3 - without if together else 4).square().mean() + made.mean()
+
+
+def two_engines(rank: int, world: int, stage: int, together: bool) -> None:
+    def optimizers(models: list[nn.Module]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+
+    ours, plain_models = [Branches(1), Branches(2)], [Branches(1), Branches(2)]
+    steppers, references = optimizers(ours), optimizers(plain_models)
+    for model, optimizer in zip(ours, steppers):
+        zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    params = [p for model in plain_models for p in model.parameters()]
+    for step in range(4):
+        adversaries(ours, rank, step, together).backward()
+        found = []
+        for other in range(world):
+            adversaries(plain_models, other, step, together).backward()
+            found.append([p.grad for p in params])
+            for p in params:
+                p.grad = None
+        for p, grads in zip(params, zip(*found)):
+            if any(grad is not None for grad in grads):
+                p.grad = sum(torch.zeros_like(p) if grad is None else grad for grad in grads) / world
+        for optimizer in (*steppers, *references):
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(ours, plain_models):
+        state = mine.state_dict()
+        for name, value in theirs.state_dict().items():
+            if rank == 0:
+                _close(state[name], value, 2e-5, name)
+
+
+@pytest.mark.parametrize(("stage", "together"), [(1, True), (2, True), (3, False)])
+def test_two_engines_in_one_loss(pools, stage: int, together: bool):
+    pools[2].run(two_engines, stage, together, timeout_s=60)
+
+
+def reduces(rank: int, world: int, forwards: int) -> int:
+    model = Model()
+    optimizer = optimizer_of(model)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
+    losses = [token_loss(model(ids), ids) for ids in (ids_of(rank, 0, micro) for micro in range(forwards))]
+    before = engine.traffic["reduce"].calls
+    sum(losses).backward()
+    spans = sum(1 for unit in engine.units for _ in unit.trained)
+    return engine.traffic["reduce"].calls - before - spans
+
+
+def test_a_unit_is_reduced_once_per_backward(two):
+    for forwards in (1, 2, 3):
+        assert two.run(reduces, forwards) == [0, 0]
+
+
+# A way into a unit that nobody sees --------------------------------------------------------------------------------
+
+
+class Hidden(torch.autograd.Function):
+    """Keeps a weight where autograd is not told of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.weight, None
+
+
+KEPT: list[Tensor] = []
+
+
+class Secretive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = Hidden.apply(x * self.scale, self.inner.weight)
+        KEPT.append(made)
+        return made + x
+
+
+def blind(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Secretive() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    for step in range(9):
+        KEPT.clear()
+        out = model(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step + 10 * rank)))
+        if step < 6:
+            out.mean().backward()
+        elif step == 6:
+            with pytest.raises(zero.StateError, match="unit '1' are NaN"):
+                KEPT[1].mean().backward()
+        else:
+            KEPT[1].mean().backward()
+        if step != 6:
+            optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    assert rank != 0 or all(bool(value.isfinite().all()) for value in state.values())
+
+
+def test_a_unit_used_unseen_is_named_on_every_rank(two):
+    two.run(blind, timeout_s=60)
+
+
+# What is released is not written to a file ----------------------------------------------------------------------------
+
+
+def placeholders(rank: int, world: int) -> None:
+    model = Model()
+    zero.shard(model, optimizer_of(model), zero.ZeroConfig(stage=3))
+    weight = model.heads[0].weight
+    for refused in (
+        lambda: torch.save(weight, io.BytesIO()),
+        lambda: torch.save(dict(model.named_parameters()), io.BytesIO()),
+        lambda: copy.deepcopy(weight),
+    ):
+        with pytest.raises(zero.StateError, match="is released"):
+            refused()
+    with zero.GatheredParameters(weight):
+        assert bool(copy.deepcopy(weight).isfinite().all())
+        torch.save(weight, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_no_file_of_placeholders(two):
+    two.run(placeholders, timeout_s=60)

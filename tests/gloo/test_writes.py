@@ -127,8 +127,8 @@ def seeded(param: Tensor, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def edit(model: nn.Module, kind: str) -> None:
-    for number, param in enumerate(model.parameters()):
+def edit(model: nn.Module, kind: str, sharded: nn.Module) -> None:
+    for number, (param, ours) in enumerate(zip(model.parameters(), sharded.parameters())):
         match kind:
             case "mul_":
                 param.mul_(0.5)
@@ -137,8 +137,12 @@ def edit(model: nn.Module, kind: str) -> None:
             case "copy_":
                 param.data.copy_(seeded(param, number))
             case "init":
+                # Torch draws other numbers in bfloat16, the type of a sharded matrix there.
                 torch.manual_seed(number)
-                nn.init.normal_(param, std=0.3)
+                drawn = param if param.dtype == ours.dtype else torch.empty(param.shape, dtype=ours.dtype)
+                nn.init.normal_(drawn, std=0.3)
+                if drawn is not param:
+                    param.copy_(drawn)
             case "one element":
                 param.data[(0,) * param.dim()] = 0.7
             case "data":
@@ -165,13 +169,13 @@ def everywhere(
 def between_steps(pair: Pair, kind: str) -> None:
     for step in range(4):
         if step in (1, 2):
-            pair.both(lambda m: edit(m, kind))
+            pair.both(lambda m: edit(m, kind, pair.model))
         pair.backward()
         if step == 2:
-            pair.both(lambda m: edit(m, kind))
+            pair.both(lambda m: edit(m, kind, pair.model))
         pair.step()
     pair.check()
-    pair.both(lambda m: edit(m, kind))
+    pair.both(lambda m: edit(m, kind, pair.model))
     pair.check()  # with no step between
     pair.forward()
 
@@ -312,7 +316,7 @@ def swapped(rank: int, world: int, stage: int, folder: Path) -> None:
     pair.step()
     kept = [p.detach().clone() for p in pair.model.parameters()]
     values = [p.detach().clone() for p in pair.plain.parameters()]
-    pair.both(lambda m: edit(m, "copy_"))
+    pair.both(lambda m: edit(m, "copy_", pair.model))
     with torch.no_grad():
         pair.forward()
     pair.engine.save(folder / "averaged")
@@ -327,7 +331,7 @@ def swapped(rank: int, world: int, stage: int, folder: Path) -> None:
     for param, plain in zip(pair.model.parameters(), Net().parameters()):
         edit_value = zero.full_parameter(param)
         assert edit_value.shape == plain.shape
-    pair.both(lambda m: edit(m, "copy_"))
+    pair.both(lambda m: edit(m, "copy_", pair.model))
     pair.check()
     pair.engine.detach()
 
