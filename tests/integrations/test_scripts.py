@@ -300,6 +300,5 @@ def test_a_full_disk_at_save_ends_both_ranks(place: Path, plain: Path, when: str
     words = [*SMALL, "--zero-stage=3", "--output-dir=full", *(["--save-steps=2"] if when == "at a checkpoint" else [])]
     for rank, ended in enumerate(run_ranks(["-c", code, FINETUNE, *words], place)):
         one_error(ended, rank, "model.safetensors could not be written")
-        assert ("[rank 0]" if rank == 0 else "failed on rank 0") in ended.errors, "whose disk it is"
         assert "27" in ended.errors or "too large" in ended.errors
     assert not (place / "full" / "model.safetensors").exists() or when == "at the end"
