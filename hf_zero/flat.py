@@ -225,7 +225,7 @@ class Flat:
         self._is_fresh = False
 
     def note_place(self) -> None:
-        self.printed = None
+        self.printed, self._is_fresh = None, False
         for shard in self.shards:
             if not shard.aliased:
                 if self.keeps and self.full.untyped_storage().nbytes():
