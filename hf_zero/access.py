@@ -73,6 +73,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
         holder.put(param, value)
         return
     holder.engine.settle(holder.unit.flats)
+    holder.unit.release()  # before the write: what a release finds in the whole values counts
     holder.unit.close()
     holder.write(master_of, holder.own_part(value))
     holder.written()
@@ -395,6 +396,7 @@ class _Gathered:
             holder.close(self.param)
             self.done = True
             return
+        holder.unit.release()
         holder.unit.close()
         master, new = holder.local(master_of), holder.own_part(value)
         # An element that was left alone keeps what its own type cannot show.
