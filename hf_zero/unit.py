@@ -152,7 +152,7 @@ class Unit:
                 each.__class__ = ParameterDict
 
     def settle_read(self) -> None:
-        """What is being read from disk for it has arrived afterwards, and its host buffers can serve others. By the plan, too."""
+        """What is being read from disk for it has arrived afterwards, and its host buffers serve others. By the plan."""
         if self._sends_late and self.state is State.GATHERING:
             self.wait()
 
