@@ -326,7 +326,9 @@ class Flat:
         if shard.aliased:
             return
         start, numel, link = shard.start + at, values.numel(), self.storage.link
-        target = self.own[start : start + numel]
+        # Not counted as a write: other shards may be parts of `own`, whose masters are watched for what the user writes.
+        own = self.own.data if isinstance(self.own, Tensor) else self.own
+        target = own[start : start + numel]
         if isinstance(target, OnDisk):
             if shard.tier is Tier.DEVICE:
                 link.meter.moved("down", numel * target.element_size())
