@@ -140,8 +140,8 @@ class Trace:
 
     __slots__ = (
         "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere", "expected", "first", "held", "in_backward",
-        "in_open", "joinable", "kept", "latest", "local", "noted", "pending", "place", "reduced", "running", "seen",
-        "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
+        "in_open", "joinable", "kept", "latest", "local", "noted", "noticed", "pending", "place", "reduced", "running",
+        "seen", "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -155,6 +155,7 @@ class Trace:
         self.first = self.begun = self.latest = self.pending = 0
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
+        self.noticed = False  # its parameters have hooks of their own
         self.borrowed = False  # others than its hosts have read it
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
@@ -448,6 +449,7 @@ class Schedule:
             trace.use = weakref.ref(use)
         if entry is None:
             use.is_open = True
+            self._notice(trace)
         else:
             if not use.events:
                 trace.pending += 1
@@ -455,6 +457,20 @@ class Schedule:
             use.left += 1
             entry.register_prehook(partial(self._post_backward, use))
         return use
+
+    def _notice(self, trace: Trace) -> None:
+        """A backward may begin inside this unit and end there, past all nodes with hooks: its gradients tell of it."""
+        if trace.noticed:
+            return
+        trace.noticed = True
+        for flat in trace.unit.trained:
+            for param in flat.params:
+                if param.requires_grad:
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._came_unnoticed))
+
+    def _came_unnoticed(self, _: nn.Parameter) -> None:
+        if not self._in_backward:
+            self._begin_backward()
 
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
