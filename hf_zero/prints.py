@@ -19,7 +19,7 @@ def digest(values: Tensor) -> int:
     """Of every bit in its place; 1-D and contiguous. On CUDA the host waits for it."""
     data = values.detach().view(torch.uint8)
     if data.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(bytes_of(data))
+        return xxhash.xxh3_64_intdigest(bytes_of(data).data)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for block in data.split(_BLOCK_BYTES):
         whole = block.numel() // 4 * 4
