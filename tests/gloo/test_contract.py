@@ -181,6 +181,25 @@ def recorded(model: Any, rank: int, step: int) -> list[Tensor]:
     return [loss]
 
 
+def recorded_at_the_start(model: Any, rank: int, step: int) -> list[Tensor]:
+    """Behind a frozen embedding: the first block has no input that needs a gradient. Other steps leave it out."""
+    model.body.embed.requires_grad_(False)
+    ids = ids_of(rank, step)
+    if step % 2:
+        model(ids)
+        loss = model.body.blocks[0].seen.square().mean()
+    else:
+        loss = token_loss(model.heads[0](model.body.norm(model.body.blocks[1](model.body.embed(ids)))), ids)
+    loss.backward()
+    return [loss]
+
+
+def frozen_front() -> nn.Module:
+    model = Model()
+    model.body.embed.requires_grad_(False)
+    return model
+
+
 def recorded_too(model: Any, rank: int, step: int) -> list[Tensor]:
     ids = ids_of(rank, step)
     loss = token_loss(model(ids), ids) + sum(block.seen.square().mean() for block in model.body.blocks)
@@ -370,6 +389,7 @@ PROGRAMS = {
     "bf16": Program(lambda: Model(tied=True, root=True, fused=True), two_forwards, dtype="bf16", tolerance=2e-2),
     "retained graph, bf16": Program(lambda: Model(root=True), retained, dtype="bf16", tolerance=2e-2),
     "recorded": Program(Model, recorded, steps=7),
+    "recorded at the start": Program(frozen_front, recorded_at_the_start, steps=7),
     "recorded too": Program(Model, recorded_too),
     "from the middle": Program(Model, hidden_only),
     "alternating heads": Program(lambda: Model(heads=2), alternating),
