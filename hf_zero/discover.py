@@ -104,8 +104,15 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(type(child) for child in module if _has_params(child))
-            # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny.
-            children += [c for c in module if kinds[type(c)] >= _MIN_BLOCKS and any(True for _ in c.children())]
+            # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny. A list is never
+            # called: a unit hosted by one would have no hook that runs.
+            children += [
+                c
+                for c in module
+                if kinds[type(c)] >= _MIN_BLOCKS
+                and not isinstance(c, (nn.ModuleList, nn.ModuleDict))
+                and any(True for _ in c.children())
+            ]
     return _outermost(children)
 
 

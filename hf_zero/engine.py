@@ -682,6 +682,7 @@ class Engine:
         self.offload.end_step()
         self._assembly.regather()
         self._edits.optimizer_wrote = False
+        self._schedule.stepped()
         self._passes += 1
         if self.recorder is not None:
             self.recorder.step()

@@ -74,19 +74,20 @@ class Host:
     """One module whose forward uses one unit's parameters. The root is a host without a unit of its own here.
 
     Attributes:
-        given: during its forward: the nodes that made its inputs.
+        inputs, given: during its forward: its inputs, and the nodes that made them.
         entry: during its forward: the youngest of them.
         use: during its forward with a graph: what this forward adds to.
         borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
     """
 
-    __slots__ = ("acting", "borrowed", "entry", "given", "is_embedding", "lent", "module", "trace", "use")
+    __slots__ = ("acting", "borrowed", "entry", "given", "inputs", "is_embedding", "lent", "module", "trace", "use")
 
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
         self.module = module
         self.trace = trace
         self.acting = False  # of a guest: its own forward brought the unit in
         self.given: list[Any] = []
+        self.inputs: Any = None
         self.entry: Any = None
         self.use: Use | None = None
         self.borrowed: list[Trace] = []
@@ -419,6 +420,7 @@ class Schedule:
             return
         if self._in_backward and (trace.in_backward or trace.pending):
             return  # a non-reentrant recomputation: the first forward's hooks stand
+        host.inputs = (args, kwargs) if self.frees else None
         tensors = tensors_in((args, kwargs))
         host.given = nodes_of(tensors)
         host.entry = youngest_of(tensors)
@@ -480,14 +482,15 @@ class Schedule:
         if trace.noted:
             self._end_use(trace)
         given, use, is_open, lent = host.given, host.use, host.entry is None, host.lent
-        host.given, host.use, host.entry, host.lent = [], None, None, []
+        inputs = host.inputs
+        host.given, host.use, host.entry, host.lent, host.inputs = [], None, None, [], None
         if use is not None and (self.frees or is_open):
             hook = partial(self._pre_backward, use, is_open, host.is_embedding, lent)
             found = tensors_in(output)
             nodes = nodes_of(found)
-            for node in nodes:
-                if node not in given:  # what is handed on is no use of the unit
-                    node.register_prehook(hook)
+            # What is handed on is no use of the unit; what was put into a container that was handed in is one.
+            for node in {*nodes, *nodes_of(tensors_in(inputs))}.difference(given):
+                node.register_prehook(hook)
             if not nodes and self.frees and not self._in_backward and not (found and is_open and _is_frozen(module)):
                 # Nobody can look into its output.
                 trace.held = trace.held if self._hooked else 2
@@ -932,6 +935,10 @@ class Schedule:
                 "ctx? use ctx.save_for_backward). Call zero_grad() and run the step again: from now on this unit stays "
                 "gathered until the end of backward"
             )
+
+    def stepped(self) -> None:
+        """The optimizer has used this step's gradients."""
+        self._seen_backward = False
 
     def flush(self) -> None:
         """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook; a collective then."""
