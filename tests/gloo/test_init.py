@@ -178,7 +178,7 @@ def trains(rank: int, world: int, stage: int) -> None:
             warnings.simplefilter("error")
             engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
         assert all(birth_of(p) is None for p in model.parameters())
-        assert all("__deepcopy__" not in p.__dict__ for p in model.parameters())
+        assert stage == 3 or all("__deepcopy__" not in p.__dict__ for p in model.parameters())
         assert [weakref.ref(p) for p in model.parameters()] == params
         losses = []
         for step in range(3):
