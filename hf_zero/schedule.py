@@ -468,9 +468,12 @@ class Schedule:
         for flat in trace.unit.trained:
             for param in flat.params:
                 if param.requires_grad:
-                    self._handles.append(param.register_post_accumulate_grad_hook(self._came_unnoticed))
+                    # Weakly: the collector does not look into a tensor's hooks, and the schedule has the parameter.
+                    hook = partial(_came_unnoticed, weakref.ref(self))
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def _came_unnoticed(self, _: nn.Parameter) -> None:
+    def came_unnoticed(self) -> None:
+        """A parameter's gradient is there, and no node has told of a backward."""
         if not self._in_backward:
             self._begin_backward()
 
@@ -991,3 +994,9 @@ class Schedule:
 
 def _is_frozen(module: nn.Module) -> bool:
     return not any(param.requires_grad for param in module.parameters())
+
+
+def _came_unnoticed(schedule: weakref.ref[Schedule], _: nn.Parameter) -> None:
+    there = schedule()
+    if there is not None:
+        there.came_unnoticed()
