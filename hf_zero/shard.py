@@ -83,7 +83,9 @@ class Shard:
             data = self._memory(tier).copy_(values)
         self.seen: tuple[int, int] | None = None
         """The master's version counter, and a sample of it, as of `note`."""
-        self.master = nn.Parameter(data, requires_grad=True) if trainable else nn.Parameter(data, requires_grad=False)
+        # `.data` gives the master a version counter of its own. With the one of the memory that it is an alias of, gathers
+        # into that memory would count as writes to the optimizer's tensors once the master rests elsewhere.
+        self.master = nn.Parameter(data.data, requires_grad=trainable)
         self.note()
 
     def _memory(self, tier: Tier) -> Tensor:

@@ -229,20 +229,7 @@ def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: i
     return [f"rank {rank}, stage {stage} {dtype} {mode}, 1 of {every}: {line}" for line in wrong[:4]]
 
 
-_ALONE = pytest.mark.xfail(
-    run=False, reason="open: a move on one rank is followed as a write, and that rank waits alone"
-)
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "dtype"),
-    [
-        (1, 3, "bf16"),
-        pytest.param(2, 1, "no", marks=_ALONE),
-        pytest.param(2, 2, "bf16", marks=_ALONE),
-        (2, 3, "no"),
-    ],
-)
+@pytest.mark.parametrize(("world", "stage", "dtype"), [(1, 3, "bf16"), (2, 1, "no"), (2, 2, "bf16"), (2, 3, "no")])
 def test_room_made_in_a_pass_touches_nothing_in_use(pools, tmp_path, world, stage, dtype):
     found = pools[world].run(pressed, str(tmp_path), stage, dtype, 3, Mode.LAST)
     assert not (wrong := [line for lines in found for line in lines]), "\n".join(wrong)
