@@ -144,10 +144,24 @@ def in_use(flat: Flat, unit: Holding) -> None:
         unit.close()
         if written:
             carry(flat)
-        for low, high in () if written else flat.watched:
+        for low, high in () if written else changed(flat):
             carry(flat, low, high)
         for index in replaced:
             take_over(flat, unit.name, index)
+
+
+def note_watched(flat: Flat) -> None:
+    """After a gather: what `changed` compares with. A master that rests elsewhere is not read from there to be compared."""
+    if flat.watched:
+        flat.watched_digests = [] if flat.in_memory else [digest(flat.place[low:high]) for low, high in flat.watched]
+
+
+def changed(flat: Flat) -> list[tuple[int, int]]:
+    """Watched stretches that may hold other values than the masters."""
+    if not flat.watched_digests:
+        return flat.watched
+    found = zip(flat.watched, flat.watched_digests)
+    return [(low, high) for (low, high), was in found if digest(flat.place[low:high]) != was]
 
 
 def watch(model: nn.Module, flats: Sequence[Flat]) -> None:
@@ -158,7 +172,7 @@ def watch(model: nn.Module, flats: Sequence[Flat]) -> None:
             if param is not None:
                 owners.setdefault(param, []).append(module)
     for flat in flats:
-        flat.watched = []
+        flat.watched, flat.watched_digests = [], []
         if not flat.span.trainable and not flat.in_files:
             flat.watched = list(_joined(flat, [any(map(_is_own, owners.get(param, ()))) for param in flat.params]))
 

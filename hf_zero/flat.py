@@ -106,6 +106,8 @@ class Flat:
         """Its place in `full` could not be read from where it rests: it has no values."""
         self.watched: list[tuple[int, int]] = []
         """Stretches of the slice that are compared at every release, see `edits`."""
+        self.watched_digests: list[int] = []
+        """Of these, as they were gathered; empty where they are compared with masters on the device."""
         self.printed: int | None = None
         """Where whole parameters stay and masters are other memory: the digest of `place` as the engine made it."""
         self._is_fresh = False  # `printed` is of what the next gather brings

@@ -149,6 +149,8 @@ class Unit:
             flat.point(flat.views)
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
+            if not self.policy.keep_full:
+                edits.note_watched(flat)
             flat.stale = False
         self.state = State.GATHERED
         if not self.always_asks:
@@ -171,7 +173,10 @@ class Unit:
                 self._close_sends()  # peers are still being sent what `full` holds
                 break
         for flat in self.flats:
-            edits.in_use(flat, self)
+            try:
+                edits.in_use(flat, self)
+            except TierError as error:  # on this rank alone: told to all at the end of the pass
+                self.failure = self.failure or error
             flat.point(flat.guards.shown)
             flat.close()
         self.state = State.SHARDED
@@ -185,7 +190,10 @@ class Unit:
         self.close()
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
-                edits.carry(flat)
+                try:
+                    edits.carry(flat)
+                except TierError as error:  # on this rank alone: told to all at the end of the pass
+                    self.failure = self.failure or error
 
     def watch(self, dictionaries: Sequence[ParameterDict]) -> None:
         """These modules' parameters belong to this unit: while it is released, a read of one is told to the schedule."""

@@ -151,14 +151,7 @@ def broken(rank: int, world: int, place: str, folder: Path, victim: int, share: 
     return rounds
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "disk",
-        "split",
-        pytest.param("parameters on disk", marks=pytest.mark.xfail(run=False, reason="open: not looked into yet")),
-    ],
-)
+@pytest.mark.parametrize("place", ["disk", "split", "parameters on disk"])
 def test_a_disk_that_fails_on_one_rank(two, tmp_path, place):
     answers = two.run(broken, place, tmp_path, 1, 3, timeout_s=250)
     assert len(answers[0]) >= 6
