@@ -221,6 +221,8 @@ class Engine:
         binding: Binding | None,
         fields: Sequence[Fields],
     ) -> None:
+        # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
+        self._edits.settle()
         former = self._schedule
         seen = former.state()
         former.detach()

@@ -53,6 +53,12 @@ FOUND = {
     "autograd.grad leaves gradients that bind refuses": Case(
         2017, Setting(stage=0), Arch(), (Op("grad_inputs", 302436), Op("rebind", 293591))
     ),
+    "a write to a frozen block is lost where spans are divided": Case(
+        6,
+        Setting(stage=1, dtype="bf16", optimizer="momentum"),
+        Arch((Block("mlp", frozen=True),), width=8, container="list", heads=2, root=("position", "scale")),
+        (Op("write_block", 247235), Op("step", 470244)),
+    ),
     "second backward through one graph gives NaN": Case(
         206,
         Setting(stage=3, offload_optimizer="disk"),
