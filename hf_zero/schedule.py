@@ -133,15 +133,16 @@ class Trace:
         uses: when those began that have a graph and wait for its backward; `kept`: those that have had one.
         pending: how many of `uses` will have a post-backward.
         begun: when its use in this pass began; a count that only grows. `first`, `latest`: when its first use since the last
-            backward began, and its last one ended; in a backward as agreed.
+            backward began, and its last one ended. A second backward over a kept graph reads them again.
+        agreed_first, agreed_latest: in the backward under way, the earliest first and the latest end on any rank.
         noted: the last pass it ran in, maybe without a graph of its own (reentrant checkpointing); 0 after the next backward.
         place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
         held: not released. 1: until the next forward or step, 2: until the end of a backward.
     """
 
     __slots__ = (
-        "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere", "expected", "first", "held", "in_backward",
-        "in_open", "joinable", "kept", "latest", "local", "noted", "noticed", "pending", "place", "reduced", "running",
+        "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere", "expected",
+        "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed", "pending", "place", "reduced", "running",
         "seen", "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
@@ -154,6 +155,7 @@ class Trace:
         self.uses: list[int] = []
         self.kept: list[int] = []
         self.first = self.begun = self.latest = self.pending = 0
+        self.agreed_first = self.agreed_latest = 0
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.noticed = False  # its parameters have hooks of their own
@@ -696,14 +698,14 @@ class Schedule:
             first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
             used = [trace for trace in self.traces if first[trace.at]]
             for trace in used:
-                trace.first, trace.latest = first[trace.at], latest[trace.at]
+                trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
                 trace.everywhere = not unused[trace.at]
                 trace.joinable = passes[trace.at] == 1 and not trace.weightless
-            self._order = sorted(used, key=lambda trace: (-trace.first, trace.at))
+            self._order = sorted(used, key=lambda trace: (-trace.agreed_first, trace.at))
             for place, trace in enumerate(self._order):
                 trace.place = place
             if self.frees:
-                self._walk = sorted(used, key=lambda trace: (-trace.latest, trace.at))
+                self._walk = sorted(used, key=lambda trace: (-trace.agreed_latest, trace.at))
                 self._walked_units = {trace.unit for trace in used}
                 for step, trace in enumerate(self._walk):
                     trace.step = step
@@ -759,7 +761,7 @@ class Schedule:
 
     def _leave_used_after(self, trace: Trace) -> None:
         """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
-        while self._turn < len(self._order) and self._order[self._turn].first > trace.latest:
+        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
             self._reduce_up_to(self._turn)
 
     def _pre_backward(self, use: Use, is_open: bool, is_embedding: bool, lent: list[Use], *_: Any) -> None:

@@ -59,6 +59,12 @@ FOUND = {
         Arch((Block("mlp", frozen=True),), width=8, container="list", heads=2, root=("position", "scale")),
         (Op("write_block", 247235), Op("step", 470244)),
     ),
+    "second backward over a weight that another block reads": Case(
+        32,
+        Setting(stage=3, optimizer="momentum"),
+        Arch((Block("mlp"), Block("reads")), width=8, container="list", front="embed"),
+        tuple(Op(kind, 897551) for kind in ("step", "step", "step", "step", "step")) + (Op("retain_twice", 664421),),
+    ),
     "second backward through one graph gives NaN": Case(
         206,
         Setting(stage=3, offload_optimizer="disk"),
