@@ -666,7 +666,7 @@ class Engine:
         self._schedule.flush()
         self._schedule.quiesce()
         self._gradients.settle()
-        self._edits.before_step()
+        self._edits.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
         self._part_spans()
         if self._binding is not None:

@@ -69,12 +69,29 @@ class Edits:
             self._note()
         if self._keeps and values:
             self._values()
+            for flat in self._flats:
+                flat.counted()  # known from here on, see `_refuse_late`
         closely, self._samples_at = now != self._samples_at, now
         return self._masters(closely)
 
-    def before_step(self) -> None:
-        """Masters and what is computed with are one before they are updated. Without communication."""
-        if self._keeps and self._in_place():
+    def before_step(self, *, in_backward: bool) -> None:
+        """Masters and what is computed with are one before they are updated. Without communication.
+
+        Args:
+            in_backward: updates are under way since then, in another thread: a later write has nothing to be carried into.
+
+        Raises:
+            StateError: a parameter that is being updated was written; names it.
+        """
+        if self._keeps and in_backward:
+            for unit in self._units:
+                for flat in unit.trained if unit.state is State.GATHERED else ():
+                    if unit.in_memory:
+                        self._settle(unit, flat, values=flat.span.is_updated)
+                    elif flat.span.is_updated:
+                        self._refuse_late(flat)
+            self._note()
+        elif self._keeps and self._in_place():
             self._values()
         else:
             for unit in self._units:
@@ -84,6 +101,16 @@ class Edits:
         for flat in self._masters(True):
             flat.refresh()
             flat.stale = flat.stale or flat.keeps
+
+    @staticmethod
+    def _refuse_late(flat: Flat) -> None:
+        late = flat.counted() or flat.moved(flat.addresses)
+        if late:
+            raise StateError(
+                f"parameter {flat.span.slots[late[0]].spec.name!r} was written between the beginning of a forward and the "
+                "step: with step_in_backward it is updated in backward already, and the write would be lost. Write "
+                "parameters after optimizer.step(), or turn step_in_backward off"
+            )
 
     def _in_place(self) -> bool:
         """Whether no parameter's `.data` was replaced since `_note`: one look at all addresses."""

@@ -141,9 +141,10 @@ class Trace:
     """
 
     __slots__ = (
-        "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere", "expected",
-        "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed", "pending", "place", "reduced", "running",
-        "seen", "step", "stays", "stepped", "strict", "unit", "use", "uses", "weightless",
+        "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere",
+        "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed",
+        "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses",
+        "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:

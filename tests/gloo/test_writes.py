@@ -305,6 +305,41 @@ def test_what_cannot_be_carried_is_refused_by_name(two, tmp_path):
         assert "through `.data`" in masters
 
 
+def updated_in_backward(rank: int, world: int, folder: Path) -> list[str]:
+    """With `step_in_backward`: a write between steps counts; one before the step, when another thread updates, is refused."""
+    said = []
+    for stage, dtype, place, change in (
+        (2, "bf16", "cpu", lambda p: p.mul_(2)),
+        (2, "bf16", "disk", lambda p: setattr(p, "data", p.data * 2)),
+        (1, "no", "cpu", lambda p: p.mul_(2)),
+        (3, "bf16", "cpu", lambda p: p.fill_(2.0)),
+    ):
+        pair = Pair(rank, world, dtype, folder, stage=stage, offload_optimizer=place, step_in_backward=True)
+        for _ in range(2):
+            pair.backward()
+            pair.step()
+            if stage != 3:
+                for model in (pair.model, pair.plain):
+                    edit(model, "copy_", pair.model)
+        pair.check()
+        pair.backward()
+        with torch.no_grad():
+            change(pair.model.last.weight)
+        try:
+            pair.optimizer.step()
+            said.append("nothing")
+        except zero.StateError as error:
+            said.append(str(error))
+        pair.engine.reset()
+        pair.engine.detach()
+    return said
+
+
+def test_a_write_to_what_is_being_updated_is_refused_by_name(two, tmp_path):
+    for said in two.run(updated_in_backward, tmp_path, timeout_s=60):
+        assert ["'last.weight'" in text for text in said] == [True] * 4, said
+
+
 def swapped(rank: int, world: int, stage: int, folder: Path) -> None:
     """Averaged weights for an evaluation and a checkpoint, and back."""
     pair = Pair(rank, world, "no", folder, stage=stage)
