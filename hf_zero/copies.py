@@ -43,16 +43,23 @@ def put_on(model: nn.Module, assembly: Assembly, wire: SoloWire, settle: Callabl
 
 def protect(assembly: Assembly) -> None:
     """A copy or a file of a released parameter would be one of NaN: both are refused while it is released."""
+    # Weakly: a graph that a module keeps an activation of holds its parameters, past the garbage collector.
+    there = weakref.ref(assembly)
     for param, (unit, _, _) in assembly.places.items():
         if not unit.policy.keep_full:
-            param.__dict__[_COPY] = partial(_copy_parameter, weakref.ref(param), assembly)
-            param.__dict__[_PICKLE] = partial(_pickle_parameter, weakref.ref(param), assembly)
+            param.__dict__[_COPY] = partial(_copy_parameter, weakref.ref(param), there)
+            param.__dict__[_PICKLE] = partial(_pickle_parameter, weakref.ref(param), there)
 
 
-def _there(reference: weakref.ref[nn.Parameter], assembly: Assembly) -> nn.Parameter:
+def _there(reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assembly]) -> nn.Parameter:
     param = reference()
     if param is None:
         raise StateError("a parameter was copied by something that does not hold it")
+    assembly = assembly_of()
+    if assembly is None:
+        raise StateError(
+            "a parameter was copied or pickled whose sharded model no longer exists: its values are gone with it"
+        )
     unit, flat, index = assembly.places[param]
     if unit.state is not State.GATHERED and index not in flat.pinned:
         raise StateError(
@@ -63,13 +70,15 @@ def _there(reference: weakref.ref[nn.Parameter], assembly: Assembly) -> nn.Param
     return param
 
 
-def _copy_parameter(reference: weakref.ref[nn.Parameter], assembly: Assembly, memo: dict[int, Any]) -> nn.Parameter:
-    copied: nn.Parameter = nn.Parameter.__deepcopy__(_there(reference, assembly), memo)
+def _copy_parameter(
+    reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assembly], memo: dict[int, Any]
+) -> nn.Parameter:
+    copied: nn.Parameter = nn.Parameter.__deepcopy__(_there(reference, assembly_of), memo)
     return copied
 
 
-def _pickle_parameter(reference: weakref.ref[nn.Parameter], assembly: Assembly, protocol: Any) -> Any:
-    param = _there(reference, assembly)
+def _pickle_parameter(reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assembly], protocol: Any) -> Any:
+    param = _there(reference, assembly_of)
     # As nn.Parameter does it, without the attributes that are ours.
     return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
 

@@ -225,7 +225,7 @@ class Engine:
         self._edits.settle()
         former = self._schedule
         seen = former.state()
-        former.detach()
+        former.detach(whole=False)
         self._full_state.detach()
         self.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
@@ -511,7 +511,7 @@ class Engine:
             self.recorder.close()
         self._assembly.dissolve()
         self.offload.close()
-        self._schedule.detach()
+        self._schedule.detach(whole=True)
         self._full_state.detach()
         for handle in self._handles:
             handle.remove()

@@ -95,10 +95,38 @@ class Host:
         self.is_embedding = is_plain_embedding(module)
 
 
+class Lead:
+    """What hooks on a graph hold of a schedule: a weak reference, and whether backward may do without it.
+
+    Not the schedule itself: the garbage collector does not look into autograd's graph, so a module that keeps an activation
+    would keep itself, its engine and all memory of that alive for ever.
+    """
+
+    __slots__ = ("dispensable", "schedule")
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = weakref.ref(schedule)
+        self.dispensable = not schedule.frees  # else parameters may be released
+
+    def missing(self) -> None:
+        """A backward comes to a unit that is no more.
+
+        Raises:
+            StateError: it needs the unit's parameters.
+        """
+        if not self.dispensable:
+            raise StateError(
+                "a backward goes through a sharded model that no longer exists, or whose parameters were put into other units "
+                "since that forward: their values are gone. Keep the model (or its engine) until backward has ended, and run "
+                "the forward again after a step or a change of the optimizer's groups"
+            )
+
+
 class Use:
     """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
 
     Attributes:
+        trace: weakly, see `Lead`.
         first: when it began.
         events: hosts of it whose post-backward will come; `left` of them in the backward under way.
         is_open: it has a host whose post-backward will not come, its inputs need no gradient.
@@ -108,22 +136,25 @@ class Use:
     __slots__ = ("__weakref__", "done", "events", "first", "is_open", "left", "trace")
 
     def __init__(self, trace: Trace, first: int) -> None:
-        self.trace = trace
+        self.trace = weakref.ref(trace)
         self.first = first
         self.events = self.left = 0
         self.is_open = self.done = False
         trace.uses.append(first)
 
     def finish(self) -> None:
-        if not self.done:
+        trace = self.trace()
+        if not self.done and trace is not None:
             self.done = True
-            self.trace.uses.remove(self.first)
-            self.trace.kept.append(self.first)
-            self.trace.pending -= bool(self.events)
+            trace.uses.remove(self.first)
+            trace.kept.append(self.first)
+            trace.pending -= bool(self.events)
 
     def __del__(self) -> None:
         self.finish()
-        self.trace.kept.remove(self.first)
+        trace = self.trace()
+        if trace is not None:
+            trace.kept.remove(self.first)
 
 
 class Trace:
@@ -141,7 +172,7 @@ class Trace:
     """
 
     __slots__ = (
-        "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere",
+        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere",
         "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed",
         "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses",
         "weightless",
@@ -225,6 +256,7 @@ class Schedule:
             self.traces.append(trace)
             self._hosts += [Host(module, trace) for module in modules]
         self.frees = any(not trace.unit.policy.keep_full for trace in self.traces)
+        self._lead = Lead(self)
         # Alone, a reduce is an addition in place: nothing to put off.
         self._defers = any(not t.unit.policy.reduce_each_backward for t in self.traces) and wire.size > 1
         self._root = Host(model, None)
@@ -235,8 +267,12 @@ class Schedule:
         self._opened: set[Trace] = set()
         self._touched: list[Use] = []  # in the backward under way
         if self.frees:
-            owner_of = {flat.full.untyped_storage()._cdata: trace for trace in self.traces for flat in trace.unit.flats}
-            self._saved = SavedTensors(owner_of, self._bring)
+            owner_of = {
+                flat.full.untyped_storage()._cdata: weakref.ref(trace)
+                for trace in self.traces
+                for flat in trace.unit.flats
+            }
+            self._saved = SavedTensors(owner_of, partial(_bring, self._lead))
             self._watch_reads()
         # The last to come first: the root may be a host, too, and its forward begins a new count.
         self._hook(self._root, self._root_pre_forward, self._root_post_forward)
@@ -293,7 +329,13 @@ class Schedule:
             if is_open:
                 self._host_inside(trace)
 
-    def detach(self) -> None:
+    def detach(self, *, whole: bool) -> None:
+        """Take all hooks off the model.
+
+        Args:
+            whole: parameters are plain ones afterwards, and a backward over an earlier graph needs no hooks.
+        """
+        self._lead.dispensable = self._lead.dispensable or whole
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -460,7 +502,7 @@ class Schedule:
                 trace.pending += 1
             use.events += 1
             use.left += 1
-            entry.register_prehook(partial(self._post_backward, use))
+            entry.register_prehook(partial(_post_backward, self._lead, use))
         return use
 
     def _notice(self, trace: Trace) -> None:
@@ -491,7 +533,7 @@ class Schedule:
         inputs = host.inputs
         host.given, host.use, host.entry, host.lent, host.inputs = [], None, None, [], None
         if use is not None and (self.frees or is_open):
-            hook = partial(self._pre_backward, use, is_open, host.is_embedding, lent)
+            hook = partial(_pre_backward, self._lead, use, is_open, host.is_embedding, lent)
             found = tensors_in(output)
             nodes = nodes_of(found)
             # What is handed on is no use of the unit; what was put into a container that was handed in is one.
@@ -517,7 +559,7 @@ class Schedule:
         graph = torch.is_grad_enabled()
         lent, host.lent = host.lent, []
         if graph:
-            hook = partial(self._root_pre_backward, lent)
+            hook = partial(_root_pre_backward, self._lead, lent)
             for node in nodes_of(tensors_in(output)):
                 node.register_prehook(hook)
         if self.frees:
@@ -625,17 +667,12 @@ class Schedule:
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def _root_pre_backward(self, lent: list[Use], *_: Any) -> None:
-        if self._in_backward and self._task != torch._C._current_graph_task_id():
-            self.reset()  # the backward before this one raised
-        if self._begin_backward():
-            self._gather_lent(lent)
-
     def _gather_lent(self, lent: list[Use]) -> None:
         """Backward enters a host that has read parameters of other units."""
         for use in lent:
-            if self.frees and use.trace.unit.state is not State.GATHERED:
-                self._need(use.trace)
+            trace = use.trace()
+            if self.frees and trace is not None and trace.unit.state is not State.GATHERED:
+                self._need(trace)
 
     def _hold_inside_forward(self, trace: Trace) -> None:
         """A backward inside a forward (forces from energies) needs this unit, and so does what is made of it."""
@@ -765,42 +802,11 @@ class Schedule:
         while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
             self._reduce_up_to(self._turn)
 
-    def _pre_backward(self, use: Use, is_open: bool, is_embedding: bool, lent: list[Use], *_: Any) -> None:
-        trace = use.trace
-        if not self._begin_backward():
-            self._hold_inside_forward(trace)
-            return
-        if is_open:
-            self._touched.append(use)
-        if is_open and torch._C._current_graph_task_id() != self._task:
-            Variable._execution_engine.queue_callback(partial(self._end_inner, use))
-        if is_embedding or not self.frees:
-            return
-        trace.in_backward = True
-        trace.in_open = trace.in_open or is_open
-        self._need(trace)
-        if lent:
-            self._gather_lent(lent)
-
-    def _post_backward(self, use: Use, *_: Any) -> None:
-        if not self._begin_backward():
-            return
-        if use.left == use.events:
-            self._touched.append(use)
-        use.left -= 1
-        if use.left > 0:
-            return
-        trace = use.trace
-        use.finish()
-        trace.in_backward = trace.in_open
-        if not trace.in_open:
-            self._release(trace)
-        if not use.is_open and not trace.pending:
-            self._passed(trace)
-
     def _end_inner(self, use: Use) -> None:
         """The end of an inner backward (reentrant checkpointing), which an open use ran in."""
-        trace = use.trace
+        trace = use.trace()
+        if trace is None:
+            return
         trace.in_backward = trace.in_open = False
         if self._in_backward and not trace.pending:
             self._release(trace)
@@ -1003,3 +1009,64 @@ def _came_unnoticed(schedule: weakref.ref[Schedule], _: nn.Parameter) -> None:
     there = schedule()
     if there is not None:
         there.came_unnoticed()
+
+
+# What hangs on a graph -------------------------------------------------------------------------------------------------
+
+
+def _root_pre_backward(lead: Lead, lent: list[Use], *_: Any) -> None:
+    schedule = lead.schedule()
+    if schedule is None:
+        return
+    if schedule._in_backward and schedule._task != torch._C._current_graph_task_id():
+        schedule.reset()  # the backward before this one raised
+    if schedule._begin_backward():
+        schedule._gather_lent(lent)
+
+
+def _pre_backward(lead: Lead, use: Use, is_open: bool, is_embedding: bool, lent: list[Use], *_: Any) -> None:
+    schedule, trace = lead.schedule(), use.trace()
+    if schedule is None or trace is None:
+        lead.missing()
+        return
+    if not schedule._begin_backward():
+        schedule._hold_inside_forward(trace)
+        return
+    if is_open:
+        schedule._touched.append(use)
+    if is_open and torch._C._current_graph_task_id() != schedule._task:
+        Variable._execution_engine.queue_callback(partial(schedule._end_inner, use))
+    if is_embedding or not schedule.frees:
+        return
+    trace.in_backward = True
+    trace.in_open = trace.in_open or is_open
+    schedule._need(trace)
+    if lent:
+        schedule._gather_lent(lent)
+
+
+def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
+    schedule, trace = lead.schedule(), use.trace()
+    if schedule is None or trace is None:
+        return
+    if not schedule._begin_backward():
+        return
+    if use.left == use.events:
+        schedule._touched.append(use)
+    use.left -= 1
+    if use.left > 0:
+        return
+    use.finish()
+    trace.in_backward = trace.in_open
+    if not trace.in_open:
+        schedule._release(trace)
+    if not use.is_open and not trace.pending:
+        schedule._passed(trace)
+
+
+def _bring(lead: Lead, owner: weakref.ref[Trace]) -> None:
+    schedule, trace = lead.schedule(), owner()
+    if schedule is None or trace is None:
+        lead.missing()
+        return
+    schedule._bring(trace)

@@ -398,6 +398,60 @@ def test_an_engine_leaves_nothing_behind(pools, tmp_path, world):
     pools[world].run(left_behind, str(tmp_path))
 
 
+class Keeps(torch.nn.Module):
+    """A block that keeps an activation, with its graph, on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.tanh(self.linear(x))
+        return self.seen
+
+
+def kept_graph(rank: int, world: int, stage: int) -> None:
+    """The garbage collector does not look into autograd's graph: nothing there may hold the engine."""
+    for backward in (False, True):
+        model = torch.nn.Sequential(Keeps(), Keeps())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+        for _ in range(6 if backward else 1):  # past the backwards in which saved tensors are looked at
+            loss = model(torch.ones(2, 4)).sum()
+            if backward:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        alive = weakref.ref(engine), weakref.ref(model)
+        del engine, model, optimizer, loss
+        gc.collect()
+        assert [ref() for ref in alive] == [None, None]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_kept_activation_keeps_no_engine(pools, stage):
+    pools[2].run(kept_graph, stage)
+
+
+def backward_without_a_model(rank: int, world: int) -> str:
+    model = torch.nn.Sequential(Keeps(), Keeps())
+    zero.shard(model, None, zero.ZeroConfig(stage=3))
+    loss = model(torch.ones(2, 4)).sum()
+    del model
+    gc.collect()
+    try:
+        loss.backward()
+    except zero.StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_after_the_model_is_an_error_by_name(pools):
+    for said in pools[2].run(backward_without_a_model):
+        assert "no longer exists" in said
+
+
 # Limits ---------------------------------------------------------------------------------------------------------------
 
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
