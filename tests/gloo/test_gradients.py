@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.common import autocast
+from tests.common import Case, autocast
+from tests.offloading import mixed
 
 pytestmark = pytest.mark.gloo
 
@@ -365,3 +366,74 @@ def hand_made_step(rank: int, world: int, stage: int, folder: Path) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_step_by_hand(two, tmp_path, stage):
     two.run(hand_made_step, stage, tmp_path, timeout_s=60)
+
+
+# The optimizer's groups -----------------------------------------------------------------------------------------------
+
+
+def of_groups(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def by_hand(optimizer: torch.optim.Optimizer, order: float = 2.0) -> Tensor:
+    """As loops of old, and optimizers like SAM, have it."""
+    return torch.stack([p.grad.detach().data.norm(order) for p in of_groups(optimizer)]).norm(order)
+
+
+def sharpness(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.stack([(1.0 * p.grad).norm(p=2) for p in of_groups(optimizer)]).norm(p=2)
+
+
+def groups_clipped(pair: Pair) -> None:
+    optimizers = (pair.optimizer, pair.plain_optimizer)
+    for step in range(4):
+        pair.backward()
+        for order in (2.0, 1.0, 3.0, float("inf")):
+            mine, plain = (by_hand(optimizer, order) for optimizer in optimizers)
+            assert abs(mine - plain) <= pair.tolerance * plain, (order, mine, plain)
+            torch.testing.assert_close(mine, pair.engine.clip_grad_norm_(float("inf"), order))
+            listed = torch.nn.utils.get_total_norm([p.grad for p in of_groups(pair.optimizer)], order, foreach=True)
+            torch.testing.assert_close(mine, listed)
+            assert len({float(norm) for norm in pair.engine.exchange(listed)}) == 1
+        mine, plain = map(sharpness, optimizers)
+        assert abs(mine - plain) <= pair.tolerance * plain, (mine, plain)
+        before = pair.engine.traffic["scalar"].calls
+        for optimizer in optimizers:
+            clip(of_groups(optimizer), 0.05, foreach=[None, True, False, None][step])
+        assert pair.engine.traffic["scalar"].calls - before == (pair.engine.layout.shards > 1)
+        assert abs(by_hand(pair.optimizer) - 0.05) < 1e-4
+        pair.engine.clip_grad_norm_(0.02)
+        clip(pair.plain.parameters(), 0.02)
+        assert abs(by_hand(pair.optimizer) - 0.02) < 1e-4
+        if step == 1:
+            for optimizer in optimizers:
+                torch.nn.utils.clip_grad_value_(of_groups(optimizer), 2e-3)
+        if step == 2:  # gradients that are kept: a second backward adds to them
+            pair.backward()
+        if step == 3:
+            for optimizer in optimizers:
+                torch._foreach_mul_([p.grad for p in of_groups(optimizer)], 0.5)
+                for p in of_groups(optimizer):
+                    p.grad.add_(p.grad.clone(), alpha=0.25)
+                    assert p.grad.numpy().shape == p.shape
+                    assert float(p.grad.sum()) == pytest.approx(sum(p.grad.reshape(-1).tolist()), abs=1e-4)
+        assert not (wrong := pair.differing("grad")), wrong
+        pair.step()
+        assert all(p.grad is None for p in of_groups(pair.optimizer))
+    assert not (wrong := pair.differing()), wrong
+
+
+def groups_everywhere(rank: int, world: int, folder: Path, stage: int) -> None:
+    everywhere(rank, world, folder, stage, groups_clipped)
+    if stage:  # ranks' spans are cut into several shards
+        for dtype in ("no", "bf16"):
+            with mixed(Case(offload_optimizer="mixed")):
+                pair = Pair(rank, world, dtype, folder, stage=stage, offload_optimizer="cpu")
+            assert any(len(flat.shards) > 1 for unit in pair.engine.units for flat in unit.trained)
+            groups_clipped(pair)
+            pair.engine.detach()
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), pytest.param(3, 2, marks=SLOW)])
+def test_clipping_of_the_groups_equals_plain(pools, tmp_path, world, stage):
+    pools[world].run(groups_everywhere, tmp_path, stage, timeout_s=100)
