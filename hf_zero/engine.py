@@ -664,9 +664,12 @@ class Engine:
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
+        arguments = None
         if self.config.offloads:
             arguments = with_closure_run(args, kwargs)
-        else:  # it may make backwards, and clip what they leave; the optimizer goes on with plain gradients
+        elif (
+            self.layout.shards > 1
+        ):  # it may make backwards, and clip what they leave; the optimizer goes on with plain gradients
             arguments = with_closure_followed(args, kwargs, self._gradients.hide_slices)
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(

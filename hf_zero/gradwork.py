@@ -64,6 +64,8 @@ class Gradients:
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""
+        if self.engine.layout.shards == 1:
+            return
         for flat in self._flats():
             for shard in flat.shards:
                 shard.hide_slice()
