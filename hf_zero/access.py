@@ -105,6 +105,7 @@ def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
     place.engine.flush()
     place.flat.some_grad(place.wire)
     place.write(gradient_of, place.own_part(value))
+    place.engine.gradients_written()
 
 
 @torch.no_grad()

@@ -47,8 +47,8 @@ class Arrangement:
             flat = place.flat
             if "gradients" in names and "optimizer" not in names:
                 for shard in flat.shards:
-                    if shard.tier is Tier.DEVICE and shard.master.grad is not None:
-                        grad, shard.master.grad = shard.master.grad, None
+                    if shard.tier is Tier.DEVICE and (grad := shard.device_grad) is not None:
+                        shard.device_grad = None
                         host = flat.storage.link.empty(grad.numel(), grad.dtype)
                         flat.storage.link.down(grad, host).close()
                         self._gradients.append((shard, host))
@@ -67,7 +67,7 @@ class Arrangement:
         for place in self._places:
             place.flat.move(place.rest, place.tiers, optimizer, keep_full=place.unit.policy.keep_full)
         for shard, grad in self._gradients:
-            shard.master.grad = grad.to(shard.master.device, copy=True)
+            shard.device_grad = grad.to(shard.master.device, copy=True)
         self._gradients.clear()
 
 

@@ -32,7 +32,7 @@ from .machine import Machine, device_bytes_in_use
 from .monitor import Monitor
 from .objects import Stateful
 from .offload import STATES, Offload
-from .optim import Binding, originals_of, state_tensors, take_state, with_closure_run
+from .optim import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
 from .overflow import Overflow
 from .ownership import refuse_owned
 from .plan import Plan, advice
@@ -274,12 +274,14 @@ class Engine:
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
         self.flush()
+        self._gradients.wrote()
         return clip_norm(self._trained, self._assembly.names, self._wire, max_norm, float(norm_type), parameters)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
         self.offload.refuse_clipping("clip_grad_value_")
         self.flush()
+        self._gradients.wrote()
         clip_values(self._trained, self._assembly.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -433,6 +435,7 @@ class Engine:
             StateError: nothing is away.
         """
         self.offload.come_back(self.optimizer)
+        self._gradients.show_slices()
 
     @property
     def wire(self) -> SoloWire:
@@ -491,6 +494,10 @@ class Engine:
         self.finish_step()
         if not _inside_backward():
             self._gradients.settle(flats)
+
+    def gradients_written(self) -> None:
+        """On every rank: norms that are known are not those of the gradients any more."""
+        self._gradients.wrote()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -657,7 +664,13 @@ class Engine:
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
-        arguments = with_closure_run(args, kwargs) if self.config.offloads else None
+        arguments = None
+        if self.config.offloads:
+            arguments = with_closure_run(args, kwargs)
+        elif (
+            self.layout.shards > 1
+        ):  # it may make backwards, and clip what they leave; the optimizer goes on with plain gradients
+            arguments = with_closure_followed(args, kwargs, self._gradients.hide_slices)
         if self._binding is not None and not self._binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
@@ -669,6 +682,7 @@ class Engine:
         self._edits.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
         self._part_spans()
+        self._gradients.hide_slices()
         if self._binding is not None:
             self._binding.show_grads()
             self.offload.prepare_step()
@@ -690,6 +704,7 @@ class Engine:
             self.recorder.step()
         if self.offload.monitor is not None:
             self.offload.monitor.look()
+        self._gradients.show_slices()
 
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""

@@ -655,19 +655,20 @@ class Flat:
             self.add_reduced(bucket)
             self.drop_bucket()
             return
-        master = self.shards[0].master
-        if master.grad is None:
+        shard = self.shards[0]
+        grad = shard.device_grad
+        if grad is None:
             bucket, views = self.bucket()
             _fill(views, grads)
-            master.grad = bucket
+            shard.device_grad = bucket
             return
-        if self._bucket is None or master.grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
-            master.grad = self.bucket()[0].copy_(master.grad)
+        if self._bucket is None or grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
+            shard.device_grad = self.bucket()[0].copy_(grad)
         _add(self._bucket_views, grads)
 
     def add_reduced(self, mean: Tensor) -> None:
-        if self.in_memory and self.shards[0].master.grad is None:
-            self.shards[0].master.grad = mean
+        if self.in_memory and self.shards[0].device_grad is None:
+            self.shards[0].device_grad = mean
             return
         for shard in self.shards:
             shard.add(mean[shard.start : shard.stop])
@@ -683,8 +684,8 @@ class Flat:
 
     def some_grad(self, wire: SoloWire) -> None:
         """Zeros, from now on, for shards that have no gradient."""
-        if self.in_memory and wire.size == 1 and self.shards[0].master.grad is None:
-            self.shards[0].master.grad = self.bucket()[0].detach().zero_()
+        if self.in_memory and wire.size == 1 and self.shards[0].device_grad is None:
+            self.shards[0].device_grad = self.bucket()[0].detach().zero_()
         for shard in self.shards:
             shard.some_grad()
 

@@ -28,6 +28,8 @@ class Gradients:
         self._writes = 0  # what was written through stand-ins
         self._norms: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._norms_of: tuple[Any, ...] = ()
+        self._slice_norms: dict[int, Tensor] = {}  # by place: answers that nobody has asked for yet
+        self._slice_norms_of: tuple[float, int] = (0.0, 0)
 
     @property
     def engine(self) -> Engine:
@@ -47,6 +49,26 @@ class Gradients:
             if updated or flat.waits or flat.is_reduced:
                 flat.handles.keeper = self
                 flat.handles.show()
+        self.show_slices()
+
+    def show_slices(self) -> None:
+        """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
+        self._slice_norms.clear()
+        if self.engine.layout.shards == 1 or self.engine.optimizer is None:
+            return
+        for place, flat in enumerate(self._flats()):
+            first = place
+            for shard in flat.shards:
+                shard.show_slice(self, first)
+                first = -1
+
+    def hide_slices(self) -> None:
+        """The optimizer's own step is next."""
+        if self.engine.layout.shards == 1:
+            return
+        for flat in self._flats():
+            for shard in flat.shards:
+                shard.hide_slice()
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
@@ -182,6 +204,50 @@ class Gradients:
             value, _ = self._norms.pop(key)
         return value
 
+    # What the groups' stand-ins ask ---------------------------------------------------------------------------------
+
+    def wrote(self) -> None:
+        self._writes += 1
+
+    def settle_step(self) -> None:
+        self.engine.finish_step()
+
+    @torch.no_grad()
+    def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor:
+        """A span's, the same on every rank; nothing for who has no `place`.
+
+        Ranks may differ in how they cut a span into shards, and in what tiers those are (`auto`). Which collectives there
+        are depends on neither: each holds all spans; what leads to another is a write, or a question for a span that has
+        had its answer. Spans as such (`place`) are as many on every rank.
+        """
+        engine = self.engine
+        what = "the norm of a gradient in the optimizer's groups"
+        engine.offload.refuse_clipping(what)
+        engine.offload.refuse_while_away(what)
+        if place < 0:
+            return torch.full((), math.inf if order == -math.inf else 0.0, device=device)
+        flats = self._flats()
+        self.settle([flats[place]])
+        if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
+            engine.flush()
+            local = torch.stack([_power_sum(_parts(flat), order, flat.device).to(engine.device) for flat in flats])
+            norms = _root(_shared(engine.wire, local, order), order)
+            self._slice_norms = dict(enumerate(norms.unbind()))
+            self._slice_norms_of = (order, self._writes)
+        return self._slice_norms.pop(place).to(device)
+
+    @torch.no_grad()
+    def norm_over_ranks(self, part: Tensor, order: float) -> Tensor:
+        """Of what was computed from a slice; one collective each."""
+        engine = self.engine
+        if engine.config.is_auto:
+            raise StateError(
+                "the norm of what was computed from a gradient in the optimizer's groups: under 'auto' ranks may cut their "
+                "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
+            )
+        local = _power_sum([part] if part.numel() else [], order, part.device).to(engine.device)
+        return _root(_shared(engine.wire, local.reshape(1), order), order)[0].to(part.device)
+
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles, int]], order: float) -> list[Tensor]:
         """0-dim each, the same on every rank; one collective."""
@@ -193,8 +259,7 @@ class Gradients:
             norms = _shared(engine.wire, local, order)
             if any(alone):
                 norms = torch.where(torch.tensor(alone, device=local.device), local, norms)
-        if not math.isinf(order) and order != 0:
-            norms = norms.sqrt() if order == 2.0 else norms.pow(1.0 / order)
+        norms = _root(norms, order)
         return [
             norm.to(torch.promote_types(torch.float32, handles.flat.master_dtype.to_real()))
             for norm, (handles, _) in zip(norms.unbind(), grads)
@@ -220,6 +285,12 @@ def _shared(wire: SoloWire, local: Tensor, order: float) -> Tensor:
     return torch.where(broken > 0, math.nan, values * sign)
 
 
+def _root(powers: Tensor, order: float) -> Tensor:
+    if math.isinf(order) or order == 0:
+        return powers
+    return powers.sqrt() if order == 2.0 else powers.pow(1.0 / order)
+
+
 def _slicer(start: int, numel: int, device: torch.device) -> Callable[[Any], Any]:
     return lambda whole: whole.reshape(-1)[start : start + numel].to(device)
 
@@ -234,17 +305,27 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
             grad = shard.grad if shard.coefficient is None else shard.whole_grad()
             if grad is not None:
                 parts.append(grad[at : at + numel])
-    parts = [part for part in parts if part.numel()]
+    return _power_sum([part for part in parts if part.numel()], order, flat.device)
+
+
+def _parts(flat: Flat) -> list[Tensor]:
+    """This rank's gradient of the span, shard by shard, to read: coefficients are applied."""
+    found = (shard.grad if shard.coefficient is None else shard.whole_grad() for shard in flat.shards)
+    return [grad for grad in found if grad is not None and grad.numel()]
+
+
+def _power_sum(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
+    """What ranks may add up (or compare), float64."""
     if not parts:
         return torch.full((), float("inf") if order == -math.inf else 0.0, dtype=torch.float64)
     if order == 2.0:
-        return square_sum(parts).cpu() if flat.device.type == "cpu" else square_sum(parts)
+        return square_sum(parts).cpu() if device.type == "cpu" else square_sum(parts)
     if math.isinf(order):
         found = torch.stack(
-            [(part.abs().max() if order > 0 else part.abs().min()).double().to(flat.device) for part in parts]
+            [(part.abs().max() if order > 0 else part.abs().min()).double().to(device) for part in parts]
         )
         return found.max() if order > 0 else found.min()
     if order == 0:
-        return torch.stack([part.count_nonzero().double().to(flat.device) for part in parts]).sum()
-    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).pow(order).to(flat.device) for part in parts]
+        return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
+    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).pow(order).to(device) for part in parts]
     return torch.stack(norms).sum()

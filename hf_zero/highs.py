@@ -278,8 +278,8 @@ class Highs:
             for shard in flat.shards:
                 if shard.tier is not Tier.DEVICE:
                     host += shard.grad_bytes
-                elif shard.master.grad is not None:
-                    device += shard.master.grad.untyped_storage().nbytes()
+                elif (grad := shard.device_grad) is not None:
+                    device += grad.untyped_storage().nbytes()
         was_device, was_host = sizes.gradients
         self.on_device += device - was_device
         self.on_host += host - was_host
@@ -325,7 +325,7 @@ def _fresh_by_flat(unit: Unit, sizes: _Sizes) -> list[int]:
 
 
 def _device_gradient_bytes(flat: Flat) -> int:
-    grads = (shard.master.grad for shard in flat.shards if shard.tier is Tier.DEVICE)
+    grads = (shard.device_grad for shard in flat.shards if shard.tier is Tier.DEVICE)
     return sum(grad.untyped_storage().nbytes() for grad in grads if grad is not None)
 
 

@@ -7,7 +7,7 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -406,6 +406,25 @@ def numbered_groups(optimizer: torch.optim.Optimizer, originals: list[list[nn.Pa
         groups.append({**options, "params": list(range(start, start + len(params)))})
         start += len(params)
     return groups
+
+
+def with_closure_followed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `step` with a closure that ends with `call`. None: it has no closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        return None
+
+    def followed() -> Any:
+        try:
+            return closure()
+        finally:
+            call()
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": followed}
+    return (args[0], followed, *args[2:]), kwargs
 
 
 def with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -9,10 +9,15 @@ A slice is one shard, or a few where the plan splits it between tiers. The optim
 
 A host gradient is float32, or of the compute dtype while that loses nothing. It may have a `coefficient` that clipping
 asked for: a factor that the step applies on its way, so that clipping does not touch memory.
+
+On several ranks what a master shows between a backward and the optimizer's own step is a `gradients.Slice`, whose norms are
+those over all ranks. Code of this package asks for `grad` or `device_grad`, which are never one.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ZeroError
+from .gradients import Slice, SliceKeeper
 from .inflight import Inflight
 from .ondisk import OnDisk, Values, fetch
 from .prints import sample
@@ -74,6 +80,9 @@ class Shard:
         self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
         self._move: Inflight | None = None
         self._landing: Tensor | None = None
+        self.shown: Slice | None = None
+        """What the master shows for its gradient, kept from step to step."""
+        self._alone = 0
         data = values if alias is None else alias
         if tier is Tier.DISK:
             self.records = self._make_records()
@@ -198,9 +207,21 @@ class Shard:
     def grad(self) -> Tensor | None:
         """As it is kept; `coefficient` is still to be applied."""
         if self.tier is Tier.DEVICE:
-            return self.master.grad
+            return self.device_grad
         self.land()
         return self._grad
+
+    @property
+    def device_grad(self) -> Tensor | None:
+        """On the device: the gradient itself, whatever the master shows for it."""
+        grad = self.master.grad
+        return grad.at_rest if type(grad) is Slice else grad
+
+    @device_grad.setter
+    def device_grad(self, grad: Tensor | None) -> None:
+        self.master.grad = grad
+        if self.shown is not None:
+            self.shown.local = None
 
     @property
     def has_grad(self) -> bool:
@@ -226,7 +247,7 @@ class Shard:
         grad = self.whole_grad()
         if grad is None:
             if self.tier is Tier.DEVICE:
-                self.master.grad = grad = torch.zeros_like(self.master)
+                self.device_grad = grad = torch.zeros_like(self.master)
             else:
                 grad = self._room(self.dtype).zero_()
                 self._set(grad)
@@ -235,10 +256,11 @@ class Shard:
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
         if self.tier is Tier.DEVICE:
-            if self.master.grad is None:
-                self.master.grad = piece.to(self.dtype, copy=True)
+            grad = self.device_grad
+            if grad is None:
+                self.device_grad = piece.to(self.dtype, copy=True)
             else:
-                self.master.grad.add_(piece)
+                grad.add_(piece)
             return
         self.land()
         link = self.storage.link
@@ -286,6 +308,10 @@ class Shard:
 
     def drop_grad(self) -> None:
         self.master.grad = None
+        if self.shown is not None:
+            self.shown.local = None
+            if sys.getrefcount(self.shown) > self._alone:  # somebody keeps it: it is no later step's gradient
+                self.shown = None
         if self._move is not None or self._landing is not None:
             self.land()
         self._grad = self.coefficient = None
@@ -312,8 +338,39 @@ class Shard:
         if self.tier is not Tier.DEVICE:
             self.master.grad = None
 
+    def show_slice(self, keeper: SliceKeeper, place: int) -> None:
+        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
+
+        Args:
+            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+        """
+        on_device = self.tier is Tier.DEVICE
+        grad = self.device_grad if on_device else None
+        # With `step_in_backward` what is offloaded is used up already.
+        has = grad is not None if on_device else self.has_grad and not self.storage.transient
+        shown = self.shown
+        if not has:
+            if shown is not None:
+                shown.local = None
+            return
+        if shown is None or shown.device != self.master.device or shown.keeper is not keeper:
+            shown = self.shown = Slice(keeper, self.master.detach(), weakref.ref(self))
+            del shown
+            self._alone = sys.getrefcount(self.shown)
+            shown = self.shown
+        shown.local, shown.place = grad, place
+        if self.master.grad is not shown:
+            self.master.grad = shown
+
+    def hide_slice(self) -> None:
+        """Before the optimizer's own step: what rests on the device shows the gradient itself."""
+        if type(self.master.grad) is Slice and self.tier is Tier.DEVICE:
+            self.device_grad = self.device_grad
+
     def show_grad(self) -> None:
         """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
+        if self.shown is not None and self.master.grad is self.shown:
+            return
         if (
             self._move is None
             and self._grad is not None
@@ -375,7 +432,7 @@ class Shard:
         else:
             data = self._memory(tier).copy_(values) if alias is None else alias
         # What may fail is done.
-        self.master.grad = None
+        self.device_grad = None
         old, self.records = self.records, records
         self.tier = tier
         self.aliased = alias is not None
@@ -385,7 +442,7 @@ class Shard:
         self._grad = None
         if grad is not None:
             if tier is Tier.DEVICE:
-                self.master.grad = grad.to(self.storage.device)
+                self.device_grad = grad.to(self.storage.device)
                 self._buffer = None
             elif grad is not self._buffer:
                 self._set(self._room(self.dtype).copy_(grad))

@@ -78,8 +78,8 @@ def measure(engine: Engine) -> Table:
                     own = values.numel() * values.element_size() if shard.aliased else 0
                     tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.records.nbytes - own))
                 if shard.tier is Tier.DEVICE:
-                    if shard.master.grad is not None:
-                        tally.add(Tier.DEVICE, "gradients", shard.master.grad)
+                    if (reduced := shard.device_grad) is not None:
+                        tally.add(Tier.DEVICE, "gradients", reduced)
                 elif not transient:  # else it is of the scratch memory
                     tally.add_bytes(Tier.HOST, "gradients", shard.grad_bytes)
                 for value in () if engine.optimizer is None else shard.entries(engine.optimizer).values():

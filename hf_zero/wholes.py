@@ -45,7 +45,7 @@ class WholeBinding(Binding):
 
     def show_grads(self) -> None:
         for flat in self.flats:
-            grad = flat.shards[0].master.grad
+            grad = flat.shards[0].device_grad
             for whole, slot, present in zip(flat.wholes, flat.span.slots, flat.present):
                 if grad is None or not present:
                     whole.grad = None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.common import autocast
+from tests.common import Case, autocast
+from tests.offloading import mixed
 
 pytestmark = pytest.mark.gloo
 
@@ -365,3 +366,211 @@ def hand_made_step(rank: int, world: int, stage: int, folder: Path) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_step_by_hand(two, tmp_path, stage):
     two.run(hand_made_step, stage, tmp_path, timeout_s=60)
+
+
+# The optimizer's groups -----------------------------------------------------------------------------------------------
+
+
+def of_groups(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def by_hand(optimizer: torch.optim.Optimizer, order: float = 2.0) -> Tensor:
+    """As loops of old, and optimizers like SAM, have it."""
+    return torch.stack([p.grad.detach().data.norm(order) for p in of_groups(optimizer)]).norm(order)
+
+
+def sharpness(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.stack([(1.0 * p.grad).norm(p=2) for p in of_groups(optimizer)]).norm(p=2)
+
+
+def groups_clipped(pair: Pair) -> None:
+    optimizers = (pair.optimizer, pair.plain_optimizer)
+    for step in range(4):
+        pair.backward()
+        for order in (2.0, 1.0, 3.0, float("inf")):
+            mine, plain = (by_hand(optimizer, order) for optimizer in optimizers)
+            assert abs(mine - plain) <= pair.tolerance * plain, (order, mine, plain)
+            torch.testing.assert_close(mine, pair.engine.clip_grad_norm_(float("inf"), order))
+            listed = torch.nn.utils.get_total_norm([p.grad for p in of_groups(pair.optimizer)], order, foreach=True)
+            torch.testing.assert_close(mine, listed)
+            assert len({float(norm) for norm in pair.engine.exchange(listed)}) == 1
+        mine, plain = map(sharpness, optimizers)
+        assert abs(mine - plain) <= pair.tolerance * plain, (mine, plain)
+        before = pair.engine.traffic["scalar"].calls
+        for optimizer in optimizers:
+            clip(of_groups(optimizer), 0.05, foreach=[None, True, False, None][step])
+        assert pair.engine.traffic["scalar"].calls - before == (pair.engine.layout.shards > 1)
+        assert abs(by_hand(pair.optimizer) - 0.05) < 1e-4
+        pair.engine.clip_grad_norm_(0.02)
+        clip(pair.plain.parameters(), 0.02)
+        assert abs(by_hand(pair.optimizer) - 0.02) < 1e-4
+        if step == 1:
+            for optimizer in optimizers:
+                torch.nn.utils.clip_grad_value_(of_groups(optimizer), 2e-3)
+        if step == 2:  # gradients that are kept: a second backward adds to them
+            pair.backward()
+        if step == 3:
+            for optimizer in optimizers:
+                torch._foreach_mul_([p.grad for p in of_groups(optimizer)], 0.5)
+                for p in of_groups(optimizer):
+                    p.grad.add_(p.grad.clone(), alpha=0.25)
+                    assert p.grad.numpy().shape == p.shape
+                    assert float(p.grad.sum()) == pytest.approx(sum(p.grad.reshape(-1).tolist()), abs=1e-4)
+        assert not (wrong := pair.differing("grad")), wrong
+        pair.step()
+        assert all(p.grad is None for p in of_groups(pair.optimizer))
+    assert not (wrong := pair.differing()), wrong
+
+
+def groups_everywhere(rank: int, world: int, folder: Path, stage: int) -> None:
+    everywhere(rank, world, folder, stage, groups_clipped)
+    if stage:  # ranks' spans are cut into several shards
+        for dtype in ("no", "bf16"):
+            with mixed(Case(offload_optimizer="mixed")):
+                pair = Pair(rank, world, dtype, folder, stage=stage, offload_optimizer="cpu")
+            assert any(len(flat.shards) > 1 for unit in pair.engine.units for flat in unit.trained)
+            groups_clipped(pair)
+            pair.engine.detach()
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), pytest.param(3, 2, marks=SLOW)])
+def test_clipping_of_the_groups_equals_plain(pools, tmp_path, world, stage):
+    pools[world].run(groups_everywhere, tmp_path, stage, timeout_s=100)
+
+
+class Watched(torch.optim.SGD):
+    """What its step is given is plain; it may fail."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert all(type(p.grad) is Tensor for p in of_groups(self) if p.grad is not None)
+        if self.fails:
+            raise ValueError("this step fails")
+        super().step()
+        return loss
+
+
+def groups_of_a_watched(rank: int, world: int, stage: int, offload: str, folder: Path) -> list[str]:
+    pair = Pair(rank, world, "no", folder, stage=stage, offload_optimizer=offload)
+    pair.engine.detach()
+    model, plain = Net(), Net()
+    optimizer = Watched(model.parameters(), lr=0.01)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, offload_optimizer=offload))
+    pair.model, pair.engine, pair.optimizer = model, engine, optimizer
+    pair.plain, pair.plain_optimizer = plain, torch.optim.SGD(plain.parameters(), lr=0.01)
+    for step in range(3):
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            pair.plain_optimizer.zero_grad()
+            pair.backward()
+            for each in (optimizer, pair.plain_optimizer):
+                clip(of_groups(each), 0.05)
+            return 1.0
+
+        if step == 1:
+            assert optimizer.step(closure) == 1.0
+            pair.plain_optimizer.step()
+        else:
+            closure()
+            if step == 2:
+                optimizer.fails = True
+                with pytest.raises(ValueError, match="this step fails"):
+                    optimizer.step()
+                optimizer.fails = False
+            optimizer.step()
+            pair.plain_optimizer.step()
+            # Gradients are there until they are cleared.
+            torch.testing.assert_close(by_hand(optimizer), by_hand(pair.plain_optimizer), rtol=1e-4, atol=1e-6)
+    assert not (wrong := pair.differing()), wrong
+    shown = [p.grad for p in of_groups(optimizer)]
+    assert "norms are those over all ranks" in repr(shown[0])
+    kept = shown[0]
+    del shown
+    optimizer.zero_grad()
+    said = []
+    for use in (kept.norm, kept.sum):
+        with pytest.raises(zero.StateError) as error:
+            use()
+        said.append(str(error.value))
+    pair.backward()
+    assert of_groups(optimizer)[0].grad is not kept
+    first = id(of_groups(optimizer)[0].grad)
+    pair.step()
+    pair.backward()
+    assert id(of_groups(optimizer)[0].grad) == first  # nobody kept it: the same object as in the step before
+    with engine.no_sync():
+        pair.backward()
+    clip(of_groups(optimizer), 1.0)
+    engine.detach()
+    return said
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, "none"), (2, "none"), (3, "cpu")])
+def test_the_optimizer_sees_plain_gradients(two, tmp_path, stage, offload):
+    for said in two.run(groups_of_a_watched, stage, offload, tmp_path, timeout_s=60):
+        assert all("cleared since" in each for each in said)
+
+
+def groups_of_a_scaler(rank: int, world: int, offload: str, folder: Path) -> None:
+    """A stock loss scaler, and clipping of what it unscaled."""
+    pair = Pair(rank, world, "fp16", folder, stage=2, offload_optimizer=offload)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for _ in range(2):
+        scaler.scale(pair.model(pair.inputs()[rank]).square().mean()).backward()
+        scaled = by_hand(pair.optimizer)
+        scaler.unscale_(pair.optimizer)
+        norm = clip(of_groups(pair.optimizer), 1e-3)
+        torch.testing.assert_close(norm, scaled / 2**8, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(pair.engine.clip_grad_norm_(float("inf")), torch.tensor(1e-3), rtol=1e-3, atol=1e-7)
+        scaler.step(pair.optimizer)
+        scaler.update()
+        pair.optimizer.zero_grad()
+    pair.engine.detach()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "disk"])
+def test_a_stock_loss_scaler_and_clipped_groups(two, tmp_path, offload):
+    two.run(groups_of_a_scaler, offload, tmp_path, timeout_s=60)
+
+
+def groups_refused(rank: int, world: int, folder: Path) -> str:
+    pair = Pair(rank, world, "no", folder, stage=2, step_in_backward=True)
+    pair.backward()
+    with pytest.raises(zero.StateError) as error:
+        clip(of_groups(pair.optimizer), 1.0)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.engine.detach()
+    return str(error.value)
+
+
+def test_clipping_of_groups_that_are_updated_already_is_refused(two, tmp_path):
+    assert all("step_in_backward" in said for said in two.run(groups_refused, tmp_path, timeout_s=60))
+
+
+def groups_unlike(rank: int, world: int, folder: Path) -> None:
+    """Ranks whose spans rest in other tiers, and are cut at other places, as `auto` may leave them."""
+    with mixed(Case(offload_optimizer="mixed")) if rank else contextlib.nullcontext():
+        pair = Pair(rank, world, "no", folder, stage=2, offload_optimizer="cpu")
+    pair.engine.offload.storage.uses_disk = True  # as under `auto`, on every rank
+    for _ in range(2):
+        pair.backward()
+        for foreach in (True, False):
+            norms = torch.nn.utils.get_total_norm([p.grad for p in of_groups(pair.optimizer)], foreach=foreach)
+            torch.testing.assert_close(norms, pair.engine.clip_grad_norm_(float("inf")))
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            clip(of_groups(optimizer), 0.05)
+        pair.step()
+    assert not (wrong := pair.differing()), wrong
+    pair.engine.detach()
+
+
+def test_ranks_may_cut_their_slices_otherwise(two, tmp_path):
+    two.run(groups_unlike, tmp_path, timeout_s=60)
