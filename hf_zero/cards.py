@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, ConfigError
-from .manifest import MANIFEST
+from .manifest import MANIFEST, check_version
 from .recast import read_json
 
 RUN_FILE = "zero_run.json"
@@ -90,6 +90,7 @@ class RunFacts:
         body = read_json(path)
         if body.get("format") != _FORMAT:
             raise CheckpointError(f"{path}: expected the format {_FORMAT!r}, found {body.get('format')!r}")
+        check_version(path, body, _VERSION)
         facts = RunFacts()
         for entry in fields(RunFacts):
             if entry.name in body:

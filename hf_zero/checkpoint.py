@@ -25,6 +25,7 @@ from .agree import together
 from .comm import SoloWire
 from .errors import CheckpointError, StateError, ZeroError
 from .loading import Loading, read_json
+from .manifest import check_version
 from .objects import Stateful, pack, random_states, set_random_states, unpack
 from .safetensors_io import build_header
 from .saving import Saving
@@ -143,6 +144,7 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
                 raise CheckpointError(f"{loading.folder} holds no states of {sorted(objects)}: it has no {path.name}")
             return
         body = read_json(path)
+        check_version(path, body, 1)
         tensors = loading.read_whole(loading.find(_STATE))
         for name, item in objects.items():
             if name not in body["objects"]:

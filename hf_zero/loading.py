@@ -27,6 +27,7 @@ from .manifest import (
     check_name,
     check_segments,
     check_sizes,
+    check_version,
     read_bounded,
     share,
 )
@@ -241,9 +242,11 @@ class Loading:
 
     def _index(self, path: Path) -> dict[str, Any]:
         index = read_json(path)
-        if not isinstance(index, dict) or index.get("version") != 1 or not isinstance(index.get("parameters"), dict):
-            raise CheckpointError(f"{path}: expected version 1 of an optimizer index: update hf_zero")
-        return index
+        check_version(path, index, 1)
+        if not isinstance(index.get("parameters"), dict):
+            raise CheckpointError(f"{path} is damaged: it lists no parameters")
+        out: dict[str, Any] = index
+        return out
 
 
 # What there is ------------------------------------------------------------------------------------------------------

@@ -130,8 +130,7 @@ def _canonical(body: Any) -> bytes:
 def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is no manifest of hf_zero")
-    if body.get("version") != _VERSION:
-        raise CheckpointError(f"{path}: expected version {_VERSION}, found {body.get('version')!r}: update hf_zero")
+    check_version(path, body, _VERSION)
     digest = body.pop("digest", None)
     if altered or digest != digest_of(_canonical(body)):
         raise CheckpointError(f"{path} is damaged: its digest does not match its content")
@@ -149,6 +148,19 @@ def _parse(path: Path, body: Any, altered: bool) -> Manifest:
         if any(length > SEGMENT_BYTES for _, length, _ in segments):
             raise CheckpointError(f"{path} is damaged: {name!r} has a segment of more than {SEGMENT_BYTES} bytes")
     return Manifest(out, {k: v for k, v in body.items() if k not in ("format", "version")})
+
+
+def check_version(path: Path, body: Any, known: int) -> None:
+    """Refuse a JSON object of a later version. Fields are added without a new one: readers pass over those they do not know.
+
+    Raises:
+        CheckpointError: naming the file, the version it has and the one that this reader knows.
+    """
+    found = body.get("version") if isinstance(body, dict) else None
+    if type(found) is not int or found < 1:
+        raise CheckpointError(f"{path} is damaged: expected version {known}, found {found!r}")
+    if found > known:
+        raise CheckpointError(f"{path}: expected version {known}, found {found}: update hf_zero")
 
 
 def _natural(value: Any) -> int:

@@ -138,7 +138,7 @@ class _Player:
                 late.add(visit.unit)
             if has_trained and not visit.is_embedding:
                 reached.add(id(visit))
-        self._reached, self._late = reached, late
+        self._late = late
         self._open = {id(visit) for visit in flat if visit.unit in late and self._is_open(visit, flat)}
         self._backward = list(_backward(visits, reached))
         self._expected = [0] * len(units)

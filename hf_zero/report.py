@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .config import StagePolicy
 from .layout import Layout, Span, itemsize
 
 _MIB = 1 << 20
@@ -165,21 +164,6 @@ class Report:
 
 def _mib(bytes_: float | None) -> str:
     return "" if bytes_ is None else f"{bytes_ / _MIB:.1f}"
-
-
-def predict(layout: Layout, policy: StagePolicy, optimizer_tensors: int) -> States:
-    """Bytes per rank between backward and step, for an optimizer with that many tensors per master element."""
-    parameters = gradients = optimizer = 0
-    for span in layout.spans:
-        compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
-        parameters += (span.numel if policy.keep_full else span.slice_numel) * compute
-        if span.spec.compute_dtype != span.spec.master_dtype:
-            optimizer += span.slice_numel * master
-        if span.trainable:
-            gradients += span.slice_numel * master
-            optimizer += span.slice_numel * master * optimizer_tensors
-    largest = max((unit.gathered_bytes for unit in layout.units), default=0)
-    return States(parameters, gradients, optimizer, gathered=0 if policy.keep_full else 2 * largest)
 
 
 def data_parallel(layout: Layout, optimizer_tensors: int) -> States:

@@ -172,7 +172,7 @@ class Trace:
     """
 
     __slots__ = (
-        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "came_last", "entered", "everywhere",
+        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
         "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed",
         "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses",
         "weightless",
@@ -201,7 +201,7 @@ class Trace:
         self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
         self.everywhere = True  # every rank has used it: none makes the others wait for its part
         self.in_backward = self.in_open = self.reduced = False
-        self.came = self.came_last = False  # gathered in it, also for other ranks alone
+        self.came = False  # gathered in it, also for other ranks alone
         self.entered = False  # there for this rank's use
         self.stepped = False  # who wants to know has been told that all gradients are there
         self.local = False  # gradients wait on this rank, from a backward that did not send them
@@ -929,7 +929,6 @@ class Schedule:
         else:
             self._reduce_rest()
         for trace in self.traces:
-            trace.came_last = trace.came
             trace.noted = trace.noted if self._again else 0
         self._learning = max(0, self._learning - 1)
         for use in self._touched:  # of a graph that is kept, in its next backward

@@ -317,6 +317,38 @@ def test_house_rules(module: str) -> None:
         )
 
 
+def test_nothing_is_dead() -> None:
+    """Every function, class and constant of a module is named by the library or a script; what is written is read somewhere.
+
+    Names are compared, not what they stand for: what is dead under the name of something alive is not found.
+    """
+    paths = [path for folder in ("hf_zero", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    used: set[str] = {*hf_zero.__all__, "_at_exit"}  # that one is called by atexit
+    read: set[str] = {"_tensor", "__array_interface__"}  # numpy
+    read |= {"daemon", "atexit", "should_training_stop", "_n_gpu"}  # threading, weakref, transformers
+    for path in paths:
+        tests = ROOT / "tests" in path.parents
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+                used |= set() if tests else {node.attr}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not tests:
+                used.add(node.id)
+            elif isinstance(node, ast.alias) and not tests:
+                used.add(node.name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.add(node.value)  # getattr
+    found = []
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in used | {"__getattr__", "__dir__"}:
+                found.append(f"{at(module, node)} {node.name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in read:
+                found.append(f"{at(module, node)} {node.attr}")
+    assert not found, f"nobody uses {', '.join(found)}: remove it"
+
+
 def test_public_names() -> None:
     assert sorted(hf_zero.__all__) == PUBLIC
     for name in PUBLIC:

@@ -401,7 +401,7 @@ def test_card_says_only_what_is_known(tmp_path: Path) -> None:
         assert absent not in text
     with pytest.raises(zero.ConfigError, match="colour"):
         zero.card_for(source, colour="red")
-    (source / RUN_FILE).write_text('{"format": "hf_zero_run", "stage": "three"}')
+    (source / RUN_FILE).write_text('{"format": "hf_zero_run", "version": 1, "stage": "three"}')
     with pytest.raises(zero.CheckpointError, match="stage"):
         zero.card_for(source)
 

@@ -91,6 +91,23 @@ def test_import_alone() -> None:
     assert loaded("import hf_zero") == set()
 
 
+def test_names_of_the_engine_and_a_check() -> None:
+    """What is exported without accelerate or transformers needs the Hub's client only once something goes to the Hub."""
+    code = f"""
+import hf_zero as zero
+dir(zero)
+for name in zero.__all__:
+    if not name.lower().startswith("zero") or name in ("ZeroConfig", "ZeroError"):
+        getattr(zero, name)
+zero.verify({str(ROOT / "tests/golden/adamw_bf16/whole")!r})
+"""
+    assert loaded(code) == set()
+
+
+def test_command_line() -> None:
+    assert loaded("import hf_zero.cli") == {"rich"}
+
+
 @pytest.mark.parametrize("hub", [False, True])
 def test_plain_accelerate_loop(hub: bool) -> None:
     """Prepared, trained, saved and loaded; `transformers` itself brings what its models need."""

@@ -141,6 +141,10 @@ class ZeroPlugin(ParallelismConfig):
         _adopt_trainer()
 
 
+# What a Trainer pickles into training_args.bin names the place that stays, wherever this file is moved.
+ZeroPlugin.__module__ = "hf_zero"
+
+
 def _adopt_trainer() -> None:
     if "transformers.trainer" in sys.modules:
         from .transformers import adopt_trainer

@@ -114,6 +114,9 @@ class ZeroTrainingArguments(TrainingArguments):
         )
 
 
+ZeroTrainingArguments.__module__ = "hf_zero"  # as ZeroPlugin: training_args.bin names the place that stays
+
+
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
