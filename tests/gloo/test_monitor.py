@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.monitor import CALM_STEPS, MOVES_PER_STEP
 from hf_zero.tiers import Tier
 from tests.common import batch, gpt2, optimizer_for
-from tests.offloading import equal, small_blocks
+from tests.offloading import SMALL_ROADS, equal
 
 pytestmark = pytest.mark.gloo
 PLENTY = 1 << 40
@@ -40,10 +40,10 @@ def made(config: zero.ZeroConfig, dtype: str, late: bool) -> tuple[Any, torch.op
     model = gpt2(n_layer=4)
     optimizer = optimizer_for(model, 2)
     if late:
-        engine = zero.shard(model, None, config, mixed_precision=dtype)
+        engine = zero.shard(model, None, config, mixed_precision=dtype, roads=SMALL_ROADS)
         engine.bind(optimizer)
     else:
-        engine = zero.shard(model, optimizer, config, mixed_precision=dtype)
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=SMALL_ROADS)
     return model, optimizer, engine
 
 
@@ -81,7 +81,7 @@ def under_pressure(rank: int, world: int, folder: str, dtype: str, late: bool, e
     config = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_params="auto", offload_dir=folder)
     room = [PLENTY]
     said = io.StringIO()
-    with free(room), small_blocks():
+    with free(room):
         model, optimizer, engine = made(config, dtype, late)
         planned = places(engine)
         assert {tier for place in planned for tier in place} == {Tier.DEVICE}
@@ -146,7 +146,7 @@ def refused(rank: int, world: int, folder: str, params: str, after: int) -> None
     )
     room = [PLENTY]
     said = io.StringIO()
-    with free(room), small_blocks():
+    with free(room):
         model, optimizer, engine = made(config, "bf16", late=False)
         planned, found = places(engine), []
         for number in range(STEPS):
@@ -177,11 +177,6 @@ def test_a_disk_that_refuses_what_the_monitor_moves(two, tmp_path, params, after
 
 def within_budgets(rank: int, world: int, folder: str, dtype: str) -> None:
     """From room for all down to none: the solver's placements rest within the budgets, train alike, and use what there is."""
-    with small_blocks():
-        _within_budgets(rank, folder, dtype)
-
-
-def _within_budgets(rank: int, folder: str, dtype: str) -> None:
     losses, expected = reference(rank, dtype, 3)
     everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_params="auto", offload_dir=folder)
     _, _, engine = made(everything, dtype, late=False)
@@ -232,29 +227,28 @@ def activations(rank: int, world: int, folder: str, dtype: str) -> None:
         )
         return made(config, dtype, late=world > 1)
 
-    with small_blocks():
-        everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, host_memory=PLENTY)
-        _, _, engine = made(everything, dtype, late=False)
-        needed = engine.plan.memory.at_most(Tier.DEVICE)
+    everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, host_memory=PLENTY)
+    _, _, engine = made(everything, dtype, late=False)
+    needed = engine.plan.memory.at_most(Tier.DEVICE)
+    engine.detach()
+    for spare_bytes in (40_000, 1 << 30):
+        model, optimizer, engine = built(spare_bytes)
+        planned = places(engine)
+        assert {tier for place in planned for tier in place} == {Tier.DEVICE}
+        with torch.no_grad():
+            model(input_ids=batch(0, 0, rank).repeat(50, 1))  # keeps nothing
+        watch = engine.offload.monitor
+        assert not watch.moves
+        ids = batch(0, 0, rank).repeat(3, 1)
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert bool(watch.moves) == (spare_bytes == 40_000)
+        assert all("from the device to the host" in line for line in watch.moves)
+        assert watch.missing_bytes(Tier.DEVICE) <= 0
+        optimizer.zero_grad()
+        found = [step(model, optimizer, engine, number, rank) for number in range(STEPS)]
+        assert found == losses
+        assert equal(values(model, optimizer), expected)
         engine.detach()
-        for spare_bytes in (40_000, 1 << 30):
-            model, optimizer, engine = built(spare_bytes)
-            planned = places(engine)
-            assert {tier for place in planned for tier in place} == {Tier.DEVICE}
-            with torch.no_grad():
-                model(input_ids=batch(0, 0, rank).repeat(50, 1))  # keeps nothing
-            watch = engine.offload.monitor
-            assert not watch.moves
-            ids = batch(0, 0, rank).repeat(3, 1)
-            model(input_ids=ids, labels=ids).loss.backward()
-            assert bool(watch.moves) == (spare_bytes == 40_000)
-            assert all("from the device to the host" in line for line in watch.moves)
-            assert watch.missing_bytes(Tier.DEVICE) <= 0
-            optimizer.zero_grad()
-            found = [step(model, optimizer, engine, number, rank) for number in range(STEPS)]
-            assert found == losses
-            assert equal(values(model, optimizer), expected)
-            engine.detach()
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "no"), (2, "bf16")])
