@@ -743,7 +743,8 @@ def shard(
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
             does. None: where the model is.
         machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
-        roads: what bytes move with, in place of the process group's own wire and the device's own link, and how many at a time.
+        roads: what bytes move with, in place of the process group's own wire and the device's own link, and what else an engine
+            has from outside.
 
     Raises:
         ConfigError: settings; a model that is sharded already.

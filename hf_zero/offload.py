@@ -35,6 +35,7 @@ class Offload:
         storage: host memory, the link and the file.
         stepper: the thread that steps, once it has been needed.
         monitor: under `auto`.
+        free_host_bytes: what the monitor asks, by the number of ranks that share the memory.
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 
@@ -49,6 +50,7 @@ class Offload:
         self._config, self._wire, self._device, self._units = config, wire, device, units
         self.ranks_here = wire.ranks_here() if config.offloads else 1
         self.storage = Storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
+        self.free_host_bytes = roads.free_host_bytes
         self.storage.transient = config.step_in_backward
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None

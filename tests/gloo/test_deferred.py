@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero import monitor
 from hf_zero.inflight import Inflight
 from hf_zero.link import Link
 from hf_zero.roads import Roads
@@ -290,17 +289,19 @@ def moved_here(rank: int, world: int, folder: str, dtype: str, collective: bool)
         model = gpt2(n_layer=4)
         optimizer = optimizer_for(model, 1)
         config = zero.ZeroConfig(stage=3, offload_params="auto" if watched else "none", offload_dir=folder)
-        with free_host_bytes(1 << 40):
-            engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=replace(roads, sizes=SMALL))
-            watch.watch(engine)
+        free = [1 << 40]  # what the monitor finds
+        roads = replace(roads, sizes=SMALL, free_host_bytes=lambda ranks, free=free: free[-1])
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
+        watch.watch(engine)
         out: list[Any] = []
         for step in range(4):
             ids = batch(step, 0, rank)
             out.append(model(input_ids=ids, labels=ids).loss.detach())
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
-            with free_host_bytes(0 if rank == world - 1 else 1 << 40):
-                optimizer.step()
+            free.append(0 if rank == world - 1 else 1 << 40)
+            optimizer.step()
+            free.append(1 << 40)
             optimizer.zero_grad()
             out.append(loss.detach())
         results.append([*out, *model.state_dict().values()])
@@ -310,16 +311,6 @@ def moved_here(rank: int, world: int, folder: str, dtype: str, collective: bool)
     if bool(on_disk) != (rank == world - 1):
         wrong.append(f"on disk: {len(on_disk)}")
     return wrong if equal(*results) else [*wrong, "numbers differ"]
-
-
-@contextlib.contextmanager
-def free_host_bytes(bytes_: int) -> Iterator[None]:
-    """What the monitor finds."""
-    plain, monitor.free_host_bytes = monitor.free_host_bytes, lambda ranks=1: bytes_
-    try:
-        yield
-    finally:
-        monitor.free_host_bytes = plain
 
 
 @pytest.mark.parametrize(("dtype", "collective"), [("no", False), ("bf16", False), ("bf16", True)])
