@@ -25,6 +25,7 @@ from .plan import Drafter, Plan, plan
 from .precision import Precision, dtype_of
 from .shard import Fields
 from .storage import Storage
+from .tiers import Sizes
 from .unit import State, Unit
 
 if TYPE_CHECKING:
@@ -88,7 +89,14 @@ class Assembly:
         """The layout that these specs make; nothing changes."""
         return self._drafter.layout(specs, self.layout.shards)
 
-    def plan(self, specs: list[list[ParamSpec]], config: ZeroConfig, machine: Machine, optimizer_tensors: int) -> Plan:
+    def plan(
+        self,
+        specs: list[list[ParamSpec]],
+        config: ZeroConfig,
+        machine: Machine,
+        optimizer_tensors: int,
+        sizes: Sizes,
+    ) -> Plan:
         """The plan for these specs; nothing changes."""
         return plan(
             self.lay_out(specs),
@@ -98,6 +106,7 @@ class Assembly:
             precision=self._precision,
             optimizer_tensors=optimizer_tensors,
             in_files=self._in_files(),
+            sizes=sizes,
         )
 
     def _in_files(self) -> frozenset[str]:

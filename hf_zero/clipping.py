@@ -12,9 +12,11 @@ from .comm import SoloWire
 from .errors import LayoutError
 from .flat import Flat
 from .shard import Shard, cut
-from .tiers import BLOCK_NUMEL
 
 ROW_NUMEL = 4096
+"""Elements whose norm is taken in float32."""
+_WIDENED_NUMEL = 128 * ROW_NUMEL
+"""Elements of a narrow type that are widened at a time; whole rows, whatever the engine's blocks are."""
 
 
 def clip_norm(
@@ -154,8 +156,8 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
         elif head:
             rest.append(part[:head].float())
         whole = head + (part.numel() - head) // ROW_NUMEL * ROW_NUMEL
-        for low in range(head, whole, BLOCK_NUMEL):  # a narrow type is widened block by block
-            rows.append(_row_squares(part[low : min(low + BLOCK_NUMEL, whole)].float()))
+        for low in range(head, whole, _WIDENED_NUMEL):  # a narrow type is widened block by block
+            rows.append(_row_squares(part[low : min(low + _WIDENED_NUMEL, whole)].float()))
         if whole < part.numel():
             rest.append(part[whole:].float())
     if rest:

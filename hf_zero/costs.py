@@ -14,12 +14,7 @@ from .config import StagePolicy
 from .layout import Layout, Span, UnitLayout, Visit, itemsize
 from .passes import High, Manner, SpanBytes, UnitBytes, play
 from .records import records_bytes
-from .tiers import BLOCK_NUMEL, SLAB_NUMEL, Tier, padded
-
-SLABS = 3
-"""Records in host memory at once: one is read, one updated, one written."""
-LANES = 2
-"""Blocks through which parameters that are cast on the host go up to the device."""
+from .tiers import SIZES, Sizes, Tier, padded
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "staging", "activations")
 STATES = ("parameters", "gradients", "optimizer")
@@ -58,6 +53,8 @@ class Setup:
     """
     in_files: frozenset[str] = frozenset()
     """Parameters whose values are in the model's own files, where they stay as long as they are frozen and rest on disk."""
+    sizes: Sizes = SIZES
+    """Of the blocks and records that the engine works in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +140,9 @@ def master_bytes(span: Span, placement: Placement, tier: Tier) -> int:
     return numel * itemsize(span.spec.master_dtype)
 
 
-def record_bytes(span: Span, numel: int, tensors: int) -> int:
+def record_bytes(span: Span, numel: int, tensors: int, sizes: Sizes) -> int:
     """Master and states of `numel` elements in records of the disk tier, padded to pages."""
-    return records_bytes(numel, SLAB_NUMEL, [itemsize(span.spec.master_dtype)] * (1 + tensors))
+    return records_bytes(numel, sizes.slab_numel, [itemsize(span.spec.master_dtype)] * (1 + tensors))
 
 
 def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
@@ -159,9 +156,11 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
         return states + master_bytes(span, placement, tier)
     if is_in_files(span, placement, setup):
         return 0
-    records = sum(record_bytes(span, numel, tensors) for place, numel in placement.optimizer if place is tier)
+    records = sum(
+        record_bytes(span, numel, tensors, setup.sizes) for place, numel in placement.optimizer if place is tier
+    )
     if not placement.optimizer and placement.parameters is tier:
-        records = record_bytes(span, span.slice_numel, 0)
+        records = record_bytes(span, span.slice_numel, 0, setup.sizes)
     return records - (slice_bytes(span) if _shares_records(span, placement) else 0)
 
 
@@ -296,6 +295,7 @@ def scratch_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     """Host: a block for gradients that rest in another type than their masters', and two for parameters that are cast on their
     way up to the device.
     """
+    sizes = setup.sizes
     block = lanes = blocks = 0
     for span, placement in zip(layout.spans, placements):
         compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
@@ -303,22 +303,24 @@ def scratch_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
         if span.spec.compute_dtype == span.spec.master_dtype or not below:
             continue
         if (gradient_itemsize(span, Tier.HOST, setup) or (compute if setup.world_size == 1 else master)) != master:
-            block = max(block, BLOCK_NUMEL * master)
+            block = max(block, sizes.block_numel * master)
         if placement.parameters is Tier.DEVICE:
-            blocks += sum(-(-numel // BLOCK_NUMEL) for numel in below)
-            lanes = max(lanes, BLOCK_NUMEL * compute)
-    return block + min(1 if setup.is_cpu else LANES, blocks) * lanes
+            blocks += sum(-(-numel // sizes.block_numel) for numel in below)
+            lanes = max(lanes, sizes.block_numel * compute)
+    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes
 
 
-def ring_bytes(layout: Layout, placements: Sequence[Placement], tensors: int) -> int:
+def ring_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
     """Host: the records under way of the disk tier."""
+    sizes = setup.sizes
     count = largest = 0
     for span, placement in zip(layout.spans, placements):
         for tier, numel in placement.optimizer:
             if tier is Tier.DISK:
-                count += -(-numel // SLAB_NUMEL)
-                largest = max(largest, record_bytes(span, min(numel, SLAB_NUMEL), tensors))
-    return min(SLABS, count) * largest
+                count += -(-numel // sizes.slab_numel)
+                record = record_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors, sizes)
+                largest = max(largest, record)
+    return min(sizes.slabs, count) * largest
 
 
 def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
@@ -342,7 +344,7 @@ def memory_of(
         for (tier, kind), value in state_bytes(span, placement, setup).items():
             rest[tier][kind] += value
     high = of_passes(layout, placements, setup)
-    blocks = scratch_bytes(layout, placements, setup) + ring_bytes(layout, placements, setup.optimizer_tensors)
+    blocks = scratch_bytes(layout, placements, setup) + ring_bytes(layout, placements, setup)
     rest[Tier.HOST]["staging"] = blocks + high.resting_scratch
     peak = {tier: dict(kinds) for tier, kinds in rest.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]

@@ -32,7 +32,6 @@ from .errors import StateError
 from .flat import Flat
 from .ondisk import fetch
 from .prints import digest
-from .tiers import BLOCK_NUMEL
 
 WATCHED_NUMEL = 1 << 22
 """Frozen parameters of a module of the user's own are compared at every release up to this size."""
@@ -52,12 +51,13 @@ class Holding(Protocol):
 def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
     """Of this rank's place in `full`, elements [low, high): those that the masters do not give go into them and `own`."""
     high = flat.span.slice_numel if high is None else high
+    width = flat.storage.sizes.block_numel
     for shard in flat.shards:
         if shard.aliased and flat.own is flat.place:
             continue
         was = shard.edited(False)
-        for at in range(max(low, shard.start), min(high, shard.stop), BLOCK_NUMEL):
-            stop = min(at + BLOCK_NUMEL, high, shard.stop)
+        for at in range(max(low, shard.start), min(high, shard.stop), width):
+            stop = min(at + width, high, shard.stop)
             target = shard.values[at - shard.start : stop - shard.start]
             master = fetch(target)
             shown = flat.place[at:stop].to(master.device)

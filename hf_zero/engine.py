@@ -107,7 +107,7 @@ class Engine:
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, names)
         self._wire.take_tags()
-        self.offload = Offload(config, self._wire, self.device, self.units, roads.link)
+        self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.offload.storage.wide = self._overflow.possible
         with agree.on_errors(self._wire, "zero.shard"):
             self.plan = self._new_plan(specs, optimizer)
@@ -546,7 +546,7 @@ class Engine:
         machine = Machine()
         if self.config.is_auto:
             machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
-        return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer))
+        return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer), self.offload.storage.sizes)
 
     def _cast_params(self) -> dict[nn.Parameter, str]:
         """What is gathered in the compute dtype, by name."""
@@ -758,7 +758,8 @@ def shard(
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
             does. None: where the model is.
         machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
-        roads: what bytes move with, in place of the process group's own wire and the device's own link.
+        roads: what bytes move with, in place of the process group's own wire and the device's own link, and what else an engine
+            has from outside.
 
     Raises:
         ConfigError: settings; a model that is sharded already.

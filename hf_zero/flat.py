@@ -37,7 +37,7 @@ from .prints import copied, digest
 from .records import Records
 from .shard import Fields, Shard, assembled, cut, is_elementwise
 from .storage import Storage
-from .tiers import BLOCK_NUMEL, Tier
+from .tiers import Tier
 
 T = TypeVar("T")
 
@@ -346,14 +346,15 @@ class Flat:
 
     def refresh(self) -> None:
         """Carry all masters' values into `own`, after they were written."""
+        width = self.storage.sizes.block_numel
         for shard in self.shards:
             if not shard.aliased:
                 values = shard.values
                 if isinstance(values, Tensor):
                     self.publish(shard, 0, values)
                 else:
-                    for at in range(0, shard.numel, BLOCK_NUMEL):
-                        self.publish(shard, at, values[at : at + BLOCK_NUMEL].read())
+                    for at in range(0, shard.numel, width):
+                        self.publish(shard, at, values[at : at + width].read())
             shard.note()
         self.note_place()
 

@@ -92,19 +92,29 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
 
 # State dicts ----------------------------------------------------------------------------------------------------------
 
-_latest: tuple[weakref.ref[OrderedDict[str, Any]], dict[int, Tensor]] | None = None
-"""The state dict being made and the values in it by parameter: tied parameters are one tensor object."""
+
+class _Tied:
+    """Values by parameter in the state dict that is being made: tied parameters are one tensor object in it."""
+
+    def __init__(self) -> None:
+        self._state: weakref.ref[OrderedDict[str, Any]] | None = None
+        self._values: dict[int, Tensor] = {}
+
+    def values_in(self, state: OrderedDict[str, Any]) -> dict[int, Tensor]:
+        if self._state is None or self._state() is not state:
+            self._state, self._values = weakref.ref(state), {}
+        return self._values
+
+
+_TIED = _Tied()
 
 
 def _give_state(module: nn.Module, state: OrderedDict[str, Any], prefix: str, metadata: Any) -> None:
     """A collective: whole CPU tensors on rank 0, meta tensors of the same shapes elsewhere."""
-    global _latest
     for name, param, birth in births_in(module):
         if birth.is_open or prefix + name not in state:
             continue
-        if _latest is None or _latest[0]() is not state:
-            _latest = weakref.ref(state), {}
-        values = _latest[1]
+        values = _TIED.values_in(state)
         if id(param) not in values:
             with torch._C.DisableTorchFunction():
                 whole = birth.read(param.shape)

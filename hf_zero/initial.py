@@ -15,7 +15,7 @@ from .precision import dtype_of
 from .records import Records
 from .shard import MASTER, Shard
 from .storage import Storage
-from .tiers import SLAB_NUMEL, Tier
+from .tiers import Tier
 
 
 def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
@@ -52,7 +52,7 @@ def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, st
         hand_over(param, None)
     dtype = dtype_of(span.spec.master_dtype)
     pieces = FilePieces(span.slice_numel, dtype, parts, storage.meter)
-    return Records(storage.disk, span.slice_numel, SLAB_NUMEL, ((MASTER, dtype),), pieces)
+    return Records(storage.disk, span.slice_numel, storage.sizes.slab_numel, ((MASTER, dtype),), pieces)
 
 
 def shard_over(storage: Storage, records: Records) -> Shard:

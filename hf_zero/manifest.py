@@ -86,15 +86,15 @@ class Manifest:
         return _canonical(body)
 
     @staticmethod
-    def read(folder: str | os.PathLike[str]) -> Manifest:
-        """The manifest of `folder`, its own digest checked; no other file is opened.
+    def read(folder: str | os.PathLike[str], most_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
+        """The manifest of `folder`, its own digest checked; no other file is opened. A larger one than that is refused.
 
         Raises:
             CheckpointError: missing, altered, or not one that this version knows.
         """
         path = Path(folder) / MANIFEST
         try:
-            text = read_bounded(path, MAX_MANIFEST_BYTES)
+            text = read_bounded(path, most_bytes)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing: {folder} is no complete checkpoint (a save that did not finish leaves none)"

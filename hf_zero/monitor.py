@@ -24,7 +24,7 @@ from torch import Tensor
 from .activations import Architecture, Batch, activation_bytes
 from .errors import ConfigError, TierError
 from .flat import Flat
-from .machine import MARGIN, free_device_bytes, free_host_bytes
+from .machine import MARGIN, free_device_bytes
 from .optim import state_tensors
 from .shard import Shard
 from .tiers import Tier
@@ -113,7 +113,7 @@ class Monitor:
         elif tier is Tier.DEVICE and engine.device.type != "cpu":
             free = free_device_bytes(engine.device)
         else:
-            free = free_host_bytes(self._ranks)
+            free = engine.offload.free_host_bytes(self._ranks)
             grows = grows + int(free * MARGIN) if tier is Tier.HOST or engine.device.type == "cpu" else grows
         return grows - free
 

@@ -15,12 +15,13 @@ from .comm import SoloWire
 from .config import ZeroConfig
 from .costs import Placement
 from .errors import ConfigError, StateError, TierError, ZeroError
-from .link import Link, empty_cache
+from .link import empty_cache
 from .monitor import Monitor
+from .roads import Roads
 from .shard import Fields
 from .stepping import Stepper
 from .storage import Storage
-from .tiers import Meter, Tier
+from .tiers import Tier
 from .twin import Twin, fields_of
 from .unit import Step, Unit
 
@@ -34,6 +35,7 @@ class Offload:
         storage: host memory, the link and the file.
         stepper: the thread that steps, once it has been needed.
         monitor: under `auto`.
+        free_host_bytes: what the monitor asks, by the number of ranks that share the memory.
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 
@@ -43,11 +45,12 @@ class Offload:
         wire: SoloWire,
         device: torch.device,
         units: list[Unit],
-        open_link: Callable[[torch.device, Meter], Link] = Link,
+        roads: Roads,
     ) -> None:
         self._config, self._wire, self._device, self._units = config, wire, device, units
         self.ranks_here = wire.ranks_here() if config.offloads else 1
-        self.storage = Storage(device, wire.rank, config.offload_dir, open_link)
+        self.storage = Storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
+        self.free_host_bytes = roads.free_host_bytes
         self.storage.transient = config.step_in_backward
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None

@@ -21,7 +21,7 @@ from .layout import Layout, ParamSpec, itemsize
 from .machine import Machine
 from .precision import Precision, castable_params, dtype_name
 from .solve import Budgets, Problem, lacking, solve
-from .tiers import Tier
+from .tiers import SIZES, Sizes, Tier
 from .work import Traffic, compute_flops, seconds, step_seconds, work_in_total
 
 TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
@@ -102,6 +102,7 @@ def plan(
     batch: Batch | None = None,
     backward_per_step: int = 1,
     in_files: frozenset[str] = frozenset(),
+    sizes: Sizes = SIZES,
 ) -> Plan:
     """Place every span of `layout` and predict what that takes: pure arithmetic, the same on every rank.
 
@@ -112,12 +113,13 @@ def plan(
         batch: for activations and computing time; None: both are left out.
         backward_per_step: micro-batches that add up to a step.
         in_files: names of parameters whose values the model's own files have, and may keep.
+        sizes: of the blocks and records that offloaded state is updated and moved in.
 
     Raises:
         ConfigError: an offload that the stage does not allow; `auto`, and nothing fits: the message says what would.
     """
     request = _Request(
-        layout, machine, config, world_size, precision, optimizer_tensors, batch, backward_per_step, in_files
+        layout, machine, config, world_size, precision, optimizer_tensors, batch, backward_per_step, in_files, sizes
     )
     problem = request.problem()
     placements = solve(problem) if config.is_auto else _as_asked(problem)
@@ -164,6 +166,7 @@ class _Request:
     batch: Batch | None
     backward_per_step: int
     in_files: frozenset[str]
+    sizes: Sizes
 
     def problem(self) -> Problem:
         """Raises:
@@ -190,6 +193,7 @@ class _Request:
             self.config.step_in_backward,
             self.machine.shares_memory,
             self.in_files,
+            self.sizes,
         )
         size = itemsize(self._compute_dtype())
         is_mixed = self.precision.autocast_dtype is not None

@@ -1,4 +1,4 @@
-"""The two roads that bytes take out of a tensor's own memory, and who opens them for an engine."""
+"""What an engine has from outside: its roads (what bytes move with), how much goes at a time, what memory is free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from .comm import SoloWire, open_wire
 from .link import Link
-from .tiers import Meter
+from .machine import free_host_bytes
+from .tiers import SIZES, Meter, Sizes
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,11 @@ class Roads:
     Attributes:
         wire: between ranks, for buffers on a device.
         link: between host memory and a device; counts into the meter.
+        sizes: of the blocks and records that offloaded state is updated and moved in.
+        free_host_bytes: what the monitor of `auto` finds free in host memory, by the number of ranks that share it.
     """
 
     wire: Callable[[torch.device], SoloWire] = open_wire
     link: Callable[[torch.device, Meter], Link] = Link
+    sizes: Sizes = SIZES
+    free_host_bytes: Callable[[int], int] = free_host_bytes

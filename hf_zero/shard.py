@@ -31,7 +31,7 @@ from .ondisk import OnDisk, Values, fetch
 from .prints import sample
 from .records import Records
 from .storage import Storage
-from .tiers import SLAB_NUMEL, Tier
+from .tiers import Tier
 
 MASTER = "master"
 """The field of a record that holds the master; the state that a finer-than-own-type master is stored as."""
@@ -106,7 +106,7 @@ class Shard:
         return torch.full((), float("nan"), dtype=self.dtype).expand(self.numel)
 
     def _make_records(self) -> Records:
-        block = min(SLAB_NUMEL, self.numel)
+        block = min(self.storage.sizes.slab_numel, self.numel)
         return Records(self.storage.disk, self.numel, block, ((MASTER, self.dtype), *self._fields))
 
     @property

@@ -20,7 +20,7 @@ import numpy as np
 from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
 from .layout import ALIGN_NUMEL, Layout, Span
 from .machine import Machine
-from .tiers import BLOCK_NUMEL, Tier
+from .tiers import Tier
 from .work import PASSES, PHASES, phase_of, resource, speed, uses, work_of
 
 Mode = tuple[Tier, Tier]
@@ -315,16 +315,18 @@ class _Regime:
             for tier in TIERS:
                 of = {mode[1]: share for mode, share in shares.items() if mode[0] is tier and share > 1e-9}
                 taken, rest = rest[: round(sum(of.values()))], rest[round(sum(of.values())) :]
-                out.update(_cut(taken, tier, of))
+                out.update(_cut(taken, tier, of, self.problem.setup.sizes.block_numel))
         return tuple(out[index] for index in sorted(out))
 
 
-def _cut(spans: Sequence[Span], parameters: Tier, shares: Mapping[Tier, float]) -> Iterator[tuple[int, Placement]]:
+def _cut(
+    spans: Sequence[Span], parameters: Tier, shares: Mapping[Tier, float], block_numel: int
+) -> Iterator[tuple[int, Placement]]:
     """Equal spans one after another, cut where the tiers' shares (in spans) end; the slower tier takes what is rounded."""
     if not spans:
         return
     numel = spans[0].slice_numel
-    unit = BLOCK_NUMEL if numel > BLOCK_NUMEL else ALIGN_NUMEL
+    unit = block_numel if numel > block_numel else ALIGN_NUMEL
     used = [tier for tier in TIERS if tier in shares]
     stops, so_far = [], 0.0
     for tier in used:

@@ -3,7 +3,7 @@
 The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
 over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
 parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). Records on disk are read,
-updated and written in a ring of `SLABS` host buffers: while one is updated, the next is read and the last is written
+updated and written in a ring of `Sizes.slabs` host buffers: while one is updated, the next is read and the last is written
 (ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
 Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .costs import LANES, SLABS
 from .errors import StateError, TierError, ZeroError
 from .flat import Flat
 from .inflight import DONE, Inflight
@@ -34,12 +33,9 @@ from .ondisk import OnDisk, fetch
 from .records import Records
 from .shard import MASTER, Shard, is_elementwise
 from .storage import Storage
-from .tiers import BLOCK_NUMEL, LOOP_NUMEL, Tier
+from .tiers import Tier
 from .twin import Twin
 from .unit import Unit
-
-PLAIN_NUMEL = 2 * BLOCK_NUMEL
-"""Elements between two looks at what else is to do, where nothing is cast and a cache therefore saves nothing."""
 
 
 @dataclass(eq=False)
@@ -101,6 +97,7 @@ class Stepper:
 
     def __init__(self, storage: Storage, threads: int | None) -> None:
         self.storage = storage
+        self._sizes = storage.sizes
         self.failure: BaseException | None = None
         self.wait_s = 0.0
         # A function that knows nothing of this object: an idle thread must not keep it.
@@ -192,7 +189,7 @@ class Stepper:
                 idle = self._queued == 0
             step.claims.clear()
             self._current = None
-            self._drain(0 if idle or step.error else SLABS)
+            self._drain(0 if idle or step.error else self._sizes.slabs)
             if step.error is not None:
                 self._abandon()
             step.worked = True  # not before: who has waited may load, and step again
@@ -258,11 +255,11 @@ class Stepper:
         plain = grad.dtype == master.dtype and claim.coefficient is None
         on_disk = room is not None
         if not step.twin.is_fused(group):
-            width = LOOP_NUMEL
+            width = self._sizes.loop_numel
         elif plain:
-            width = PLAIN_NUMEL if goes_out or on_disk else numel
+            width = self._sizes.plain_numel if goes_out or on_disk else numel
         else:
-            width = BLOCK_NUMEL
+            width = self._sizes.block_numel
         kernel = step.twin.kernel(group)
         if kernel is not None and entries:
             count = entries["step"] + 1
@@ -307,7 +304,7 @@ class Stepper:
 
     def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self._scratch is None or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(BLOCK_NUMEL, dtype=dtype)
+            self._scratch = torch.empty(self._sizes.block_numel, dtype=dtype)
         out = self._scratch[: grad.numel()]
         if coefficient is None:
             return out.copy_(grad)
@@ -363,7 +360,7 @@ class Stepper:
             if slab.numel() >= self._slab_bytes:
                 return slab
             self._made -= 1
-        if self._made < SLABS:
+        if self._made < self._sizes.slabs:
             self._made += 1
             return self.storage.link.empty(self._slab_bytes, torch.uint8)
         return None
@@ -375,18 +372,18 @@ class Stepper:
         step = self._current
         if step is None:
             raise StateError("values go up outside a step")
-        link = self.storage.link
+        link, width = self.storage.link, self._sizes.block_numel
         if values.dtype == target.dtype:
             self._leave(step, link.up(values, target, step.after))
             return
-        for low in range(0, values.numel(), BLOCK_NUMEL):
-            part = values[low : low + BLOCK_NUMEL]
+        for low in range(0, values.numel(), width):
+            part = values[low : low + width]
             lane = self._lane(target.dtype)
             cast = lane[: part.numel()].copy_(part)
             self._leave(step, link.up(cast, target[low : low + part.numel()], step.after), lane, self._lanes)
 
     def _lane(self, dtype: torch.dtype) -> Tensor:
-        while not self._lanes and self._lanes_made == LANES:
+        while not self._lanes and self._lanes_made == self._sizes.lanes:
             self._drain(len(self._leaving) - 1)
         if self._lanes and self._lanes[0].dtype == dtype:
             return self._lanes.pop(0)
@@ -394,8 +391,8 @@ class Stepper:
             self._lanes.pop(0)
         else:
             self._lanes_made += 1
-        self._lane_bytes = BLOCK_NUMEL * dtype.itemsize
-        return self.storage.link.empty(BLOCK_NUMEL, dtype)
+        self._lane_bytes = self._sizes.block_numel * dtype.itemsize
+        return self.storage.link.empty(self._sizes.block_numel, dtype)
 
     def _leave(
         self, step: Step, move: Inflight, memory: Tensor | None = None, home: list[Tensor] | None = None

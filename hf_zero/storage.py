@@ -12,7 +12,7 @@ from torch import Tensor
 from .disk import Disk
 from .errors import OutOfMemoryError
 from .link import Link
-from .tiers import Meter
+from .tiers import SIZES, Meter, Sizes
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ class Storage:
 
     Attributes:
         meter: bytes moved and time waited, by road.
+        sizes: of blocks and records, the same on all ranks.
         wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
         uses_disk: something may rest on disk, here or on another rank; the same on all of them.
         transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
@@ -47,8 +48,10 @@ class Storage:
         rank: int,
         offload_dir: str | None,
         open_link: Callable[[torch.device, Meter], Link] = Link,
+        sizes: Sizes = SIZES,
     ) -> None:
         self.device = device
+        self.sizes = sizes
         self.meter = Meter()
         self.link = open_link(device, self.meter)
         self.wide = False

@@ -12,12 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-BLOCK_NUMEL = 1 << 19
-"""Elements that the host optimizer updates at a time in mixed precision, so that they stay in the processor's cache."""
-LOOP_NUMEL = 1 << 17
-"""The same where the update is a loop of operators: what they allocate in between stays in the cache, and in malloc's heap."""
-SLAB_NUMEL = 1 << 20
-"""Elements of one record of the disk tier: what is read, updated and written at a time."""
 ALIGN_BYTES = 4096
 """O_DIRECT asks for file offsets, lengths and addresses that are multiples of the disk's block; this serves all of them."""
 PIECE_BYTES = 4 << 20
@@ -30,6 +24,34 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is moved and updated at a time, on every rank alike. An engine's are in its `Storage`; its plan has them, too.
+
+    Attributes:
+        block_numel: elements that the host optimizer updates at a time in mixed precision, so that they stay in the processor's
+            cache; the plan cuts long spans between tiers at multiples of it.
+        loop_numel: the same where the update is a loop of operators: what they allocate in between stays in the cache, and in
+            malloc's heap. At most `block_numel`.
+        plain_numel: elements between two looks at what else is to do, where nothing is cast and a cache therefore saves
+            nothing.
+        slab_numel: elements of one record of the disk tier: what is read, updated and written at a time.
+        slabs: records in host memory at once: one is read, one updated, one written.
+        lanes: blocks through which parameters that are cast on the host go up to the device.
+    """
+
+    block_numel: int = 1 << 19
+    loop_numel: int = 1 << 17
+    plain_numel: int = 1 << 20
+    slab_numel: int = 1 << 20
+    slabs: int = 3
+    lanes: int = 2
+
+
+SIZES = Sizes()
+"""Where nobody asks for others."""
 
 
 def padded(nbytes: int) -> int:

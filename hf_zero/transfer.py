@@ -28,6 +28,10 @@ class _Workers:
     """A few threads for blocking calls. They start when first needed and never hold up the end of the process."""
 
     def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """After a fork, which threads do not survive: what was queued is the parent's."""
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -67,21 +71,14 @@ class _Workers:
             del job, future, function, args  # an idle thread holds no buffer
 
 
-_workers = _Workers()
-
-
-def _renew_workers() -> None:
-    global _workers
-    _workers = _Workers()
-
-
-atexit.register(lambda: _workers.stop())
-os.register_at_fork(after_in_child=_renew_workers)  # threads do not survive a fork
+_WORKERS = _Workers()
+atexit.register(_WORKERS.stop)
+os.register_at_fork(after_in_child=_WORKERS.renew)
 
 
 def submit(function: Callable[..., None], *args: Any) -> Future[None]:
     """Call it in one of the threads."""
-    return _workers.submit(function, *args)
+    return _WORKERS.submit(function, *args)
 
 
 def inflight(

@@ -153,6 +153,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         engine.config.step_in_backward,
         engine.device.type == "cpu",
         frozenset(_names_in_files(engine)),
+        engine.offload.storage.sizes,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
     return memory_of(plan.layout, plan.placements, setup), Traffic.of(work)

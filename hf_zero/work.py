@@ -83,7 +83,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         if own is Tier.DEVICE:
             add(STEP, "up", numel, compute)
         if tier is Tier.DISK:
-            records = record_bytes(span, numel, setup.optimizer_tensors)
+            records = record_bytes(span, numel, setup.optimizer_tensors, setup.sizes)
             add(STEP, "read", 1, records)
             add(STEP, "write", 1, records)
         if own is Tier.DISK and not (same and tier is own):

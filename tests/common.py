@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.roads import Roads
+from hf_zero.tiers import SIZES, Sizes
 
 transformers.logging.set_verbosity_error()
 VOCAB = 97
@@ -65,6 +66,7 @@ class Case:
     offload_params: str = "none"
     step_in_backward: bool = False
     checkpointing: bool = False
+    sizes: Sizes = SIZES
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
         return zero.ZeroConfig(
@@ -75,6 +77,9 @@ class Case:
             offload_dir=offload_dir,
             step_in_backward=self.step_in_backward,
         )
+
+    def roads(self, roads: Roads | None = None) -> Roads:
+        return replace(roads or Roads(), sizes=self.sizes)
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
@@ -123,7 +128,7 @@ def train_engine(
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
-    engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, roads=roads)
+    engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, roads=case.roads(roads))
     made(engine)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
     losses, norms = [], []

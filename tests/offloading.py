@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,16 +12,16 @@ from typing import Any
 import torch
 
 import hf_zero as zero
-from hf_zero import costs, flat, stepping
 from hf_zero.costs import Placement, together
 from hf_zero.engine import Engine
 from hf_zero.layout import ALIGN_NUMEL, Span
-from hf_zero.tiers import Tier
+from hf_zero.roads import Roads
+from hf_zero.tiers import Sizes, Tier
 from tests.common import MODELS, Case, Result, batch, optimizer_for
 
-BLOCK_NUMEL, SLAB_NUMEL = 1536, 2048
+SMALL = Sizes(block_numel=1536, loop_numel=512, plain_numel=3072, slab_numel=2048)
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
-_SMALL = {"BLOCK_NUMEL": BLOCK_NUMEL, "LOOP_NUMEL": BLOCK_NUMEL // 3, "SLAB_NUMEL": SLAB_NUMEL}
+SMALL_ROADS = Roads(sizes=SMALL)
 _ROTATED = (
     (Tier.DEVICE, Tier.HOST, Tier.DISK),
     (Tier.HOST, Tier.DISK, Tier.DEVICE),
@@ -66,20 +65,6 @@ def mixed(case: Case) -> Iterator[None]:
         yield
     finally:
         Engine._new_plan = plain  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def small_blocks() -> Iterator[None]:
-    shard = importlib.import_module("hf_zero.shard")  # the package's attribute of that name is the function
-    places = [(module, name) for module in (shard, stepping, flat, costs) for name in vars(module) if name in _SMALL]
-    before = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, _SMALL[name])
-    try:
-        yield
-    finally:
-        for (module, name), value in zip(places, before):
-            setattr(module, name, value)
 
 
 def unequal(ours: Result, reference: Result) -> list[str]:
@@ -144,38 +129,37 @@ class Run:
 
     def __init__(self, place: str, dtype: str, rank: int, folder: str, seed: int) -> None:
         self.rank = rank
-        case = Case("bert", dtype=dtype, groups=2, **PLACES[place])
+        case = Case("bert", dtype=dtype, groups=2, sizes=SMALL, **PLACES[place])
         self.model = MODELS["bert"]()
         with torch.no_grad():
             for p in self.model.parameters():
                 p.add_(0.01 * seed)
         self.optimizer = optimizer_for(self.model, 2, lr=1e-3, amsgrad=True)
-        with mixed(case), small_blocks():
-            self.engine = zero.shard(self.model, self.optimizer, case.config(folder), mixed_precision=dtype)
+        with mixed(case):
+            self.engine = zero.shard(
+                self.model, self.optimizer, case.config(folder), mixed_precision=dtype, roads=case.roads()
+            )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
 
     def train(self, *steps: int) -> list[float]:
         losses = []
-        with small_blocks():
-            for step in steps:
-                ids = batch(step, 0, self.rank)
-                loss = self.model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                self.engine.clip_grad_norm_(0.5)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-                losses.append(loss.item())
-            self.engine.finish_step()
+        for step in steps:
+            ids = batch(step, 0, self.rank)
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            self.engine.clip_grad_norm_(0.5)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        self.engine.finish_step()
         return losses
 
     def save(self, folder: Path, **options: Any) -> None:
-        with small_blocks():
-            self.engine.save(folder, objects={"scheduler": self.scheduler}, **options)
+        self.engine.save(folder, objects={"scheduler": self.scheduler}, **options)
 
     def load(self, folder: Path, **options: Any) -> None:
-        with small_blocks():
-            self.engine.load(folder, objects={"scheduler": self.scheduler}, **options)
+        self.engine.load(folder, objects={"scheduler": self.scheduler}, **options)
 
     def values(self) -> list[Any]:
         state = self.optimizer.state_dict()["state"]

@@ -14,13 +14,13 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.activations import Architecture, Batch, activation_bytes, layer_bytes, logits_bytes
 from hf_zero.config import STAGES, ZeroConfig
-from hf_zero.costs import BLOCK_NUMEL, SLABS, TIERS, Placement, paper_states_bytes
+from hf_zero.costs import TIERS, Placement, paper_states_bytes
 from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.machine import Machine
 from hf_zero.outline import from_number
 from hf_zero.plan import Drafter, Plan, plan
 from hf_zero.precision import Precision
-from hf_zero.tiers import SLAB_NUMEL, Tier, padded
+from hf_zero.tiers import SIZES, Tier, padded
 from hf_zero.work import compute_flops
 
 DEVICE, HOST, DISK = TIERS
@@ -152,7 +152,7 @@ def test_offload_counts_by_hand():
     assert device["gathered"] == 2 * 2 * n * 2  # one is left before the one after the next is fetched
     assert device["communication"] == 2 * n * 2 + 2 * n * 4 + n * 4  # one unit's gradients, its bucket, its mean
     assert (host["parameters"], host["gradients"], host["optimizer"]) == (0, 4 * n * 4, 4 * n * 12)
-    assert host["staging"] == BLOCK_NUMEL * 2 * 2  # on their way up
+    assert host["staging"] == SIZES.block_numel * 2 * 2  # on their way up
     traffic = made.traffic
     assert (traffic.down, traffic.up, traffic.read, traffic.write) == (4 * n * 4, 4 * n * 2, 0, 0)
     assert traffic.gather == (2 * 4 - 1) * n * 2  # the unit that ends the forward is still there in backward
@@ -171,19 +171,19 @@ def test_alone_the_gradient_keeps_its_type():
     assert twice.traffic.down == 2 * once.traffic.down
     stepped = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True)
     assert stepped.memory.rest[HOST]["gradients"] == 0
-    assert stepped.memory.rest[HOST]["staging"] == BLOCK_NUMEL * 8 + 2 * n * 2
+    assert stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 8 + 2 * n * 2
 
 
 def test_disk_records_by_hand():
-    n = SLAB_NUMEL * 2 + 1000 * ALIGN_NUMEL
+    n = SIZES.slab_numel * 2 + 1000 * ALIGN_NUMEL
     made = make(blocks(1, n, 1, "bfloat16"), 1, precision=BF16, offload_optimizer="disk", offload_params="disk")
     last = 3 * -(-1000 * ALIGN_NUMEL * 4 // 4096) * 4096
-    assert made.memory.rest[DISK]["optimizer"] == 2 * SLAB_NUMEL * 12 + last
+    assert made.memory.rest[DISK]["optimizer"] == 2 * SIZES.slab_numel * 12 + last
     assert made.memory.rest[DISK]["parameters"] == padded(2 * n)
     # A block of gradients that are cast, the ring, and the buffer that the one unit is read to.
-    assert made.memory.rest[HOST]["staging"] == BLOCK_NUMEL * 4 + SLABS * SLAB_NUMEL * 12 + 2 * n
-    assert made.traffic.write == 2 * SLAB_NUMEL * 12 + last + 2 * n
-    assert made.traffic.read == 2 * SLAB_NUMEL * 12 + last + 2 * n  # its one unit is brought in once
+    assert made.memory.rest[HOST]["staging"] == SIZES.block_numel * 4 + SIZES.slabs * SIZES.slab_numel * 12 + 2 * n
+    assert made.traffic.write == 2 * SIZES.slab_numel * 12 + last + 2 * n
+    assert made.traffic.read == 2 * SIZES.slab_numel * 12 + last + 2 * n  # its one unit is brought in once
 
 
 def test_in_float32_one_memory_is_parameter_and_master():

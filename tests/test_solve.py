@@ -16,7 +16,7 @@ from hf_zero.costs import TIERS, Placement, Setup, memory_of, together
 from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.machine import Machine
 from hf_zero.solve import GAP, TIE, Budgets, Problem, lacking, minimise, solve
-from hf_zero.tiers import BLOCK_NUMEL, Tier
+from hf_zero.tiers import SIZES, Tier
 from hf_zero.work import seconds, step_seconds, work_in_total
 
 SPEEDS = {
@@ -80,7 +80,7 @@ def test_no_placement_of_whole_spans_is_faster(seed, shares, compute):
     best = min(time + TIE * total for time, total in candidates)
     # Cuts fall on whole blocks: at most one block per span kind is slower than the program's own optimum.
     block = max(cost(problem, p)[1] for p in every_placement(layout, TIERS, TIERS)) * ALIGN_NUMEL / layout.numel
-    assert time + TIE * total <= best * (1 + 2 * GAP) + 8 * block * BLOCK_NUMEL / ALIGN_NUMEL
+    assert time + TIE * total <= best * (1 + 2 * GAP) + 8 * block * SIZES.block_numel / ALIGN_NUMEL
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -109,9 +109,9 @@ def test_a_split_uses_the_budget_to_the_last_block():
     problem = Problem(layout, setup, Machine(), Budgets(all_there - (300 << 20)), (Tier.DEVICE,), TIERS)
     (placement,) = solve(problem)
     assert [tier for tier, _ in placement.optimizer] == [Tier.DEVICE, Tier.HOST]
-    assert all(numel % BLOCK_NUMEL == 0 for _, numel in placement.optimizer)
+    assert all(numel % SIZES.block_numel == 0 for _, numel in placement.optimizer)
     left = problem.budgets.device - memory_of(layout, [placement], setup).at_most(Tier.DEVICE)
-    assert 0 <= left < 2 * 16 * BLOCK_NUMEL
+    assert 0 <= left < 2 * 16 * SIZES.block_numel
 
 
 def test_everything_stays_where_it_fits():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.offloading import small_blocks
+from tests.offloading import SMALL_ROADS
 
 pytestmark = pytest.mark.gloo
 
@@ -62,7 +62,7 @@ class Twins:
         self.frozen = {name for name in self.names if "base" in name}
         self.optimizer, self.plain_optimizer = adamw(self.model, self.frozen), adamw(self.plain, self.frozen)
         config = zero.ZeroConfig(offload_dir=str(folder / "tier"), **options)
-        self.engine = zero.shard(self.model, self.optimizer, config)
+        self.engine = zero.shard(self.model, self.optimizer, config, roads=SMALL_ROADS)
         self.step = 0
         self.saved: dict[str, Tensor] | None = None
 
@@ -159,13 +159,12 @@ class Twins:
 
 def play(rank: int, world: int, folder: Path, seed: int, options: dict[str, Any]) -> None:
     done: list[str] = []
-    with small_blocks():
-        twins = Twins(rank, world, folder, seed, options)
-        for _ in range(STEPS):
-            done.append(twins.random.choice(Twins.OPERATIONS))
-            getattr(twins, done[-1])()
-            assert not (wrong := twins.differing()), (wrong, done)
-        twins.engine.detach()
+    twins = Twins(rank, world, folder, seed, options)
+    for _ in range(STEPS):
+        done.append(twins.random.choice(Twins.OPERATIONS))
+        getattr(twins, done[-1])()
+        assert not (wrong := twins.differing()), (wrong, done)
+    twins.engine.detach()
 
 
 @pytest.mark.parametrize(

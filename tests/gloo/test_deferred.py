@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero import monitor
 from hf_zero.inflight import Inflight
 from hf_zero.link import Link
+from hf_zero.roads import Roads
 from hf_zero.tiers import Meter, Tier
 from tests.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.deferred import Hazard, Mode, Watch
-from tests.offloading import equal, mixed, pairwise, same, small_blocks, unequal
+from tests.offloading import SMALL, equal, mixed, pairwise, same, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -54,8 +54,8 @@ def cases(world: int, full: bool) -> list[Case]:
 
 
 def train(rank: int, world: int, case: Case, folder: str, watch: Watch) -> Result:
-    with mixed(case), small_blocks():
-        result, engine = train_engine(rank, world, case, folder, watch.roads, watch.watch)
+    with mixed(case):
+        result, engine = train_engine(rank, world, replace(case, sizes=SMALL), folder, watch.roads, watch.watch)
         watch.check()
         engine.detach()
     return result
@@ -218,10 +218,9 @@ def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: i
             moves.append("")
             engine.offload.monitor.moves = moves  # type: ignore[union-attr]
 
-    case = replace(case, offload_optimizer="auto", offload_params=params)
-    with small_blocks():
-        result, engine = train_engine(rank, world, case, folder, watch.roads, made)
-        engine.detach()
+    case = replace(case, offload_optimizer="auto", offload_params=params, sizes=SMALL)
+    result, engine = train_engine(rank, world, case, folder, watch.roads, made)
+    engine.detach()
     wrong = watch.finish() + unequal(result, reference)
     if rank == world - 1 and not any("optimizer state" in line for line in moves):
         wrong.append("no room was made")
@@ -290,17 +289,19 @@ def moved_here(rank: int, world: int, folder: str, dtype: str, collective: bool)
         model = gpt2(n_layer=4)
         optimizer = optimizer_for(model, 1)
         config = zero.ZeroConfig(stage=3, offload_params="auto" if watched else "none", offload_dir=folder)
-        with free_host_bytes(1 << 40), small_blocks():
-            engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
-            watch.watch(engine)
+        free = [1 << 40]  # what the monitor finds
+        roads = replace(roads, sizes=SMALL, free_host_bytes=lambda ranks, free=free: free[-1])
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
+        watch.watch(engine)
         out: list[Any] = []
         for step in range(4):
             ids = batch(step, 0, rank)
             out.append(model(input_ids=ids, labels=ids).loss.detach())
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
-            with free_host_bytes(0 if rank == world - 1 else 1 << 40), small_blocks():
-                optimizer.step()
+            free.append(0 if rank == world - 1 else 1 << 40)
+            optimizer.step()
+            free.append(1 << 40)
             optimizer.zero_grad()
             out.append(loss.detach())
         results.append([*out, *model.state_dict().values()])
@@ -310,16 +311,6 @@ def moved_here(rank: int, world: int, folder: str, dtype: str, collective: bool)
     if bool(on_disk) != (rank == world - 1):
         wrong.append(f"on disk: {len(on_disk)}")
     return wrong if equal(*results) else [*wrong, "numbers differ"]
-
-
-@contextlib.contextmanager
-def free_host_bytes(bytes_: int) -> Iterator[None]:
-    """What the monitor finds."""
-    plain, monitor.free_host_bytes = monitor.free_host_bytes, lambda ranks=1: bytes_
-    try:
-        yield
-    finally:
-        monitor.free_host_bytes = plain
 
 
 @pytest.mark.parametrize(("dtype", "collective"), [("no", False), ("bf16", False), ("bf16", True)])
@@ -430,33 +421,36 @@ def used(rank: int, world: int, folder: str, tiers: tuple[str, str], in_backward
             offload_dir=folder,
             step_in_backward=in_backward,
         )
-        with small_blocks():
-            engine = zero.shard(
-                model, optimizer, config, mixed_precision="bf16", roads=watch.roads if watched else None
-            )
-            watch.watch(engine)
-            out: list[Any] = []
-            for step in range(3):
-                ids = batch(step, 0, rank)
-                with torch.no_grad():
-                    out.append(model(input_ids=ids).logits)
-                model(input_ids=ids, labels=ids).loss.backward()
-                param = model.transformer.h[1].mlp.c_fc.weight
-                if not in_backward:
-                    out += [zero.full_gradient(param), engine.clip_grad_norm_(0.3)]
-                optimizer.step()
-                out.append(zero.full_optimizer_state(param, "exp_avg"))
-                with zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
-                    param.mul_(1.01)
-                optimizer.zero_grad()
-                if step == 1:
-                    engine.save(f"{folder}/saved{watched}")
-                    engine.offload_states()
-                    engine.reload_states()
-            engine.load(f"{folder}/saved{watched}")
-            state = optimizer.state_dict()["state"]
-            results.append([*out, *model.state_dict().values(), *(state[i][key] for i in state for key in state[i])])
-            engine.detach()
+        engine = zero.shard(
+            model,
+            optimizer,
+            config,
+            mixed_precision="bf16",
+            roads=replace(watch.roads if watched else Roads(), sizes=SMALL),
+        )
+        watch.watch(engine)
+        out: list[Any] = []
+        for step in range(3):
+            ids = batch(step, 0, rank)
+            with torch.no_grad():
+                out.append(model(input_ids=ids).logits)
+            model(input_ids=ids, labels=ids).loss.backward()
+            param = model.transformer.h[1].mlp.c_fc.weight
+            if not in_backward:
+                out += [zero.full_gradient(param), engine.clip_grad_norm_(0.3)]
+            optimizer.step()
+            out.append(zero.full_optimizer_state(param, "exp_avg"))
+            with zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                param.mul_(1.01)
+            optimizer.zero_grad()
+            if step == 1:
+                engine.save(f"{folder}/saved{watched}")
+                engine.offload_states()
+                engine.reload_states()
+        engine.load(f"{folder}/saved{watched}")
+        state = optimizer.state_dict()["state"]
+        results.append([*out, *model.state_dict().values(), *(state[i][key] for i in state for key in state[i])])
+        engine.detach()
         wrong += watch.finish()
     return wrong if equal(*results) else [*wrong, "results differ"]
 

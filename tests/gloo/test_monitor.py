@@ -7,43 +7,40 @@ import errno
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero import monitor
 from hf_zero.errors import ConfigError
 from hf_zero.monitor import CALM_STEPS, MOVES_PER_STEP
+from hf_zero.roads import Roads
 from hf_zero.tiers import Tier
 from tests.common import batch, gpt2, optimizer_for
-from tests.offloading import equal, small_blocks
+from tests.offloading import SMALL_ROADS, equal
 
 pytestmark = pytest.mark.gloo
 PLENTY = 1 << 40
 STEPS = 2 * CALM_STEPS + 10
 
 
-@contextlib.contextmanager
-def free(host_bytes: list[int]) -> Iterator[None]:
+def free(host_bytes: list[int]) -> Roads:
     """What the monitor finds free in host memory (on a CPU device: in all of it) is the last entry."""
-    plain = monitor.free_host_bytes
-    monitor.free_host_bytes = lambda ranks=1: host_bytes[-1]
-    try:
-        yield
-    finally:
-        monitor.free_host_bytes = plain
+    return replace(SMALL_ROADS, free_host_bytes=lambda ranks: host_bytes[-1])
 
 
-def made(config: zero.ZeroConfig, dtype: str, late: bool) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
+def made(
+    config: zero.ZeroConfig, dtype: str, late: bool, roads: Roads = SMALL_ROADS
+) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
     model = gpt2(n_layer=4)
     optimizer = optimizer_for(model, 2)
     if late:
-        engine = zero.shard(model, None, config, mixed_precision=dtype)
+        engine = zero.shard(model, None, config, mixed_precision=dtype, roads=roads)
         engine.bind(optimizer)
     else:
-        engine = zero.shard(model, optimizer, config, mixed_precision=dtype)
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
     return model, optimizer, engine
 
 
@@ -81,37 +78,36 @@ def under_pressure(rank: int, world: int, folder: str, dtype: str, late: bool, e
     config = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_params="auto", offload_dir=folder)
     room = [PLENTY]
     said = io.StringIO()
-    with free(room), small_blocks():
-        model, optimizer, engine = made(config, dtype, late)
-        planned = places(engine)
-        assert {tier for place in planned for tier in place} == {Tier.DEVICE}
-        found, moved = [], 0
-        watch = engine.offload.monitor
-        for number in range(STEPS):
-            if number == 3 and (everywhere or rank == world - 1):
-                room.append(0)
-            if number == 8:
-                room.append(PLENTY)
-            with contextlib.redirect_stderr(said):
-                found.append(step(model, optimizer, engine, number, rank))
-            assert engine.offload.monitor is watch
-            assert len(watch.moves) - moved <= MOVES_PER_STEP
-            moved = len(watch.moves)
-            if number == 7:
-                lower = [tier for place in places(engine) for tier in place if tier is not Tier.DEVICE]
-                assert bool(lower) == (everywhere or rank == world - 1)
-                # On a CPU device the host has no room either: what goes, goes to disk.
-                assert set(lower) <= {Tier.DISK}
-        assert places(engine) == planned  # all of it is back
-        assert found == losses
-        assert equal(values(model, optimizer), expected)
-        for line in watch.moves:
-            assert f"hf_zero: rank {rank}: {line}" in said.getvalue()
-        if watch.moves:
-            assert "are missing on the device" in watch.moves[0]
-            assert "from the device to the disk" in watch.moves[0]
-            assert "there is room on the device again" in watch.moves[-1]
-        engine.detach()
+    model, optimizer, engine = made(config, dtype, late, free(room))
+    planned = places(engine)
+    assert {tier for place in planned for tier in place} == {Tier.DEVICE}
+    found, moved = [], 0
+    watch = engine.offload.monitor
+    for number in range(STEPS):
+        if number == 3 and (everywhere or rank == world - 1):
+            room.append(0)
+        if number == 8:
+            room.append(PLENTY)
+        with contextlib.redirect_stderr(said):
+            found.append(step(model, optimizer, engine, number, rank))
+        assert engine.offload.monitor is watch
+        assert len(watch.moves) - moved <= MOVES_PER_STEP
+        moved = len(watch.moves)
+        if number == 7:
+            lower = [tier for place in places(engine) for tier in place if tier is not Tier.DEVICE]
+            assert bool(lower) == (everywhere or rank == world - 1)
+            # On a CPU device the host has no room either: what goes, goes to disk.
+            assert set(lower) <= {Tier.DISK}
+    assert places(engine) == planned  # all of it is back
+    assert found == losses
+    assert equal(values(model, optimizer), expected)
+    for line in watch.moves:
+        assert f"hf_zero: rank {rank}: {line}" in said.getvalue()
+    if watch.moves:
+        assert "are missing on the device" in watch.moves[0]
+        assert "from the device to the disk" in watch.moves[0]
+        assert "there is room on the device again" in watch.moves[-1]
+    engine.detach()
 
 
 @pytest.mark.parametrize(("dtype", "late"), [("no", False), ("bf16", True)])
@@ -146,28 +142,27 @@ def refused(rank: int, world: int, folder: str, params: str, after: int) -> None
     )
     room = [PLENTY]
     said = io.StringIO()
-    with free(room), small_blocks():
-        model, optimizer, engine = made(config, "bf16", late=False)
-        planned, found = places(engine), []
-        for number in range(STEPS):
-            presses = rank == world - 1 and number == 3
-            if presses:
-                room.append(0)
-            with contextlib.redirect_stderr(said), failing_writes(after) if presses else contextlib.nullcontext():
-                found.append(step(model, optimizer, engine, number, rank))
-            if presses:
-                room.append(PLENTY)
-        watch = engine.offload.monitor
-        if rank == world - 1:
-            assert "stays on the device" in said.getvalue()
-            assert os.strerror(errno.EIO) in said.getvalue()
-            assert len(watch.moves) < MOVES_PER_STEP * 2
-        else:
-            assert not watch.moves
-        assert places(engine) == planned  # what had gone before is back
-        assert found == losses
-        assert equal(values(model, optimizer), expected)
-        engine.detach()
+    model, optimizer, engine = made(config, "bf16", late=False, roads=free(room))
+    planned, found = places(engine), []
+    for number in range(STEPS):
+        presses = rank == world - 1 and number == 3
+        if presses:
+            room.append(0)
+        with contextlib.redirect_stderr(said), failing_writes(after) if presses else contextlib.nullcontext():
+            found.append(step(model, optimizer, engine, number, rank))
+        if presses:
+            room.append(PLENTY)
+    watch = engine.offload.monitor
+    if rank == world - 1:
+        assert "stays on the device" in said.getvalue()
+        assert os.strerror(errno.EIO) in said.getvalue()
+        assert len(watch.moves) < MOVES_PER_STEP * 2
+    else:
+        assert not watch.moves
+    assert places(engine) == planned  # what had gone before is back
+    assert found == losses
+    assert equal(values(model, optimizer), expected)
+    engine.detach()
 
 
 @pytest.mark.parametrize(("params", "after"), [("none", 0), ("none", 1), ("none", 7), ("auto", 0), ("auto", 2)])
@@ -177,11 +172,6 @@ def test_a_disk_that_refuses_what_the_monitor_moves(two, tmp_path, params, after
 
 def within_budgets(rank: int, world: int, folder: str, dtype: str) -> None:
     """From room for all down to none: the solver's placements rest within the budgets, train alike, and use what there is."""
-    with small_blocks():
-        _within_budgets(rank, folder, dtype)
-
-
-def _within_budgets(rank: int, folder: str, dtype: str) -> None:
     losses, expected = reference(rank, dtype, 3)
     everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_params="auto", offload_dir=folder)
     _, _, engine = made(everything, dtype, late=False)
@@ -232,29 +222,28 @@ def activations(rank: int, world: int, folder: str, dtype: str) -> None:
         )
         return made(config, dtype, late=world > 1)
 
-    with small_blocks():
-        everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, host_memory=PLENTY)
-        _, _, engine = made(everything, dtype, late=False)
-        needed = engine.plan.memory.at_most(Tier.DEVICE)
+    everything = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, host_memory=PLENTY)
+    _, _, engine = made(everything, dtype, late=False)
+    needed = engine.plan.memory.at_most(Tier.DEVICE)
+    engine.detach()
+    for spare_bytes in (40_000, 1 << 30):
+        model, optimizer, engine = built(spare_bytes)
+        planned = places(engine)
+        assert {tier for place in planned for tier in place} == {Tier.DEVICE}
+        with torch.no_grad():
+            model(input_ids=batch(0, 0, rank).repeat(50, 1))  # keeps nothing
+        watch = engine.offload.monitor
+        assert not watch.moves
+        ids = batch(0, 0, rank).repeat(3, 1)
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert bool(watch.moves) == (spare_bytes == 40_000)
+        assert all("from the device to the host" in line for line in watch.moves)
+        assert watch.missing_bytes(Tier.DEVICE) <= 0
+        optimizer.zero_grad()
+        found = [step(model, optimizer, engine, number, rank) for number in range(STEPS)]
+        assert found == losses
+        assert equal(values(model, optimizer), expected)
         engine.detach()
-        for spare_bytes in (40_000, 1 << 30):
-            model, optimizer, engine = built(spare_bytes)
-            planned = places(engine)
-            assert {tier for place in planned for tier in place} == {Tier.DEVICE}
-            with torch.no_grad():
-                model(input_ids=batch(0, 0, rank).repeat(50, 1))  # keeps nothing
-            watch = engine.offload.monitor
-            assert not watch.moves
-            ids = batch(0, 0, rank).repeat(3, 1)
-            model(input_ids=ids, labels=ids).loss.backward()
-            assert bool(watch.moves) == (spare_bytes == 40_000)
-            assert all("from the device to the host" in line for line in watch.moves)
-            assert watch.missing_bytes(Tier.DEVICE) <= 0
-            optimizer.zero_grad()
-            found = [step(model, optimizer, engine, number, rank) for number in range(STEPS)]
-            assert found == losses
-            assert equal(values(model, optimizer), expected)
-            engine.detach()
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "no"), (2, "bf16")])

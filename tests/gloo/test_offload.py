@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.tiers import Tier
+from hf_zero.records import records_bytes
+from hf_zero.tiers import SIZES, Tier
 from tests.common import MODELS, Case, batch, optimizer_for, train_engine
-from tests.offloading import mixed, pairwise, same, small_blocks, unequal
+from tests.offloading import SMALL, mixed, pairwise, same, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -30,13 +30,13 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "clip": (None, 0.5),
     "groups": (1, 2),
     "checkpointing": (False, True),
-    "small": (True, False),
+    "sizes": (SMALL, SIZES),
 }
 
 PLACED = {"none": {Tier.DEVICE}, "cpu": {Tier.HOST}, "disk": {Tier.DISK}, "mixed": set(Tier)}
 
 
-def cases(world: int, dimensions: dict[str, tuple[Any, ...]], full: bool) -> list[tuple[Case, bool]]:
+def cases(world: int, dimensions: dict[str, tuple[Any, ...]], full: bool) -> list[Case]:
     stages = (0, 3) if world == 1 else (1, 2, 3)
 
     def allowed(values: dict[str, Any]) -> bool:
@@ -50,7 +50,7 @@ def cases(world: int, dimensions: dict[str, tuple[Any, ...]], full: bool) -> lis
         chosen = [c for c in (dict(zip(dimensions, v)) for v in itertools.product(*dimensions.values())) if allowed(c)]
     else:
         chosen = pairwise(dimensions, allowed)
-    return [(Case(**{k: v for k, v in c.items() if k != "small"}, steps=3), c["small"]) for c in chosen]
+    return [Case(**c, steps=3) for c in chosen]
 
 
 def misplaced(engine: zero.Engine, case: Case) -> list[str]:
@@ -59,31 +59,54 @@ def misplaced(engine: zero.Engine, case: Case) -> list[str]:
     rest = {flat.rest for unit in engine.units for flat in unit.flats}
     optimizer, params = PLACED[case.offload_optimizer], PLACED[case.offload_params]
     wrong = [] if tiers == optimizer else [f"{case}: states rest in {tiers}"]
+    if engine.offload.storage.sizes != case.sizes:
+        wrong.append(f"{case}: found {engine.offload.storage.sizes}")
     # What has its master's type rests with it, so not everything need be where it was asked for.
     return wrong if params <= rest or case.dtype == "no" else [*wrong, f"{case}: parameters rest in {rest}"]
 
 
-def compare(rank: int, world: int, chosen: list[tuple[Case, bool]], folder: str) -> list[str]:
+def compare(rank: int, world: int, chosen: list[Case], folder: str) -> list[str]:
     """On every rank: what differs from the run in memory."""
     wrong: list[str] = []
     references: dict[Case, Any] = {}
-    for case, small in chosen:
-        in_memory = replace(case, offload_optimizer="none", offload_params="none", step_in_backward=False)
+    for case in chosen:
+        in_memory = replace(case, offload_optimizer="none", offload_params="none", step_in_backward=False, sizes=SIZES)
         if in_memory not in references:
             references[in_memory] = train_engine(rank, world, in_memory)[0]
-        with mixed(case), small_blocks() if small else contextlib.nullcontext():
+        with mixed(case):
             ours, engine = train_engine(rank, world, case, folder)
             wrong += misplaced(engine, case)
             engine.detach()
         different = unequal(ours, references[in_memory])
         if different:
-            wrong.append(f"rank {rank}: {case}, small {small}: {len(different)} differ, among them {different[:3]}")
+            wrong.append(f"rank {rank}: {case}: {len(different)} differ, among them {different[:3]}")
     return wrong
 
 
-def run(pool: Any, chosen: list[tuple[Case, bool]], folder: Path, timeout_s: float) -> None:
+def run(pool: Any, chosen: list[Case], folder: Path, timeout_s: float) -> None:
     wrong = [line for lines in pool.run(compare, chosen, str(folder), timeout_s=timeout_s) for line in lines]
     assert not wrong, "\n".join(wrong)
+
+
+def in_small_blocks(rank: int, world: int, folder: str) -> None:
+    """What tests of small sizes rest on: they reach everything that works in blocks, and the plan."""
+    case = Case(dtype="bf16", stage=3, steps=2, offload_optimizer="disk", sizes=SMALL)
+    _, engine = train_engine(rank, world, case, folder)
+    shards = [shard for unit in engine.units for flat in unit.trained for shard in flat.shards]
+    long = [shard for shard in shards if shard.numel > SMALL.slab_numel]
+    assert {shard.records.block_numel for shard in long} == {SMALL.slab_numel}
+    assert max(shard.records.count for shard in shards) > 2
+    assert any(shard.numel % SMALL.slab_numel for shard in long)
+    slab = records_bytes(SMALL.slab_numel, SMALL.slab_numel, [4, 4, 4])
+    casts = 4 * SMALL.block_numel  # gradients come in bfloat16, so do parameters go up
+    assert engine.offload.stepper.memory_bytes == SMALL.slabs * slab + casts + 2 * SMALL.block_numel
+    assert engine.plan.memory.rest[Tier.HOST]["staging"] >= SMALL.slabs * slab + casts
+    assert engine.plan.memory.rest[Tier.HOST]["staging"] < SIZES.block_numel
+    engine.detach()
+
+
+def test_small_sizes_are_in_force(pools, tmp_path):
+    pools[1].run(in_small_blocks, str(tmp_path))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -94,7 +117,7 @@ def test_equals_the_run_in_memory(pools, tmp_path, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_in_backward_equals_the_run_in_memory(pools, tmp_path, world):
     dimensions = {**DIMENSIONS, "dtype": ("no", "bf16"), "clip": (None,)}
-    chosen = [(replace(case, step_in_backward=True), small) for case, small in cases(world, dimensions, full=False)]
+    chosen = [replace(case, step_in_backward=True) for case in cases(world, dimensions, full=False)]
     run(pools[world], chosen, tmp_path, timeout_s=200)
 
 
@@ -126,7 +149,8 @@ Loop = Callable[[int, int, Case, str, str], list[Any]]
 def build(case: Case, folder: str, cls: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any, zero.Engine]:
     model = MODELS[case.model]()
     optimizer = optimizer_for(model, case.groups, cls, **options)
-    return model, optimizer, zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype)
+    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads())
+    return model, optimizer, engine
 
 
 def backward(model: Any, rank: int, step: int, micro: int = 0) -> float:
@@ -283,7 +307,7 @@ def regrouped(rank: int, world: int, case: Case, folder: str, which: str) -> lis
     model = MODELS[case.model]()
     *most, last = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(most, lr=1e-3)
-    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype)
+    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads())
     out: list[Any] = []
     for step in range(3):
         out.append(backward(model, rank, step))
@@ -327,8 +351,10 @@ def compare_loops(rank: int, world: int, name: str, dtype: str, variants: tuple[
             stage = 3 if tiers[1] != "none" else next(stages)
             if stage not in references:
                 references[stage] = loop(rank, world, Case("gpt2", stage, dtype, groups=2), folder, which)
-            case = Case("gpt2", stage, dtype, groups=2, offload_optimizer=tiers[0], offload_params=tiers[1])
-            with mixed(case), small_blocks():
+            case = Case(
+                "gpt2", stage, dtype, groups=2, offload_optimizer=tiers[0], offload_params=tiers[1], sizes=SMALL
+            )
+            with mixed(case):
                 ours = loop(rank, world, case, folder, which)
             reference = references[stage]
             places = [i for i, (mine, theirs) in enumerate(zip(ours, reference)) if not same(mine, theirs)]

@@ -19,7 +19,7 @@ import pytest
 
 import hf_zero as zero
 from tests.common import batch
-from tests.offloading import Run, small_blocks
+from tests.offloading import Run
 from tests.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.gloo
@@ -76,19 +76,18 @@ def attempt(run: Run, step: int) -> tuple[str, str, str] | None:
     """One step. (where it broke, error, message)."""
     where = "forward"
     try:
-        with small_blocks():
-            ids = batch(step, 0, run.rank)
-            loss = run.model(input_ids=ids, labels=ids).loss
-            where = "backward"
-            loss.backward()
-            where = "clip"
-            run.engine.clip_grad_norm_(0.5)
-            where = "step"
-            run.optimizer.step()
-            run.scheduler.step()
-            run.optimizer.zero_grad()
-            where = "behind the step"
-            run.engine.finish_step()
+        ids = batch(step, 0, run.rank)
+        loss = run.model(input_ids=ids, labels=ids).loss
+        where = "backward"
+        loss.backward()
+        where = "clip"
+        run.engine.clip_grad_norm_(0.5)
+        where = "step"
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad()
+        where = "behind the step"
+        run.engine.finish_step()
     except zero.ZeroError as error:
         run.optimizer.zero_grad()
         return where, type(error).__name__, str(error)

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_zero.precision import Precision
 from hf_zero.tiers import Tier, padded
 from hf_zero.work import ROADS
 from tests.common import Case, batch, bert, gpt2, optimizer_for
-from tests.offloading import BLOCK_NUMEL, SLAB_NUMEL, mixed, pairwise, small_blocks, split
+from tests.offloading import SMALL, SMALL_ROADS, mixed, pairwise, split
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -45,7 +46,7 @@ def train(
     """Counters are those of the last step. `resident` gets the process's memory before each."""
     model = gpt2(**changes)
     optimizer = optimizer_for(model, case.groups)
-    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype)
+    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads())
     for step in range(steps):
         if resident is not None:
             resident.append(status("VmRSS"))
@@ -70,8 +71,9 @@ def finish(engine: zero.Engine, case: Case) -> None:
 
 def records(numel: int) -> int:
     """Bytes of Adam's records of a shard: master and two states, each padded in each record."""
-    whole, rest = divmod(numel, min(SLAB_NUMEL, numel))
-    return 3 * (whole * padded(4 * min(SLAB_NUMEL, numel)) + padded(4 * rest))
+    record_numel = min(SMALL.slab_numel, numel)
+    whole, rest = divmod(numel, record_numel)
+    return 3 * (whole * padded(4 * record_numel) + padded(4 * rest))
 
 
 def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
@@ -97,8 +99,8 @@ def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
 def moved_in_a_step(rank: int, world: int, cases: list[Case], folder: str) -> list[str]:
     wrong = []
     for case in cases:
-        with mixed(case), small_blocks():
-            engine = train(case, rank, folder, 2, n_embd=48)
+        with mixed(case):
+            engine = train(replace(case, sizes=SMALL), rank, folder, 2, n_embd=48)
             moved = {kind: int(count["bytes"]) for kind, count in engine.offload.storage.meter.to_dict().items()}
         wanted = expected(list(engine.layout.spans), case, world)
         if moved != wanted:
@@ -163,15 +165,14 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
         ("no", "cpu", "cpu"), ("bf16", "cpu", "cpu"), ("bf16", "none", "cpu"), ("bf16", "cpu", "disk"),
         ("bf16", "disk", "disk"), ("bf16", "none", "disk"), ("no", "disk", "disk"), ("no", "disk", "cpu"),
     ):  # fmt: skip
-        case = Case(stage=3, dtype=dtype, offload_optimizer=optimizer, offload_params=params)
-        with small_blocks():
-            engine = train(case, rank, folder, 2)
-            meter = engine.offload.storage.meter
-            meter.reset()
-            with gathers() as opened:
-                ids = batch(9, 0, rank)
-                engine.model(input_ids=ids, labels=ids).loss.backward()
-                finish(engine, case)
+        case = Case(stage=3, dtype=dtype, offload_optimizer=optimizer, offload_params=params, sizes=SMALL)
+        engine = train(case, rank, folder, 2)
+        meter = engine.offload.storage.meter
+        meter.reset()
+        with gathers() as opened:
+            ids = batch(9, 0, rank)
+            engine.model(input_ids=ids, labels=ids).loss.backward()
+            finish(engine, case)
         wanted = dict.fromkeys(("down", "up", "read", "write"), 0)
         for flat in (flat for unit in engine.units for flat in unit.flats):
             span = flat.span
@@ -216,7 +217,7 @@ def unpadded_bytes(engine: zero.Engine) -> int:
 
 def clipping_bytes(case: Case) -> int:
     """A step that clips casts gradients of offloaded state block by block; whether one does, a plan cannot know."""
-    return 0 if case.clip is None else 4 * BLOCK_NUMEL
+    return 0 if case.clip is None else 4 * SMALL.block_numel
 
 
 def llama(**changes: Any) -> torch.nn.Module:
@@ -242,12 +243,12 @@ def off_plan(rank: int, world: int, cases: list[Case], folder: str) -> list[str]
     """Whatever is measured otherwise than planned: every kind in every tier at rest and at its highest, every road."""
     wrong = []
     for case in cases:
-        with mixed(case), small_blocks():
+        with mixed(case):
             model = PLANNED[case.model]()
             if case.checkpointing:
                 model.gradient_checkpointing_enable()
             optimizer = optimizer_for(model, case.groups)
-            engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype)
+            engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=SMALL_ROADS)
             engine.record()
             for step in range(STEPS):
                 for micro in range(case.accumulation):
@@ -301,20 +302,19 @@ def beyond_plan(rank: int, world: int, folder: str) -> None:
     """How far the thread is that steps, nobody knows: what is measured is planned, and two units' gradients more at most."""
     for dtype, optimizer, params in (("no", "cpu", "cpu"), ("bf16", "disk", "disk"), ("bf16", "cpu", "none")):
         case = Case("llama", 3, dtype, offload_optimizer=optimizer, offload_params=params, step_in_backward=True)
-        with small_blocks():
-            model = PLANNED[case.model]()
-            adam = optimizer_for(model, 1)
-            engine = zero.shard(model, adam, case.config(folder), mixed_precision=dtype)
-            engine.record()
-            for step in range(STEPS):
-                ids = batch(step, 0, rank)
-                model(input_ids=ids, labels=ids).loss.backward()
-                finish(engine, case)
-            rows = {(row.tier, row.kind): row for row in engine.report().tiers}
-            row = rows["host", "staging"]
-            unit = max(sum(4 * span.slice_numel for span in unit.spans) for unit in engine.layout.units)
-            assert 0 <= row.predicted_peak - row.measured_peak <= 2 * unit, (case, row)
-            engine.detach()
+        model = PLANNED[case.model]()
+        adam = optimizer_for(model, 1)
+        engine = zero.shard(model, adam, case.config(folder), mixed_precision=dtype, roads=SMALL_ROADS)
+        engine.record()
+        for step in range(STEPS):
+            ids = batch(step, 0, rank)
+            model(input_ids=ids, labels=ids).loss.backward()
+            finish(engine, case)
+        rows = {(row.tier, row.kind): row for row in engine.report().tiers}
+        row = rows["host", "staging"]
+        unit = max(sum(4 * span.slice_numel for span in unit.spans) for unit in engine.layout.units)
+        assert 0 <= row.predicted_peak - row.measured_peak <= 2 * unit, (case, row)
+        engine.detach()
 
 
 @pytest.mark.parametrize("world", [1, 2])

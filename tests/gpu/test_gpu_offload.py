@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import hf_zero as zero
 from hf_zero.layout import itemsize
 from hf_zero.link import Link
 from tests.common import MODELS, Case, batch, optimizer_for
-from tests.offloading import mixed, pairwise, same, small_blocks
+from tests.offloading import SMALL, mixed, pairwise, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -28,7 +29,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "groups": (1, 2),
     "checkpointing": (False, True),
 }
-SMALL = {"gpt2": {"n_layer": 4, "n_embd": 64}, "bert": {"num_hidden_layers": 4, "hidden_size": 64}}
+MODEL_SIZES = {"gpt2": {"n_layer": 4, "n_embd": 64}, "bert": {"num_hidden_layers": 4, "hidden_size": 64}}
 
 
 def cases() -> list[Case]:
@@ -37,12 +38,12 @@ def cases() -> list[Case]:
 
 
 def build(case: Case, folder: str) -> tuple[Any, Any, zero.Engine]:
-    model = MODELS[case.model](**SMALL[case.model]).cuda()
+    model = MODELS[case.model](**MODEL_SIZES[case.model]).cuda()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
     with mixed(case):
-        engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype)
+        engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads())
     return model, optimizer, engine
 
 
@@ -103,8 +104,7 @@ def test_streams_change_no_bit(case, tmp_path):
     try:
         with in_order():
             expected = train(case, str(tmp_path))
-        with small_blocks():
-            ours = train(case, str(tmp_path))
+        ours = train(replace(case, sizes=SMALL), str(tmp_path))
     finally:
         torch.use_deterministic_algorithms(False)
     assert [i for i, (a, b) in enumerate(zip(ours, expected)) if not same(a, b)] == []
