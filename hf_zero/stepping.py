@@ -204,7 +204,8 @@ class Stepper:
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
             entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, _read(shard.entries(step.optimizer)))
             shard.live = bool(shard.fields)
-            state[shard.master] = {k: v for k, v in entries.items() if k not in dict(shard.fields)}
+            at_rest = dict(shard.fields) if shard.records is not None else {}
+            state[shard.master] = {k: v for k, v in entries.items() if k not in at_rest}
             return
 
         def publish(at: int, values: Tensor) -> None:
