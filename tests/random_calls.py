@@ -727,6 +727,10 @@ def write_block(u: User) -> Program:
 def swap(u: User) -> Program:
     """`load_state_dict` of changed values: of rank 0's alone, or of whole ones on every rank."""
     state = yield ("from", 0, u.model.state_dict())
+    state = {
+        **state,
+        **{name: value.clone() for name, value in u.model.named_buffers() if name in state},
+    }  # each rank's own
     before = {name: value.clone() for name, value in state.items()}
     u.model.load_state_dict({k: v * 0.7 if v.is_floating_point() else v for k, v in state.items()})
     yield from u.look()
