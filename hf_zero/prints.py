@@ -39,7 +39,8 @@ def copied(source: Tensor, target: Tensor) -> int:
     if target.device.type != "cpu":
         target.copy_(source)
         return digest(target)
-    found, data = xxhash.xxh3_64(), bytes_of(target.view(torch.uint8))
+    found = xxhash.xxh3_64()
+    data: Any = bytes_of(target.view(torch.uint8))
     size = _CHUNK_NUMEL * target.element_size()
     for at, (values, place) in enumerate(zip(source.split(_CHUNK_NUMEL), target.split(_CHUNK_NUMEL))):
         place.copy_(values)
