@@ -1,0 +1,64 @@
+"""Fingerprints of values in memory, to see whether somebody wrote to them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from .transfer import bytes_of
+
+_BLOCK_BYTES = 8 << 20
+_ROW, _SEEN = 4096, 16
+"""Of so many elements a sample has the first few: what one cache line holds."""
+_CHUNK_NUMEL = 1 << 17
+
+
+def digest(values: Tensor) -> int:
+    """Of every bit in its place; 1-D and contiguous. On CUDA the host waits for it."""
+    data = values.detach().view(torch.uint8)
+    if data.device.type == "cpu":
+        memory: Any = bytes_of(data)
+        return xxhash.xxh3_64_intdigest(memory)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for block in data.split(_BLOCK_BYTES):
+        whole = block.numel() // 4 * 4
+        weights = _weights(block.device)
+        words = block[:whole].view(torch.int32) if block.data_ptr() % 4 == 0 else block[:whole].to(torch.int32)
+        found = (words * weights[: words.numel()]).sum()
+        rest = (block[whole:].to(torch.int64) * weights[-4:][: block.numel() - whole]).sum()
+        total = total * 0x5851F42D4C957F2D + found + 3 * rest
+    return int(total)
+
+
+def copied(source: Tensor, target: Tensor) -> int:
+    """Copy, and the digest of what was written, each part while it is in a cache."""
+    if target.device.type != "cpu":
+        target.copy_(source)
+        return digest(target)
+    found = xxhash.xxh3_64()
+    data: Any = bytes_of(target.view(torch.uint8))
+    size = _CHUNK_NUMEL * target.element_size()
+    for at, (values, place) in enumerate(zip(source.split(_CHUNK_NUMEL), target.split(_CHUNK_NUMEL))):
+        place.copy_(values)
+        found.update(data[at * size : (at + 1) * size])
+    return found.intdigest()
+
+
+def sample(values: Tensor) -> int:
+    """As `digest`, of one element in 256, in short runs: enough to see that all of the values were rewritten."""
+    values = values.detach()
+    if values.numel() < 4 * _ROW:
+        return digest(values)
+    whole = values.numel() // _ROW * _ROW
+    return digest(torch.cat([values[:whole].view(-1, _ROW)[:, :_SEEN].reshape(-1), values[-_SEEN:]]))
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    """A large odd number for each place in a block: exchanged values give another sum."""
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    return (torch.randint(0, 2**62, (_BLOCK_BYTES,), generator=generator) * 2 + 1).to(device)
