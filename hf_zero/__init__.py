@@ -3,8 +3,22 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import integrations  # noqa: F401  (registers what knows transformers, and imports none of it yet)
-from .access import (
+from . import huggingface  # noqa: F401  (registers what knows transformers, and imports none of it yet)
+from .checkpoint.export import card_for, export
+from .checkpoint.folder import verify
+from .config import ZeroConfig
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    OutOfMemoryError,
+    RankMismatchError,
+    StateError,
+    TierError,
+    UnsupportedOptimizerError,
+    ZeroError,
+)
+from .params.access import (
     GatheredParameters,
     full_gradient,
     full_optimizer_state,
@@ -19,37 +33,23 @@ from .access import (
     set_local_optimizer_state,
     set_local_parameter,
 )
-from .config import ZeroConfig
-from .engine import Engine, engine_of, shard
-from .errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    OutOfMemoryError,
-    RankMismatchError,
-    StateError,
-    TierError,
-    UnsupportedOptimizerError,
-    ZeroError,
-)
-from .export import card_for, export
-from .init import Init
-from .report import Report
-from .staging import verify
+from .params.init import Init
+from .plan.report import Report
+from .runtime.engine import Engine, engine_of, shard
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
-    from .integrations.transformers import ZeroCallback, ZeroTrainer, ZeroTrainingArguments, zero_trainer_cls
+    from .huggingface.accelerator import ZeroAccelerator, ZeroPlugin
+    from .huggingface.callback import ZeroCallback, ZeroTrainer, ZeroTrainingArguments, zero_trainer_cls
 
 # Loaded at first use: the engine works where accelerate and transformers are not installed.
 _WIRING = {
-    "ZeroAccelerator": "accelerate",
-    "ZeroPlugin": "accelerate",
-    "ZeroCallback": "transformers",
-    "ZeroTrainer": "transformers",
-    "ZeroTrainingArguments": "transformers",
-    "zero_trainer_cls": "transformers",
+    "ZeroAccelerator": "accelerator",
+    "ZeroPlugin": "accelerator",
+    "ZeroCallback": "callback",
+    "ZeroTrainer": "callback",
+    "ZeroTrainingArguments": "callback",
+    "zero_trainer_cls": "callback",
 }
 
 __all__ = [
@@ -97,7 +97,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WIRING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".integrations.{_WIRING[name]}", __name__), name)
+    return getattr(importlib.import_module(f".huggingface.{_WIRING[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

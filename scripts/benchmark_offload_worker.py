@@ -11,7 +11,7 @@ with the bytes that one turn of it must move through memory or to and from the d
   bytes in a file beside it, each request written after it was read, and against DeepSpeed's NVMe path over as many elements.
 * `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
 * `gpu`: whole steps of a Llama-class model on one GPU, each engine in processes of its own.
-* `plan`: `hf_zero.plan` for GPT-3's shapes on 1,024 ranks.
+* `plan`: `hf_zero.plan.plan` for GPT-3's shapes on 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -455,9 +455,9 @@ def plan_time(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
     """GPT-3 175B (arXiv 2005.14165, table 2.1) on the meta device; what is timed starts from the model object."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    from hf_zero.machine import Machine
-    from hf_zero.plan import Drafter, plan
-    from hf_zero.precision import Precision
+    from hf_zero.core.precision import Precision
+    from hf_zero.plan.machine import Machine
+    from hf_zero.plan.plan import Drafter, plan
 
     config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048)
     with torch.device("meta"):

@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.roads import Roads
-from hf_zero.tiers import SIZES, Sizes
+from hf_zero.runtime.transports import Roads
+from hf_zero.tiers.tier import SIZES, Sizes
 
 transformers.logging.set_verbosity_error()
 VOCAB = 97

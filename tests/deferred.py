@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm import CollectiveWire, SoloWire, open_wire
-from hf_zero.inflight import DONE, Inflight
-from hf_zero.link import Link
-from hf_zero.roads import Roads
-from hf_zero.tiers import Meter
-from hf_zero.unit import State
+from hf_zero.comm.inflight import DONE, Inflight
+from hf_zero.comm.wire import CollectiveWire, SoloWire, open_wire
+from hf_zero.runtime.transports import Roads
+from hf_zero.runtime.unit import State
+from hf_zero.tiers.host import Link
+from hf_zero.tiers.tier import Meter
 
 LOCAL = {"post", "posted", "side", "carry", "collect"}
 """What a wire offers that is no collective of its own group."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import hf_zero as zero
-from hf_zero.costs import Placement, together
-from hf_zero.engine import Engine
-from hf_zero.layout import ALIGN_NUMEL, Span
-from hf_zero.roads import Roads
-from hf_zero.tiers import Sizes, Tier
+from hf_zero.core.layout import ALIGN_NUMEL, Span
+from hf_zero.plan.costs import Placement, together
+from hf_zero.runtime.engine import Engine
+from hf_zero.runtime.transports import Roads
+from hf_zero.tiers.tier import Sizes, Tier
 from tests.common import MODELS, Case, Result, batch, optimizer_for
 
 SMALL = Sizes(block_numel=1536, loop_numel=512, plain_numel=3072, slab_numel=2048)

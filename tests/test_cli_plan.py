@@ -11,9 +11,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
 
-from hf_zero import cli, machine
-from hf_zero.outline import from_files
-from hf_zero.precision import Precision
+from hf_zero.cli import main as cli
+from hf_zero.core.precision import Precision
+from hf_zero.plan import machine
+from hf_zero.plan.outline import from_files
 from tests.common import gpt2
 
 GB = 10**9
@@ -187,7 +188,7 @@ def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
         "--nproc-per-node",
         "2",
         "-m",
-        "hf_zero.cli",
+        "hf_zero.cli.main",
     ]
     out = subprocess.run(
         [*command, "probe", "--json", "--offload-dir", str(tmp_path / "disk")],

@@ -8,7 +8,7 @@ import pytest
 
 import hf_zero as zero
 from hf_zero.config import STAGES
-from hf_zero.precision import Precision
+from hf_zero.core.precision import Precision
 
 
 @pytest.mark.parametrize("stage", [7, -1, "3", 2.0, True, None])

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import hf_zero as zero
-from hf_zero import cli
-from hf_zero.cards import RUN_FILE, RunFacts
-from hf_zero.export import MARKER
-from hf_zero.manifest import MANIFEST, Manifest, digest_file
+from hf_zero.checkpoint.cards import RUN_FILE, RunFacts
+from hf_zero.checkpoint.export import MARKER
+from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
+from hf_zero.cli import main as cli
 from tests.common import bert, gpt2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

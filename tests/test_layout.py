@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
+from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
 

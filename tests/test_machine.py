@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero import machine as machines
-from hf_zero.comm import SoloWire
-from hf_zero.machine import Machine, free_host_bytes, here, probe
+from hf_zero.comm.wire import SoloWire
+from hf_zero.plan import machine as machines
+from hf_zero.plan.machine import Machine, free_host_bytes, here, probe
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_control_groups_limit_what_is_free(tmp_path):
 
 def test_an_address_space_limit_counts():
     program = (
-        "import resource, torch; from hf_zero.machine import free_host_bytes; "
+        "import resource, torch; from hf_zero.plan.machine import free_host_bytes; "
         "resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30)); print(free_host_bytes())"
     )
     out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)

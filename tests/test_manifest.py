@@ -15,19 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.checkpoint.manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, digest_file, digest_of, share
+from hf_zero.checkpoint.manifest import check_files as verify
 from hf_zero.errors import CheckpointError
-from hf_zero.manifest import (
-    MANIFEST,
-    SEGMENT_BYTES,
-    FileDigest,
-    Manifest,
-    digest_file,
-    digest_of,
-    share,
-)
-from hf_zero.manifest import (
-    check_files as verify,
-)
 
 FILES = {
     "model.safetensors": 3000,

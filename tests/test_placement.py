@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.placement import Trace
+from hf_zero.huggingface.placement import Trace
 
 Code = Callable[[Tensor, Tensor], Tensor]
 

@@ -12,16 +12,16 @@ import transformers
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.activations import Architecture, Batch, activation_bytes, layer_bytes, logits_bytes
 from hf_zero.config import STAGES, ZeroConfig
-from hf_zero.costs import TIERS, Placement, paper_states_bytes
-from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
-from hf_zero.machine import Machine
-from hf_zero.outline import from_number
-from hf_zero.plan import Drafter, Plan, plan
-from hf_zero.precision import Precision
-from hf_zero.tiers import SIZES, Tier, padded
-from hf_zero.work import compute_flops
+from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
+from hf_zero.core.precision import Precision
+from hf_zero.plan.activations import Architecture, Batch, activation_bytes, layer_bytes, logits_bytes
+from hf_zero.plan.costs import TIERS, Placement, paper_states_bytes
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.outline import from_number
+from hf_zero.plan.plan import Drafter, Plan, plan
+from hf_zero.plan.work import compute_flops
+from hf_zero.tiers.tier import SIZES, Tier, padded
 
 DEVICE, HOST, DISK = TIERS
 GIB = 1 << 30

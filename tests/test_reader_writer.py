@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm import SoloWire
-from hf_zero.disk import Disk
-from hf_zero.held import Held
-from hf_zero.loading import find_weights
-from hf_zero.manifest import SEGMENT_BYTES, Manifest
-from hf_zero.ondisk import FileSource, OnDisk, Values
-from hf_zero.reader import Reader, Wanted
-from hf_zero.records import Records
-from hf_zero.saving import Saving
-from hf_zero.staging import verify
-from hf_zero.tiers import Meter
-from hf_zero.weights import Entry, Run, WeightFile
+from hf_zero.checkpoint.folder import verify
+from hf_zero.checkpoint.load import find_weights
+from hf_zero.checkpoint.manifest import SEGMENT_BYTES, Manifest
+from hf_zero.checkpoint.pieces import Held
+from hf_zero.checkpoint.reader import Reader, Wanted
+from hf_zero.checkpoint.save import Saving
+from hf_zero.checkpoint.weights import Entry, Run, WeightFile
+from hf_zero.comm.wire import SoloWire
+from hf_zero.tiers.array import FileSource, OnDisk, Values
+from hf_zero.tiers.disk import Disk
+from hf_zero.tiers.records import Records
+from hf_zero.tiers.tier import Meter
 
 SIZES = {"large": 2 * SEGMENT_BYTES // 4 + 4321, "small": 37, "other": 1001, "empty": 0, "last": 5}
 """Elements of each parameter; in float32 the first takes more than two segments."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero import cli_report
-from hf_zero.cli import main
+from hf_zero.cli import report as cli_report
+from hf_zero.cli.main import main
 from tests.common import batch, gpt2, optimizer_for
 
 STEPS = 8

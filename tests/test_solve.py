@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from hf_zero.config import STAGES
-from hf_zero.costs import TIERS, Placement, Setup, memory_of, together
-from hf_zero.layout import ALIGN_NUMEL, Layout, ParamSpec
-from hf_zero.machine import Machine
-from hf_zero.solve import GAP, TIE, Budgets, Problem, lacking, minimise, solve
-from hf_zero.tiers import SIZES, Tier
-from hf_zero.work import seconds, step_seconds, work_in_total
+from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
+from hf_zero.plan.costs import TIERS, Placement, Setup, memory_of, together
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.solve import GAP, TIE, Budgets, Problem, lacking, minimise, solve
+from hf_zero.plan.work import seconds, step_seconds, work_in_total
+from hf_zero.tiers.tier import SIZES, Tier
 
 SPEEDS = {
     "device_bandwidth": 1e12, "host_bandwidth": 2e10, "link_down": 1e10, "link_up": 1.2e10, "disk_read": 3e9,

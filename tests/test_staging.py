@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, recover, remove_left_overs, verify
+from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from hf_zero.errors import CheckpointError
-from hf_zero.manifest import MANIFEST, Manifest, digest_file
-from hf_zero.staging import OCCUPIED, Occupancy, Staging, recover, remove_left_overs, verify
 from tests.injection import Forked, calls, fail_at, kill_at
 
 OLD = [

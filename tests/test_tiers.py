@@ -26,16 +26,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hf_zero import disk as disk_module
-from hf_zero import link as link_module
-from hf_zero import ondisk as ondisk_module
-from hf_zero.disk import Disk, Region
+from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.errors import ConfigError, StateError, TierError
-from hf_zero.link import Link, pages
-from hf_zero.ondisk import FileSource, OnDisk, fetch
-from hf_zero.records import Records, records_bytes
-from hf_zero.safetensors_io import read_header
-from hf_zero.tiers import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
+from hf_zero.tiers import array as ondisk_module
+from hf_zero.tiers import disk as disk_module
+from hf_zero.tiers import host as link_module
+from hf_zero.tiers.array import FileSource, OnDisk, fetch
+from hf_zero.tiers.disk import Disk, Region
+from hf_zero.tiers.host import Link, pages
+from hf_zero.tiers.records import Records, records_bytes
+from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
 from tests.injection import Forked, calls
 
 CPU = torch.device("cpu")

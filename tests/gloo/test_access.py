@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.birth import birth_of
+from hf_zero.runtime.deferred import birth_of
 from tests.common import MODELS, Case, batch, differences, gpt2, optimizer_for
 from tests.common import Result as Trained
 from tests.pool import RankPool

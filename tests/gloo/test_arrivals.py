@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_zero as zero
-from hf_zero import agree
+from hf_zero.comm import agree
 from tests.common import batch, gpt2, optimizer_for
 
 pytestmark = pytest.mark.gloo

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
+from hf_zero.checkpoint.folder import verify
+from hf_zero.checkpoint.manifest import FileDigest
+from hf_zero.checkpoint.pieces import Held, held_parameters, held_states
+from hf_zero.checkpoint.safetensors import build_header
+from hf_zero.checkpoint.save import _Placed
+from hf_zero.checkpoint.weights import Entry, Run, WeightFile, split_files
 from hf_zero.config import parse_bytes
-from hf_zero.held import Held, held_parameters, held_states
-from hf_zero.layout import Layout, ParamSpec
-from hf_zero.manifest import FileDigest
-from hf_zero.safetensors_io import build_header
-from hf_zero.saving import _Placed
-from hf_zero.staging import verify
-from hf_zero.weights import Entry, Run, WeightFile, split_files
+from hf_zero.core.layout import Layout, ParamSpec
 
 pytestmark = pytest.mark.gloo
 

@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.checkpoint import Behind, put_weights
-from hf_zero.manifest import MANIFEST
-from hf_zero.ondisk import FileSource, OnDisk
-from hf_zero.saving import Saving
-from hf_zero.staging import verify
-from hf_zero.tiers import Meter
+from hf_zero.checkpoint.folder import verify
+from hf_zero.checkpoint.manifest import MANIFEST
+from hf_zero.checkpoint.save import Saving
+from hf_zero.runtime.checkpoints import Behind, put_weights
+from hf_zero.tiers.array import FileSource, OnDisk
+from hf_zero.tiers.tier import Meter
 from tests.injection import Call, Forked, calls, fail_at, kill_at
 
 pytestmark = pytest.mark.gloo

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.inflight import Inflight
-from hf_zero.link import Link
-from hf_zero.roads import Roads
-from hf_zero.tiers import Meter, Tier
+from hf_zero.comm.inflight import Inflight
+from hf_zero.runtime.transports import Roads
+from hf_zero.tiers.host import Link
+from hf_zero.tiers.tier import Meter, Tier
 from tests.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.deferred import Hazard, Mode, Watch
 from tests.offloading import SMALL, equal, mixed, pairwise, same, unequal

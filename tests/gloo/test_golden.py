@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.cards import RunFacts
-from hf_zero.manifest import MANIFEST, Manifest, digest_file, digest_of
+from hf_zero.checkpoint.cards import RunFacts
+from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file, digest_of
 from tests.golden.make import GOLDEN, build, optimizer_of, plain, scheduler_of, step
 
 pytestmark = pytest.mark.gloo

@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.birth import INSIDE
-from hf_zero.init import EXTENSIONS, birth_of, born, slice_bounds
+from hf_zero.params.init import EXTENSIONS, birth_of, born, slice_bounds
+from hf_zero.runtime.deferred import INSIDE
 from tests.common import VOCAB, batch, gpt2, optimizer_for
 from tests.pool import RankPool
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.birth import born, born_at_rest
-from hf_zero.disk import Disk
-from hf_zero.init import birth_of, slice_bounds
-from hf_zero.ondisk import FilePieces, FileSource, OnDisk, Stamp
-from hf_zero.records import Records
-from hf_zero.safetensors_io import read_header
-from hf_zero.tiers import Meter, Tier
+from hf_zero.checkpoint.safetensors import read_header
+from hf_zero.params.init import birth_of, slice_bounds
+from hf_zero.runtime.deferred import born, born_at_rest
+from hf_zero.tiers.array import FilePieces, FileSource, OnDisk, Stamp
+from hf_zero.tiers.disk import Disk
+from hf_zero.tiers.records import Records
+from hf_zero.tiers.tier import Meter, Tier
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.gloo

@@ -15,9 +15,9 @@ import torch
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError
-from hf_zero.monitor import CALM_STEPS, MOVES_PER_STEP
-from hf_zero.roads import Roads
-from hf_zero.tiers import Tier
+from hf_zero.runtime.monitor import CALM_STEPS, MOVES_PER_STEP
+from hf_zero.runtime.transports import Roads
+from hf_zero.tiers.tier import Tier
 from tests.common import batch, gpt2, optimizer_for
 from tests.offloading import SMALL_ROADS, equal
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.records import records_bytes
-from hf_zero.tiers import SIZES, Tier
+from hf_zero.tiers.records import records_bytes
+from hf_zero.tiers.tier import SIZES, Tier
 from tests.common import MODELS, Case, batch, optimizer_for, train_engine
 from tests.offloading import SMALL, mixed, pairwise, same, unequal
 

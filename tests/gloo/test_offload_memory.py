@@ -22,14 +22,14 @@ import torch
 import transformers
 
 import hf_zero as zero
-from hf_zero.engine import engine_of
-from hf_zero.flat import Flat
-from hf_zero.layout import Span, itemsize
-from hf_zero.machine import Machine
-from hf_zero.plan import Drafter, Plan, plan
-from hf_zero.precision import Precision
-from hf_zero.tiers import Tier, padded
-from hf_zero.work import ROADS
+from hf_zero.core.layout import Span, itemsize
+from hf_zero.core.precision import Precision
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.plan import Drafter, Plan, plan
+from hf_zero.plan.work import ROADS
+from hf_zero.runtime.engine import engine_of
+from hf_zero.runtime.flat_param import Flat
+from hf_zero.tiers.tier import Tier, padded
 from tests.common import Case, batch, bert, gpt2, optimizer_for
 from tests.offloading import SMALL, SMALL_ROADS, mixed, pairwise, split
 from tests.pool import RankPool

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.clipping import square_sum, tree_square_sum
+from hf_zero.runtime.clipping import square_sum, tree_square_sum
 from tests.common import batch, gpt2
 from tests.gloo.test_models import Stack, check, sgd, token_loss
 

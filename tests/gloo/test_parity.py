@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from hf_zero.comm import CollectiveWire
-from hf_zero.roads import Roads
+from hf_zero.comm.wire import CollectiveWire
+from hf_zero.runtime.transports import Roads
 from tests.common import Case, differences, train_engine, train_reference
 
 pytestmark = pytest.mark.gloo

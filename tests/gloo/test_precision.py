@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
-from hf_zero.engine import engine_of
+from hf_zero.runtime.engine import engine_of
 from tests.common import autocast
 from tests.gloo.test_models import Stack, sgd
 from tests.pool import RankPool
@@ -383,7 +383,7 @@ def large(rank: int, world: int, stage: int) -> None:
         optimizer = sgd(list(model.parameters()))
         engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, reduce_dtype="float16"))
         if wire_of is not None:
-            from hf_zero.comm import CollectiveWire
+            from hf_zero.comm.wire import CollectiveWire
 
             wire = CollectiveWire(torch.device("cpu"))
             for unit in engine.units:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.supported import needs_wholes
+from hf_zero.runtime.supported_optimizers import needs_wholes
 from tests.gloo.test_models import Stack, sgd
 from tests.gloo.test_ownership import adamw, plainly, trained
 from tests.injection import calls

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.layout import itemsize
-from hf_zero.link import Link
+from hf_zero.core.layout import itemsize
+from hf_zero.tiers.host import Link
 from tests.common import MODELS, Case, batch, optimizer_for
 from tests.offloading import SMALL, mixed, pairwise, same
 

@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor
 
 import hf_zero as zero
+from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.errors import ConfigError, LayoutError, ZeroError
-from hf_zero.init import Init, birth_of, slice_bounds
-from hf_zero.safetensors_io import read_header
+from hf_zero.params.init import Init, birth_of, slice_bounds
 from tests.integrations.test_weights import FAMILIES, build
 from tests.pool import RankPool
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.engine import engine_of
-from hf_zero.init import birth_of
-from hf_zero.safetensors_io import read_header
-from hf_zero.tiers import Tier
-from hf_zero.weights import persistent_buffers
+from hf_zero.checkpoint.safetensors import read_header
+from hf_zero.checkpoint.weights import persistent_buffers
+from hf_zero.params.init import birth_of
+from hf_zero.runtime.engine import engine_of
+from hf_zero.tiers.tier import Tier
 from tests.integrations.test_from_pretrained import differences, edit
 from tests.integrations.test_weights import FAMILIES, build
 from tests.pool import RankPool

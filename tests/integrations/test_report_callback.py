@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
-from hf_zero.cli import main
+from hf_zero.cli.main import main
 
 from .jobs.harness import Tokens, gpt2
 

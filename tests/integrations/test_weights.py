@@ -14,9 +14,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_zero.integrations.weights import recording
-from hf_zero.safetensors_io import build_header, read_header
-from hf_zero.weights import Drawing, Located, Stored, format_of, names_of
+from hf_zero.checkpoint.safetensors import build_header, read_header
+from hf_zero.checkpoint.weights import Drawing, Located, Stored, format_of, names_of
+from hf_zero.huggingface.weights import recording
 
 transformers.logging.set_verbosity_error()
 

@@ -23,8 +23,8 @@ from huggingface_hub import snapshot_download  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import hf_zero as zero  # noqa: E402
-import hf_zero.integrations  # noqa: E402
-from hf_zero import cli  # noqa: E402
+import hf_zero.huggingface  # noqa: E402
+from hf_zero.cli import main as cli  # noqa: E402
 
 TOKEN = "hf_good"
 CHECKPOINT = OUT / "run" / "checkpoint-3"

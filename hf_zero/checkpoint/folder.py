@@ -1,0 +1,420 @@
+"""A folder's new content that appears as a whole: staged beside it, then one rename.
+
+    staging       `.NAME.zero_saving/NAME/` beside the target, or `.zero_saving/NAME/` inside one that exists
+    commit point  the staged folder is renamed to the target; where the target has content of its own, to `.zero_commit`
+                  inside it, from where its files are then moved into place (`recover` goes on where that was interrupted)
+
+The staging folder is locked (flock) while its owner lives, so that a second job is refused and what a killed one left, here
+or beside other targets in the same parent, is recognised and removed. All of this is done by one process, rank 0's.
+
+Nothing outside of the target and its staging folders is written, moved or removed: a target that is itself a link is followed
+once, to the folder that it names; a symbolic link in the way of anything else is refused by name (`refuse_link`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+from ..errors import CheckpointError
+from .manifest import MANIFEST, Manifest, check_files
+
+SUFFIX = ".zero_saving"
+OCCUPIED = "_zero_lock"
+"""Begins with an underscore: what the Trainer pushes to the Hub leaves such files out."""
+_COMMIT = ".zero_commit"
+_PATIENCE_S = 0.5
+"""How long a lock may be held by who only looks whether a folder was left behind."""
+_GATES = ("config.json", "adapter_config.json")
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
+# What a reader of the folder would take for weights or state of the save at hand, were it left from an older one.
+_RIVALS = {
+    "model": ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    "adapter_model": ("adapter_model.safetensors", "adapter_model.bin"),
+}
+
+
+class Staging:
+    """One save of `target`."""
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        # A link to a folder: the folder itself is what is replaced.
+        self.target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
+        self._beside = self.target.parent / f".{self.target.name}{SUFFIX}"
+        self.root = self._beside
+        self._lock = -1
+
+    @property
+    def path(self) -> Path:
+        """Where to write, once open."""
+        return self.root / self.target.name
+
+    def open(self) -> None:
+        """Make the folder and lock it; finish or remove what a killed job left.
+
+        Raises:
+            CheckpointError: another job is saving here; the target cannot be written.
+        """
+        if self.target.exists() and not self.target.is_dir():
+            raise CheckpointError(f"{self.target} is a file, expected a folder to save into")
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._enter()
+            if self.target.is_dir():
+                recover(self.target, locked=True)
+                _refuse_linked_folders(self.target, _files_of(self.target))  # before anything is written
+            remove_left_overs(self.target.parent, but=self.root)
+            _empty(self.root, self._lock)
+            self.path.mkdir()
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"{self.target} cannot be written: {error}") from error
+        except CheckpointError:
+            self.discard()
+            raise
+
+    def _enter(self) -> None:
+        """Take the lock of the place that fits the target as it is then: another job may have made it meanwhile."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            self.root = self._place()
+            self.root.mkdir(exist_ok=True)
+            held = _lock(self.root)
+            if held is not None:
+                self._lock = held[0]
+                if self._place() == self.root:
+                    return
+                self.discard()
+            elif time.monotonic() > deadline:
+                raise _taken(self.root)
+            else:
+                time.sleep(_PATIENCE_S / 20)
+
+    def _place(self) -> Path:
+        inside = self.target.is_dir() and any(self.target.iterdir())
+        return self.target / SUFFIX if inside else self._beside
+
+    def publish(self, manifest: Manifest) -> None:
+        """The staged files become the target, all or none. They and the manifest are on disk before.
+
+        Raises:
+            CheckpointError: a write or rename failed, or a link is in the way; the target is as it was, or, from the commit
+                point on, as it will be once it is loaded from or saved to again.
+        """
+        try:
+            if self.target.is_dir():
+                refuse_link(self.target / _COMMIT)
+                _refuse_linked_folders(self.target, {*manifest.files, *_files_of(self.target)})
+            with naming(self.path / MANIFEST), open(self.path / MANIFEST, "wb") as file:
+                file.write(manifest.to_bytes())
+            sync_tree(self.path)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.rename(self.path, self.target)
+            except OSError:
+                if not self.target.is_dir() or self.target.is_symlink():
+                    raise
+                os.rename(self.path, self.target / _COMMIT)
+                _sync(self.target)
+                _roll_forward(self.target)
+            else:
+                _sync(self.target.parent)
+        except OSError as error:
+            rest = "; its new files are complete, the next load or save moves them" if self._is_committed else ""
+            raise CheckpointError(f"{self.target} could not be put in place: {error}{rest}") from error
+        finally:
+            self.discard()
+
+    @property
+    def _is_committed(self) -> bool:
+        return (self.target / _COMMIT).is_dir()
+
+    def discard(self) -> None:
+        """Remove what is staged and let go of the lock. Safe to call again, and after `publish`."""
+        if self._lock >= 0:
+            shutil.rmtree(self.root, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
+    """Finish a save into an existing folder that was interrupted after its commit point; else nothing.
+
+    Raises:
+        CheckpointError: it is still going on, the folder cannot be written, or a link is in the way.
+    """
+    target = Path(target)
+    commit = target / _COMMIT
+    refuse_link(commit)
+    if not commit.is_dir():
+        return
+    held = -1
+    try:
+        if not locked:
+            root = target / SUFFIX
+            root.mkdir(exist_ok=True)
+            taken = _lock(root)
+            if taken is None:
+                raise _taken(root)
+            held = taken[0]
+            if not commit.is_dir():
+                return
+        _roll_forward(target)
+        if not locked:
+            shutil.rmtree(target / SUFFIX, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} was being replaced when its job was killed; the new files are in {commit} and could not be moved into "
+            f"place: {error}"
+        ) from error
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def verify(
+    folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
+) -> Manifest:
+    """Check every byte of a checkpoint against its manifest; first finish a replacement that was interrupted.
+
+    Args:
+        threads: default: the processors this process may use, at most 8. One buffer of 8 MiB each.
+        progress: called with the bytes checked since the last call, from any thread.
+
+    Returns:
+        The manifest: `files` by name, `facts` (world size, stage, …), `total_bytes`.
+
+    Raises:
+        CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
+    """
+    recover(folder)
+    return check_files(folder, threads=threads, progress=progress)
+
+
+class Occupancy:
+    """A folder that one job at a time works in. A file in it is locked while the job lives; forked children do not hold it."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Take it.
+
+        Raises:
+            CheckpointError: another job has it.
+        """
+        self._path = Path(folder) / OCCUPIED
+        self._fd = -1
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while self._fd < 0:
+                refuse_link(self._path)
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+                try:
+                    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.stat(self._path).st_ino == os.fstat(fd).st_ino:
+                        self._fd = fd
+                        return
+                except FileNotFoundError:
+                    pass  # its last owner removed it meanwhile
+                except (BlockingIOError, PermissionError):
+                    os.close(fd)
+                    raise CheckpointError(
+                        f"another job is training into {self._path.parent} right now: the two would drop each other's "
+                        "checkpoints. Give each an output folder of its own, or wait for the other to end"
+                    ) from None
+                except OSError:
+                    os.close(fd)
+                    return  # a file system without locks: better unguarded than not at all
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"{self._path.parent} cannot be written: {error}") from error
+
+    def leave(self) -> None:
+        """Give it up. Safe to call again."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def remove_left_overs(folder: str | os.PathLike[str], but: Path | None = None) -> None:
+    """Staging folders directly inside `folder` whose job is dead; not `but`."""
+    with contextlib.suppress(OSError):  # a parent that may not be listed
+        for root in Path(folder).glob(f".*{SUFFIX}"):
+            if root != but:
+                _remove_dead(root)
+
+
+def _remove_dead(root: Path) -> None:
+    try:
+        held = _lock(root)
+    except (CheckpointError, OSError):
+        return
+    if held is None:
+        return
+    fd, guarded = held
+    if guarded:  # else there is no telling whether its job lives
+        shutil.rmtree(root, ignore_errors=True)
+    os.close(fd)
+
+
+def refuse_link(path: Path) -> None:
+    """Raises:
+    CheckpointError: `path` is a symbolic link.
+    """
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link (to {os.readlink(path)!r}), where a folder or file of its own is expected: what it "
+            "leads to is nothing that a checkpoint may write, move or remove. Remove the link, or choose another folder"
+        )
+
+
+def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
+    """No folder on the way from `target` to these files is a link."""
+    for folder in _folders(target, names):
+        refuse_link(folder)
+
+
+def _files_of(target: Path) -> set[str]:
+    """What the checkpoint in `target` says it consists of; nothing where there is none."""
+    try:
+        return set(Manifest.read(target).files)
+    except CheckpointError:
+        return set()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A disk that fails in here is told of with the file: the system's own message often lacks it.
+
+    Raises:
+        CheckpointError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _lock(root: Path) -> tuple[int, bool] | None:
+    """The folder, open and locked, and whether its file system has locks; None where another job has it, or it is gone.
+
+    Raises:
+        CheckpointError: it is a link.
+        OSError: it cannot be opened.
+    """
+    refuse_link(root)
+    fd = -1
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(root, follow_symlinks=False), os.fstat(fd)):
+            return fd, True
+    except (FileNotFoundError, BlockingIOError):
+        pass
+    except OSError:
+        if fd < 0:
+            refuse_link(root)  # it has become one
+            raise
+        return fd, False  # better unguarded than not at all
+    if fd >= 0:
+        os.close(fd)
+    return None
+
+
+def _taken(root: Path) -> CheckpointError:
+    return CheckpointError(
+        f"another job is saving to {root.parent if root.name == SUFFIX else root.parent / root.name[1 : -len(SUFFIX)]} right "
+        "now: give each job an output folder of its own"
+    )
+
+
+def _roll_forward(target: Path) -> None:
+    """Move the committed files into place. May be repeated from any point."""
+    commit = target / _COMMIT
+    if not (commit / MANIFEST).exists():  # it is the last to be moved: only the empty shell is left
+        shutil.rmtree(commit, ignore_errors=True)
+        return
+    manifest, older = Manifest.read(commit), _files_of(target)
+    moved = []
+    for path in commit.rglob("*"):
+        refuse_link(path)
+        if path.is_file():
+            moved.append(path.relative_to(commit).as_posix())
+    _refuse_linked_folders(target, {*moved, *manifest.files, *older})
+    # Without its configuration nobody takes the folder for a model: a reader that comes between fails, and gets no mix.
+    gates = [name for name in _GATES if name in moved]
+    for name in gates:
+        (target / name).unlink(missing_ok=True)
+    for name in moved:
+        if name != MANIFEST and name not in gates:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(commit / name, target / name)
+    stale = (older | _rivals(target, manifest)) - set(manifest.files)
+    for name in stale:
+        (target / name).unlink(missing_ok=True)
+    for name in gates:
+        os.replace(commit / name, target / name)
+    for folder in _folders(target, stale):
+        with contextlib.suppress(OSError):  # others have files there
+            folder.rmdir()
+    for folder in [*_folders(target, manifest.files), target]:
+        _sync(folder)
+    os.replace(commit / MANIFEST, target / MANIFEST)
+    _sync(target)
+    shutil.rmtree(commit, ignore_errors=True)
+
+
+def _folders(target: Path, names: Iterable[str]) -> list[Path]:
+    """The folders below `target` that hold these files, the deepest first."""
+    found = {target / parent for name in names for parent in PurePosixPath(name).parents if parent.name}
+    return sorted(found, key=lambda folder: -len(folder.parts))
+
+
+def _rivals(target: Path, manifest: Manifest) -> set[str]:
+    out: set[str] = set()
+    for stem, names in _RIVALS.items():
+        mine = [name for name in manifest.files if name.startswith(stem) and name.endswith(".safetensors")]
+        if mine:
+            out.update(name for name in names if (target / name).exists())
+            out.update(
+                path.name
+                for path in target.iterdir()
+                if _SHARD.fullmatch(path.name) and path.name.startswith((stem, "pytorch_" + stem))
+            )
+    return out
+
+
+def _empty(folder: Path, fd: int) -> None:
+    """The folder that is open as `fd`, whatever its name has come to mean since."""
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=fd)
+        elif sys.version_info >= (3, 11):
+            shutil.rmtree(name, dir_fd=fd)
+        else:
+            shutil.rmtree(folder / name)
+
+
+def sync_tree(folder: Path) -> None:
+    """Every file and folder below, and `folder` itself, is on disk afterwards."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,299 @@
+"""`zero_manifest.json`: every file of a checkpoint, its size and the digests of its bytes. A folder without one is none.
+
+    {"format": "hf_zero", "version": 1, "world_size": 2, "stage": 3, …,
+     "files": {"model.safetensors": {"size": 1234, "segments": [[0, 96, "91ab…"], [96, 1138, "c03f…"]]}, …},
+     "digest": "…"}
+
+Segments lie end to end and cover the file: each is what one rank wrote at one go, at most `SEGMENT_BYTES`. Digests are XXH3
+(64 bits, https://xxhash.com); `digest` is that of the manifest's other content, as compact JSON with sorted keys.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from ..errors import CheckpointError
+from .safetensors import read_fully
+
+MANIFEST = "zero_manifest.json"
+SEGMENT_BYTES = 8 << 20
+MAX_MANIFEST_BYTES = 128 << 20
+_FORMAT, _VERSION = "hf_zero", 1
+
+Segment = tuple[int, int, str]
+"""(first byte, bytes, digest)."""
+
+
+def digest_of(data: Any) -> str:
+    """XXH3-64 of a bytes-like object, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """One file: its size, and segments that cover it."""
+
+    size: int
+    segments: tuple[Segment, ...]
+
+    @staticmethod
+    def of(size: int, segments: Iterable[Segment], name: str) -> FileDigest:
+        """From segments in any order.
+
+        Raises:
+            CheckpointError: they overlap, or leave bytes out.
+        """
+        ordered = tuple(sorted(segments))
+        at = 0
+        for start, length, _ in ordered:
+            if start != at or length <= 0:
+                raise CheckpointError(f"{name}: bytes {at} to {start} of {size} are covered by no segment, or by two")
+            at = start + length
+        if at != size:
+            raise CheckpointError(f"{name}: bytes {at} to {size} are covered by no segment")
+        return FileDigest(size, ordered)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    files: dict[str, FileDigest]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """World size, stage and the like: to be read by people, never needed to load."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        body = {
+            **self.facts,
+            "format": _FORMAT,
+            "version": _VERSION,
+            "files": {n: {"size": f.size, "segments": [list(s) for s in f.segments]} for n, f in self.files.items()},
+        }
+        body["digest"] = digest_of(_canonical(body))
+        return _canonical(body)
+
+    @staticmethod
+    def read(folder: str | os.PathLike[str], most_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
+        """The manifest of `folder`, its own digest checked; no other file is opened. A larger one than that is refused.
+
+        Raises:
+            CheckpointError: missing, altered, or not one that this version knows.
+        """
+        path = Path(folder) / MANIFEST
+        try:
+            text = read_bounded(path, most_bytes)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing: {folder} is no complete checkpoint (a save that did not finish leaves none)"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        try:
+            body = json.loads(text)
+            # Not a byte may differ from what was written, be it one that means nothing (a space, the case of an escape).
+            altered = _canonical(body) != text
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: it is not valid JSON ({error})") from None
+        return _parse(path, body, altered)
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """A whole small file.
+
+    Raises:
+        CheckpointError: it has more than `limit_bytes`.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {limit_bytes} that such a file may have")
+        return file.read(size)
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _parse(path: Path, body: Any, altered: bool) -> Manifest:
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is no manifest of hf_zero")
+    check_version(path, body, _VERSION)
+    digest = body.pop("digest", None)
+    if altered or digest != digest_of(_canonical(body)):
+        raise CheckpointError(f"{path} is damaged: its digest does not match its content")
+    files = body.pop("files", None)
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path} is damaged: it lists no files")
+    out = {}
+    for name, entry in files.items():
+        check_name(path, name)
+        try:
+            segments = [(_natural(a), _natural(b), str(c)) for a, b, c in entry["segments"]]
+            out[name] = FileDigest.of(_natural(entry["size"]), segments, f"{path}: {name}")
+        except (TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: its entry {name!r} is malformed ({error})") from None
+        if any(length > SEGMENT_BYTES for _, length, _ in segments):
+            raise CheckpointError(f"{path} is damaged: {name!r} has a segment of more than {SEGMENT_BYTES} bytes")
+    return Manifest(out, {k: v for k, v in body.items() if k not in ("format", "version")})
+
+
+def check_version(path: Path, body: Any, known: int) -> None:
+    """Refuse a JSON object of a later version. Fields are added without a new one: readers pass over those they do not know.
+
+    Raises:
+        CheckpointError: naming the file, the version it has and the one that this reader knows.
+    """
+    found = body.get("version") if isinstance(body, dict) else None
+    if type(found) is not int or found < 1:
+        raise CheckpointError(f"{path} is damaged: expected version {known}, found {found!r}")
+    if found > known:
+        raise CheckpointError(f"{path}: expected version {known}, found {found}: update hf_zero")
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def check_name(path: Path, name: str) -> None:
+    """Refuse a file name that leads out of the folder, or that no file can have.
+
+    Raises:
+        CheckpointError: naming the list that holds it, and the name.
+    """
+    pure = PurePosixPath(name)
+    odd = "\\" in name or "\0" in name or any("\ud800" <= char <= "\udfff" for char in name)
+    if pure.is_absolute() or ".." in pure.parts or odd or str(pure) != name or name == ".":
+        raise CheckpointError(f"{path}: the file name {name!r} leads out of the folder or is malformed")
+
+
+# Checking -----------------------------------------------------------------------------------------------------------
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Digests of a file as it is on disk now."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        buffer = memoryview(bytearray(min(size, SEGMENT_BYTES)))
+        segments = []
+        for start in range(0, size, SEGMENT_BYTES):
+            part = buffer[: min(SEGMENT_BYTES, size - start)]
+            read_fully(file.fileno(), part, start, path)
+            segments.append((start, len(part), digest_of(part)))
+    return FileDigest(size, tuple(segments))
+
+
+def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of `folder`; every file in it is there and of its size. No content is read but the manifest's.
+
+    Raises:
+        CheckpointError: names the file that is missing or has another size, or says that there is no manifest.
+    """
+    manifest = Manifest.read(folder)
+    for name, file in manifest.files.items():
+        _check_size(Path(folder) / name, file)
+    return manifest
+
+
+def _check_size(path: Path, expected: FileDigest) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the manifest lists it with {expected.size} bytes") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if size != expected.size:
+        raise CheckpointError(f"{path} has {size} bytes, the manifest says {expected.size}: it was cut or replaced")
+
+
+def check_segment(path: Path, segment: Segment, data: Any) -> None:
+    """Raises CheckpointError where `data`, read from `segment` of `path`, is not what was written."""
+    start, length, expected = segment
+    if digest_of(data) != expected:
+        raise CheckpointError(
+            f"{path} is damaged: bytes {start} to {start + length} are not those that were written (digest mismatch). Take "
+            "an older checkpoint, or restore the file from a copy"
+        )
+
+
+def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int], None] = lambda _: None) -> None:
+    """Read segments of one file and compare digests, `done(bytes)` after each; one buffer of memory.
+
+    Raises:
+        CheckpointError: naming the file and the bytes.
+    """
+    buffer = _thread_buffer()
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        for segment in segments:
+            part = buffer[: segment[1]]
+            read_fully(fd, part, segment[0], path)
+            check_segment(path, segment, part)
+            done(segment[1])
+    finally:
+        os.close(fd)
+
+
+def _thread_buffer() -> memoryview:
+    return memoryview(mmap.mmap(-1, SEGMENT_BYTES))
+
+
+def share(manifest: Manifest, part: int, parts: int) -> dict[str, list[Segment]]:
+    """Every `parts`-th run of segments, for checking together: all parts make the whole."""
+    out: dict[str, list[Segment]] = {}
+    stride = max(1, -(-sum(len(f.segments) for f in manifest.files.values()) // (parts * 16)))
+    index = 0
+    for name, file in manifest.files.items():
+        for segment in file.segments:
+            if index // stride % parts == part:
+                out.setdefault(name, []).append(segment)
+            index += 1
+    return out
+
+
+def check_files(
+    folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
+) -> Manifest:
+    """Check every byte of a checkpoint against its manifest.
+
+    Args:
+        threads: default: the processors this process may use, at most 8. One buffer of 8 MiB each.
+        progress: called with the bytes checked since the last call, from any thread.
+
+    Raises:
+        CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
+    """
+    folder = Path(folder)
+    manifest = check_sizes(folder)
+    count = threads if threads is not None else min(8, len(os.sched_getaffinity(0)))
+    note = progress or (lambda _: None)
+    with ThreadPoolExecutor(max(1, count)) as pool:
+        work = [
+            pool.submit(check_segments, folder / name, segments, note)
+            for part in range(max(1, count))
+            for name, segments in share(manifest, part, max(1, count)).items()
+        ]
+        try:
+            for future in work:
+                future.result()
+        finally:
+            for future in work:
+                future.cancel()
+    return manifest

@@ -1,0 +1,474 @@
+"""One checkpoint, written by all ranks at once: every rank its own byte ranges of the final files, nothing gathered.
+
+    with Saving(wire, folder) as saving:        # staged beside the target, see `folder`
+        saving.weights(model, format, units)    # rank 0 says what the files are, each rank notes its ranges
+        saving.optimizer(units, optimizer, groups)
+        saving.commit()                         # write, fsync, manifest, rename
+
+Rank 0 decides and creates files; the others write into them. All steps are collectives and fail on all ranks together.
+With `freeze()` before, the values are copied first and `commit` may run in another thread over a wire of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agree import arriving, together
+from ..comm.wire import SoloWire
+from ..core.layout import ParamSpec
+from ..core.precision import dtype_of
+from ..errors import CheckpointError, ZeroError
+from ..runtime.state_shard import Shard, assembled
+from ..runtime.unit import Unit
+from ..tiers.array import Values
+from ..version import __version__
+from .folder import Staging, naming
+from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
+from .pieces import Held, entries_of, held_parameters, held_states, is_array, is_sliced, places, whole_states
+from .safetensors import Header, build_header, itemsize
+from .weights import Drawing, Entry, Run, WeightFile, split_files
+from .writer import Job, Writer, copy_to
+
+OPTIMIZER_FOLDER = "optimizer"
+OPTIMIZER_INDEX = "optimizer.json"
+_UNWATCHED = {MANIFEST, "README.md"}  # a model card is for people to edit
+_SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """Tensors that rank 0 computes from whole parameters, when its turn comes."""
+
+    units: list[Unit]
+    sources: tuple[str, ...]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None  # on rank 0
+    places: Mapping[str, tuple[str, int, str]]  # key -> file, offset, dtype; on rank 0
+
+
+class Saving:
+    """A save under way. See the module's text.
+
+    Raises:
+        CheckpointError: on every rank: another job saves to `target`, it cannot be written, or ranks do not share it.
+    """
+
+    def __init__(self, wire: SoloWire, target: str | os.PathLike[str], **facts: Any) -> None:
+        self._wire = wire
+        self._facts = facts
+        self._jobs: list[Job] = []
+        self._conversions: list[_Conversion] = []
+        self._segments: dict[str, list[Segment]] = {}
+        self._promised_bytes = 0
+        self._staging = Staging(target)
+        nonce = f".nonce-{secrets.token_hex(8)}"
+
+        def begin() -> tuple[str, str]:
+            if wire.rank == 0:
+                self._staging.open()
+                (self._staging.root / nonce).touch()
+            return str(self._staging.path), str(self._staging.root / nonce)
+
+        self.target = self._staging.target
+        try:
+            with arriving(wire, f"saving to {self.target}"):
+                folder, token = together(wire, f"saving to {self.target}", begin)[0]
+            sees = wire.exchange(os.path.exists(token))
+        except BaseException:
+            self._staging.discard()
+            raise
+        self.folder = Path(folder)
+        """Where to write: files that other code puts here before `commit` become part of the checkpoint."""
+        self._blind = [rank for rank, seen in enumerate(sees) if not seen]
+        """Ranks on nodes that do not see rank 0's folder: they send it their bytes."""
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.discard()
+
+    def discard(self) -> None:
+        """Give up: nothing of it stays, the target is as it was."""
+        self._jobs.clear()
+        self._conversions.clear()
+        self._staging.discard()
+
+    # What is to be written ------------------------------------------------------------------------------------------
+
+    def weights(self, units: list[Unit], draw: Callable[[], Drawing]) -> None:
+        """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
+
+        def plan() -> Any:
+            if self._wire.rank != 0:
+                return None
+            with naming(self.folder):
+                drawing = draw()
+            placed = [self._create(file) for file in drawing.files]
+            self._take_values(placed, drawing)
+            self._conversions += _conversions(units, placed, drawing)
+            return placed, [item.sources for item in drawing.conversions]
+
+        answer = together(self._wire, f"saving weights to {self.target}", plan)[0]
+        placed, sources = answer
+        if self._wire.rank != 0:
+            self._conversions += [_Conversion(units, names, None, {}) for names in sources]
+        held = held_parameters(units, self._wire.rank, self._wire.size)
+        for item in placed:
+            self._jobs += item.jobs(held)
+
+    def optimizer(
+        self,
+        units: list[Unit],
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        *,
+        max_shard_size: int | str,
+        folder: str = OPTIMIZER_FOLDER,
+    ) -> None:
+        """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
+        specs = {name: slot.spec for name, (_, slot) in places(units).items()}
+        held: dict[str, dict[str, list[Held]]] = {}
+
+        def plan() -> Any:
+            mine, samples = held_states(units, optimizer, self._wire.rank, self._wire.size)
+            held.update(mine)
+            if self._wire.rank != 0:
+                return {}, sorted(samples)
+            index = _index(units, optimizer, groups)
+            path = self.folder / folder / OPTIMIZER_INDEX
+            with naming(path):
+                path.parent.mkdir()
+                path.write_text(json.dumps(index, separators=(",", ":")))
+            out = {}
+            arrays = {
+                (name, state): value
+                for unit in units
+                for flat in unit.trained
+                for name, states in whole_states(flat, optimizer)
+                for state, value in states.items()
+            }
+            for state, sample in samples.items():
+                entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."), arrays)
+                out[state] = [self._create(f) for f in split_files(f"{folder}/{state}", entries, max_shard_size)]
+            return out, sorted(samples)
+
+        answers = together(self._wire, f"saving optimizer state to {self.target}", plan)
+        for rank, (_, states) in enumerate(answers):
+            if states != answers[0][1]:
+                raise CheckpointError(
+                    f"saving optimizer state to {self.target}: rank 0's optimizer has the states {answers[0][1]}, "
+                    f"rank {rank}'s {states}: not every rank has made the same steps"
+                )
+        for state, placed in answers[0][0].items():
+            for item in placed:
+                self._jobs += item.jobs(held[state])
+
+    def _create(self, file: WeightFile) -> _Placed:
+        """Rank 0: the file with its header, at its final size."""
+        head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata)
+        path = self.folder / file.name
+        self._promised_bytes += header.file_bytes  # the files are sparse: what they will take is still counted as free
+        stat = os.statvfs(self.folder)
+        if self._promised_bytes > stat.f_bavail * stat.f_frsize:
+            raise CheckpointError(
+                f"{self.target}: the files up to {file.name} need {self._promised_bytes} bytes, the disk has "
+                f"{stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
+            )
+        with naming(path), open(path, "wb") as out:
+            out.write(head)
+            out.truncate(header.file_bytes)
+        for start in range(0, len(head), SEGMENT_BYTES):
+            part = head[start : start + SEGMENT_BYTES]
+            self._segments.setdefault(file.name, []).append((start, len(part), digest_of(part)))
+        return _Placed(file, header)
+
+    def _take_values(self, placed: list[_Placed], drawing: Drawing) -> None:
+        for item in placed:
+            for entry in item.file.entries:
+                if not entry.runs and entry.key in drawing.values:
+                    value = drawing.values[entry.key].detach().contiguous()
+                    start = item.header.tensors[entry.key].start
+                    self._jobs.append(Job(item.file.name, start, value.view(-1), dtype_of(entry.dtype)))
+
+    # Writing --------------------------------------------------------------------------------------------------------
+
+    def freeze(self, side: SoloWire, slab: Tensor | None = None) -> Tensor:
+        """Copy everything to host memory now; `commit` then talks over `side` and may run in another thread.
+
+        Costs the bytes this rank writes (on rank 0 also all converted tensors, until they are written).
+
+        Args:
+            slab: what an earlier call returned, used again where it is large enough: most of the time of a copy into new
+                memory is the page faults.
+
+        Returns:
+            The memory that holds the copies.
+        """
+        if self._blind:
+            self.discard()
+            raise CheckpointError(
+                f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}: use a shared "
+                "file system, or save synchronously"
+            )
+
+        def copy() -> Tensor:
+            total = sum(_padded(job.length) for job in self._jobs)
+            memory = slab if slab is not None and slab.numel() >= total else torch.empty(total, dtype=torch.uint8)
+            at = 0
+            for job in self._jobs:
+                place = memory[at : at + job.length].view(job.dtype)
+                job.values, at = copy_to(job.values, place), at + _padded(job.length)
+            return memory
+
+        held = together(self._wire, f"copying what is to be saved to {self.target}", copy, answer=False)[0]
+        for conversion in self._conversions:
+            self._jobs += self._convert(conversion)
+        self._conversions.clear()
+        self._wire = side
+        return held
+
+    def commit(self) -> None:
+        """Write all bytes, make them durable, and let the checkpoint appear."""
+        what = f"saving to {self.target}"
+        writer = Writer(self.folder)
+        try:
+            together(self._wire, what, lambda: writer.write(self._jobs) if not self.is_blind else None)
+            for conversion in self._conversions:
+                jobs = self._convert(conversion)
+                together(self._wire, what, lambda jobs=jobs: writer.write(jobs))  # type: ignore[misc]
+            for rank in self._blind:
+                self._receive(rank, writer)
+            written = together(self._wire, what, writer.finish)
+            together(self._wire, what, lambda: self._seal(written) if self._wire.rank == 0 else None)
+        finally:
+            writer.close()
+            self.discard()
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether this rank does not see `folder`: what it wrote there is on a disk of its own."""
+        return self._wire.rank in self._blind
+
+    def _seal(self, written: Sequence[dict[str, list[Segment]]]) -> None:
+        segments = dict(self._segments)
+        for theirs in written:
+            for name, items in theirs.items():
+                segments[name] = segments.get(name, []) + items
+        files = {}
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            if path.is_file() and name not in _UNWATCHED:
+                known = segments.get(name)
+                files[name] = (
+                    digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))
+                )
+        self._staging.publish(Manifest(files, {"hf_zero": __version__, "world_size": self._wire.size, **self._facts}))
+
+    def _convert(self, conversion: _Conversion) -> list[Job]:
+        """A collective: whole sources to rank 0, which computes the tensors."""
+        where = places(conversion.units)
+        whole: dict[str, Tensor] = {}
+        failure: ZeroError | None = None
+        for name in conversion.sources:
+            flat, slot = where[name]
+            spec = slot.spec
+            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=flat.master_dtype)
+            for rank in range(self._wire.size if flat.span.shards > 1 else 1):
+                for part in flat.span.overlaps(rank if flat.span.shards > 1 else flat.rank):
+                    if part.slot is not slot:
+                        continue
+                    mine = None
+                    if self._wire.rank == rank:
+                        try:
+                            mine = assembled(flat.shards, _master, part.slice_start, part.numel, flat.device)
+                        except ZeroError as error:  # rank 0 waits for something all the same
+                            failure = failure or error
+                            mine = torch.zeros(part.numel, dtype=flat.master_dtype, device=flat.device)
+                    landing = value[part.param_start : part.param_start + part.numel]
+                    self._wire.carry(mine, landing, rank)
+            if self._wire.rank == 0:
+                whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
+
+        def convert() -> list[Job]:
+            if failure is not None:
+                raise failure
+            if conversion.convert is None:
+                return []
+            made = conversion.convert(whole)
+            whole.clear()
+            return [
+                Job(file, offset, made[key].detach().contiguous().view(-1).cpu(), dtype_of(dtype))
+                for key, (file, offset, dtype) in conversion.places.items()
+            ]
+
+        jobs: list[list[Job]] = together(self._wire, f"converting weights for {self.target}", convert, answer=False)
+        return jobs[0]
+
+    def _receive(self, rank: int, writer: Writer) -> None:
+        """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces.
+
+        Where one of the two fails it goes on sending or taking in, for which the other would wait.
+        """
+        failure: ZeroError | None = None
+
+        def report() -> None:
+            if failure is not None:
+                raise failure
+
+        mine = self._wire.rank == rank
+        plan = [(job.file, job.offset, job.length) for job in self._jobs] if mine else None
+        plans: list[tuple[str, int, int]] = self._wire.exchange(plan)[rank]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for index, (file, offset, length) in enumerate(plans):
+            for start in range(0, length, SEGMENT_BYTES):
+                count = min(SEGMENT_BYTES, length - start)
+                data = torch.empty(count if mine or self._wire.rank == 0 else 0, dtype=torch.uint8)
+                try:
+                    if mine and failure is None:
+                        job = self._jobs[index]
+                        size = job.dtype.itemsize
+                        copy_to(job.values[start // size : (start + count) // size], data.view(job.dtype))
+                except ZeroError as error:
+                    failure = error
+                self._wire.carry(data if mine else None, nothing if mine else data, rank)
+                try:
+                    if self._wire.rank == 0 and failure is None:
+                        writer.write([Job(file, offset + start, data, torch.uint8)])
+                except ZeroError as error:
+                    failure = error
+        together(self._wire, f"writing what rank {rank} sent to {self.target}", report)
+
+
+@dataclass(slots=True)
+class _Placed:
+    """One file with its header."""
+
+    file: WeightFile
+    header: Header
+
+    def jobs(self, held: Mapping[str, list[Held]]) -> list[Job]:
+        """The ranges of this rank."""
+        out = []
+        for entry in self.file.entries:
+            place = self.header.tensors[entry.key]
+            size, done = itemsize(entry.dtype), 0
+            for run in entry.runs:
+                for piece in held.get(run.param, ()):
+                    low = max(run.start, piece.param_start)
+                    high = min(run.start + run.numel, piece.param_start + piece.values.numel())
+                    if low < high:
+                        values = piece.values[low - piece.param_start : high - piece.param_start]
+                        offset = place.start + (done + low - run.start) * size
+                        out.append(Job(self.file.name, offset, values, dtype_of(entry.dtype)))
+                done += run.numel
+        return out
+
+
+def _padded(length: int) -> int:
+    return -(-length // 64) * 64
+
+
+def _master(shard: Shard) -> Values:
+    return shard.values
+
+
+def _conversions(units: list[Unit], placed: list[_Placed], drawing: Drawing) -> list[_Conversion]:
+    where = {
+        entry.key: (item.file.name, item.header.tensors[entry.key].start, entry.dtype)
+        for item in placed
+        for entry in item.file.entries
+    }
+    return [
+        _Conversion(units, item.sources, item.convert, {key: where[key] for key in item.targets})
+        for item in drawing.conversions
+    ]
+
+
+def _index(units: list[Unit], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for flat in (flat for unit in units for flat in unit.trained):
+        shard = flat.shards[0]  # all of them have made the same steps
+        entries = entries_of(flat, shard, optimizer)
+        sliced = [key for key, value in entries.items() if is_sliced(flat, shard, key, value)]
+        sliced = [_safe(state) for state in sliced]
+        scalars = {key: scalar(key, value) for key, value in entries.items() if key not in sliced}
+        for slot in flat.span.slots if entries else ():
+            parameters[slot.spec.name] = {"shape": slot.spec.shape, "states": sliced, "scalars": scalars}
+        shapes = {slot.spec.name: slot.spec.shape for slot in flat.span.slots}
+        for name, whole in whole_states(flat, optimizer):
+            parameters[name] = {
+                "shape": shapes[name],
+                "states": sliced + [_safe(key) for key, value in whole.items() if is_array(value)],
+                "scalars": {key: scalar(key, value) for key, value in whole.items() if not is_array(value)},
+            }
+    return {
+        "version": 1,
+        "optimizer": type(optimizer).__name__,
+        "groups": [{key: scalar(key, value) for key, value in group.items()} for group in groups],
+        "parameters": parameters,
+    }
+
+
+def _safe(state: str) -> str:
+    if not _SAFE_STATE.fullmatch(state):
+        raise CheckpointError(f"the optimizer state {state!r} has no name for a file")
+    return state
+
+
+def _state_entries(
+    index: dict[str, Any],
+    state: str,
+    specs: Mapping[str, ParamSpec],
+    dtype: str,
+    arrays: Mapping[tuple[str, str], Tensor],
+) -> list[Entry]:
+    """Args:
+    arrays: states that have a shape and type of their own.
+    """
+    out = []
+    for name, entry in index["parameters"].items():
+        if state in entry["states"]:
+            own = arrays.get((name, state))
+            shape, numel = (specs[name].shape, specs[name].numel) if own is None else (tuple(own.shape), own.numel())
+            kind = dtype if own is None else str(own.dtype).removeprefix("torch.")
+            out.append(Entry(name, kind, shape, (Run(name, 0, numel),)))
+    return out
+
+
+def scalar(name: str, value: Any) -> Any:
+    """A JSON value for an option or a scalar state; tensors of one element keep their type.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise CheckpointError(
+                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)}: it has no place"
+            )
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, (tuple, list)):
+        return [scalar(name, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(
+        f"optimizer option or state {name!r} is a {type(value).__name__}, which has no place in JSON: save with "
+        "save_optimizer=False, and optimizer.state_dict() by yourself"
+    )
+
+
+__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Saving", "scalar"]

@@ -1,0 +1,258 @@
+"""A start that is the same on every rank: same structure or a named error, same values or rank 0's."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ..config import ZeroConfig
+from ..core.layout import ParamSpec
+from ..errors import CheckpointError, RankMismatchError, TierError, ZeroError
+from ..runtime.deferred import birth_of, wire_device
+from ..tiers.pool import Storage
+from ..tiers.transfer import bytes_of
+from .wire import SoloWire
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""How long a rank waits for the others at a collective until it says for whom."""
+_arrivals = itertools.count(1)
+
+
+@contextmanager
+def on_errors(wire: SoloWire, what: str) -> Iterator[None]:
+    """A refusal on one rank is a refusal on all: no rank goes on to wait for one that has left.
+
+    Raises:
+        ZeroError: this rank's own.
+        RankMismatchError: where only other ranks refused; names the first and its reason.
+    """
+    mine: ZeroError | None = None
+    try:
+        yield
+    except ZeroError as error:
+        mine = error
+    for rank, theirs in enumerate(wire.exchange(None if mine is None else str(mine))):
+        if mine is not None:
+            raise mine
+        if theirs is not None:
+            raise RankMismatchError(f"{what}: rank {rank} refused, and this rank did not: {theirs}")
+
+
+def together(
+    wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool = True, kind: type[ZeroError] = CheckpointError
+) -> list[T]:
+    """Do `work`, which must not communicate, on every rank; where it fails on one it fails on all.
+
+    Returns:
+        Every rank's result in rank order; with `answer=False` only this rank's.
+
+    Raises:
+        ZeroError: this rank's own refusal.
+        CheckpointError (or `kind`): any other failure, here or elsewhere, a disk's among them; names the first rank that
+            failed, and how.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # any failure must reach the other ranks, which would wait for this one
+        failure = error
+    report = None if failure is None else f"{type(failure).__name__}: {failure}"
+    try:
+        reports = wire.exchange((report, result if answer and failure is None else None))
+    except RuntimeError as error:  # the process group's own
+        raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
+    if isinstance(failure, ZeroError) and not isinstance(failure, TierError):
+        raise failure
+    for rank, (theirs, _) in enumerate(reports):
+        if theirs is not None:
+            raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
+    return [value for _, value in reports] if answer else [result]
+
+
+@contextmanager
+def arriving(wire: SoloWire, what: str) -> Iterator[None]:
+    """Around the first communication of what programs tend to do on one rank only: waiting for the others has an end in words.
+
+    Costs one message to the process group's store. Every rank counts its arrivals, so one that has come this often has come.
+    """
+    if wire.size == 1:
+        yield
+        return
+    number = next(_arrivals)
+    with suppress(RuntimeError):  # the store is gone with its rank: what is communicated next says so
+        wire.post(f"{number} {what}")
+    timer = threading.Timer(PATIENCE_S, _name_missing, (wire, number, what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _name_missing(wire: SoloWire, number: int, what: str) -> None:
+    try:
+        words = wire.posted()
+    except RuntimeError:  # the store is gone with its rank: the process group notices for itself
+        return
+    seen = [(0, "") if word is None else (int(word.split(" ", 1)[0]), word.split(" ", 1)[1]) for word in words]
+    missing = [
+        f"rank {rank} ({f'last in {at}' if at else 'in none so far'})"
+        for rank, (n, at) in enumerate(seen)
+        if n < number
+    ]
+    if missing:
+        print(
+            f"hf_zero: rank {wire.rank} has waited {PATIENCE_S:g} s in {what} for {', '.join(missing)}. Saving, loading and "
+            "state dicts need every rank: call them outside of `if rank == 0` and `if trainer.is_world_process_zero()`",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def read(wire: SoloWire, storage: Storage, values: Callable[[], T]) -> T:
+    """This rank's values on their way into a collective; where they may rest on disk, one rank's failure is everyone's.
+
+    Raises:
+        TierError: on every rank.
+    """
+    if not storage.uses_disk:
+        return values()
+    return together(wire, "reading values from disk", values, answer=False, kind=TierError)[0]
+
+
+def same_structure(
+    wire: SoloWire,
+    config: ZeroConfig,
+    mixed_precision: str | None,
+    specs: list[list[ParamSpec]],
+    originals: list[list[nn.Parameter]],
+    names: dict[nn.Parameter, list[str]],
+) -> None:
+    """Compare settings, parameters and optimizer groups over the ranks.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first difference.
+    """
+    if wire.size == 1:
+        return
+    lines = [f"config {sorted(config.to_dict().items())}", f"mixed_precision {mixed_precision}"]
+    lines += [
+        f"parameter {spec.name!r} shape {spec.shape} dtype {spec.dtype} trainable {spec.trainable} "
+        f"optimizer group {spec.group} tied to {spec.names[1:]} in unit {number}"
+        for number, unit in enumerate(specs)
+        for spec in unit
+    ]
+    lines += [f"optimizer group {i} of {[names[p][0] for p in group]}" for i, group in enumerate(originals)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests = wire.exchange(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[list[str]] = wire.exchange(lines)
+    for rank, theirs in enumerate(everyone[1:], start=1):
+        if theirs != everyone[0]:
+            raise RankMismatchError(_first_difference(everyone[0], theirs, rank))
+
+
+def same_answer(wire: SoloWire, mine: bool, what: str) -> None:
+    """Raises:
+    RankMismatchError: on every rank, where ranks answer `what` differently.
+    """
+    answers: list[bool] = wire.exchange(mine)
+    for rank, theirs in enumerate(answers):
+        if theirs is not answers[0]:
+            raise RankMismatchError(f"ranks differ in {what}: rank 0 says {answers[0]}, rank {rank} says {theirs}")
+
+
+def _first_difference(first: list[str], other: list[str], rank: int) -> str:
+    for mine, theirs in zip(first, other):
+        if mine != theirs:
+            return f"ranks differ: rank 0 has {mine}, rank {rank} has {theirs}. Build the same model and settings everywhere"
+    longer, where = (first, 0) if len(first) > len(other) else (other, rank)
+    return (
+        f"ranks differ: rank 0 has {len(first)} entries, rank {rank} has {len(other)}; only rank {where} has "
+        f"{longer[min(len(first), len(other))]}. Build the same model and settings everywhere"
+    )
+
+
+def same_values(wire: SoloWire, names: dict[nn.Parameter, list[str]]) -> None:
+    """Make every parameter equal to rank 0's; warns with the first that was not."""
+    if wire.size == 1:
+        return
+    values = {param: value for param in names if (value := _local_value(param)) is not None}
+    params = list(values)
+    if not params:
+        return
+    prints = torch.stack([fingerprint(value) for value in values.values()]).cpu()
+    everyone: list[Tensor] = wire.exchange(prints)
+    differs = torch.zeros(len(params), dtype=torch.bool)
+    for theirs in everyone[1:]:
+        differs |= (theirs != everyone[0]).any(dim=1)
+    if not bool(differs.any()):
+        return
+    wrong = [param for param, bad in zip(params, differs.tolist()) if bad]
+    warnings.warn(
+        f"{len(wrong)} of {len(params)} parameters differ between ranks, {names[wrong[0]][0]!r} first; rank 0's values are "
+        "used (seed every rank alike before building the model to avoid this)",
+        stacklevel=4,
+    )
+    for param in wrong:
+        value = values[param].contiguous().to(wire_device(wire, values[param].device))
+        wire.broadcast(value)
+        with torch.no_grad():
+            values[param].copy_(value)
+
+
+def _local_value(param: nn.Parameter) -> Tensor | None:
+    """What of a parameter could differ from other ranks'; None for one that the ranks were given parts of at birth."""
+    birth = birth_of(param)
+    if birth is None:
+        return param.detach()
+    return birth.slice_of(param) if birth.wire.size == 1 else None
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Two int64 of the bytes and their places: other values, or the same in another order, give others (for all that 128 bits
+    can tell). Comparable between tensors on the same kind of device.
+    """
+    if tensor.device.type == "cpu":
+        data: Any = bytes_of(tensor.detach().contiguous().view(-1))
+        digest = xxhash.xxh3_128_digest(data)
+        return torch.tensor(struct.unpack("<qq", digest), dtype=torch.int64)
+    return mixed_sums(tensor)
+
+
+def mixed_sums(tensor: Tensor) -> Tensor:
+    """`fingerprint` by torch's own kernels: each word is mixed with its place, not linearly, before it is added up."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(_word(tensor))
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _PIECE_NUMEL):
+        words = bits[start : start + _PIECE_NUMEL].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=tensor.device)
+        for index, odd in enumerate(_ODD):
+            mixed = (words + places * odd) * _ODD[1 - index]
+            mixed = (mixed ^ (mixed >> 29)) * odd
+            sums[index] += (mixed ^ (mixed >> 32)).sum()
+    return sums
+
+
+_PIECE_NUMEL = 1 << 22
+_ODD = (-7046029254386353131, -4417276706812531889)  # 64-bit primes of XXH64, as int64; products wrap
+
+
+def _word(tensor: Tensor) -> Any:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)

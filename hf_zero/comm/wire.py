@@ -1,0 +1,441 @@
+"""The wire: the only user of `torch.distributed`. Each wire knows the cheapest way its backend moves flat buffers.
+
+* `SoloWire`: one rank, nothing moves.
+* `PairWire`: CPU (gloo). gloo's reduce-scatter sends what an all-reduce sends, and its collectives run one at a time;
+  point-to-point messages send each byte once, run at the same time, and let us sum **in rank order**, so that the
+  result does not depend on the network and equals `((g0 + g1) + g2) / N` to the bit.
+* `CollectiveWire`: the backend's own collectives (NCCL).
+
+Bytes are counted as sent by this rank in the payload, (N-1)/N of a buffer for a gather or a reduce.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RankMismatchError
+from .inflight import DONE, Inflight, Work
+
+PIECE_BYTES = 16 << 20
+"""A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
+
+_POST = "hf_zero/post/"
+_ENGINES = "hf_zero/engines"
+_TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
+_GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
+
+
+@dataclass(slots=True)
+class Count:
+    """Transfers of one kind since the last reset: collectives that this rank took part in, payload bytes it sent, and how long
+    it stood waiting for them. On CUDA waiting occupies the stream and not the host: next to nothing there.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    wait_s: float = 0.0
+
+    def add(self, bytes_: int) -> None:
+        self.calls += 1
+        self.bytes += bytes_
+
+
+class Traffic:
+    """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts)."""
+
+    def __init__(self) -> None:
+        self.kinds = {kind: Count() for kind in ("gather", "reduce", "scalar", "agree", "other")}
+
+    def __getitem__(self, kind: str) -> Count:
+        return self.kinds[kind]
+
+    def reset(self) -> None:
+        for count in self.kinds.values():
+            count.calls = count.bytes = 0
+            count.wait_s = 0.0
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
+
+
+class _Timed:
+    """Work whose waiting is counted."""
+
+    __slots__ = ("_count", "_work")
+
+    def __init__(self, work: Work, count: Count) -> None:
+        self._work = work
+        self._count = count
+
+    def wait(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._work.wait()
+        finally:
+            self._count.wait_s += time.perf_counter() - started
+
+
+class SoloWire:
+    """One rank. Also the base: what every wire offers."""
+
+    rank = 0
+    size = 1
+    ragged = True
+    """`reduce` takes a source without the padding at the span's end."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+        """Fill `full` (1-D, `size` equal slices) from all ranks; `own` is this rank's slice, in `full` itself or apart.
+
+        `own` must stay unchanged until the Inflight is closed.
+        """
+        return DONE
+
+    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        """Average the ranks' `source` (1-D, `size` slices) and put this rank's slice of it into `out` (float32 or wider).
+
+        `source` must stay unchanged until closed.
+        """
+        _land(source, out, 1.0)
+        return DONE
+
+    def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        """Average the ranks' `source` whole: plain data parallel."""
+        return self.reduce(source, out, tag)
+
+    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+        """All slices to rank 0, which passes `full` (CPU); the other ranks pass None. Synchronous."""
+        if full is not None:
+            full.copy_(own)
+
+    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+        """`values` of rank `source` into rank 0's `landing` (1-D CPU of the same type and length). Other ranks: nothing."""
+        if values is not None:
+            landing.copy_(values)
+
+    def side(self) -> SoloWire:
+        """A CPU wire of its own over the same ranks, for another thread. A collective."""
+        return self
+
+    def take_tags(self) -> None:
+        """Message tags that no other engine has: over one group a rank may be ahead in one of two engines. A collective."""
+
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        """Sum of a 0-dim tensor over the ranks, in rank order."""
+        return value
+
+    def max_scalar(self, value: Tensor) -> Tensor:
+        """Maximum of a 0-dim tensor over the ranks."""
+        return value
+
+    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the maximum over the ranks, element by element; what is returned waits and has it."""
+        own = list(values)
+        return lambda: own
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Rank `source`'s values everywhere. Synchronous."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Small Python values of all ranks, in rank order."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+
+    def post(self, word: str) -> None:
+        """Leave word for whoever looks; replaces what this rank has left before. Waits for no other rank."""
+
+    def posted(self) -> list[str | None]:
+        """What each rank has left, in rank order. Waits for no other rank, and may be called in any thread."""
+        return [None]
+
+    def ranks_here(self) -> int:
+        """How many ranks run on this machine; a collective."""
+        names = self.exchange(socket.gethostname())
+        return names.count(names[self.rank])
+
+
+class _GroupWire(SoloWire):
+    """What both real wires share: small synchronous exchanges over the default group."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def _timed(self, work: Any, kind: str) -> _Timed:
+        return _Timed(work, self.traffic[kind])
+
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        self._timed(dist.all_gather(parts, value, async_op=True), "scalar").wait()
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def max_scalar(self, value: Tensor) -> Tensor:
+        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        value = value.clone()
+        self._timed(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
+        return value
+
+    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
+        found = torch.tensor(values, dtype=torch.int32, device=home_device())
+        self.traffic["agree"].add(found.numel() * 4 * (self.size - 1))
+        work = self._timed(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
+
+        def answer() -> list[int]:
+            work.wait()
+            return found.tolist()
+
+        return answer
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self.traffic["other"].add(tensor.numel() * tensor.element_size())
+        dist.broadcast(tensor, source)
+
+    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+        if source == 0 or self.rank not in (0, source):
+            if self.rank == source and values is not None:
+                landing.copy_(values)
+            return
+        if self.rank == source:
+            if values is not None and values.numel():
+                self.traffic["other"].add(values.numel() * values.element_size())
+                self.group.send([values.to(self.device)], 0, _COLLECT_TAG).wait()
+        elif landing.numel():
+            arrived = landing.to(self.device)
+            self.group.recv([arrived], source, _COLLECT_TAG).wait()
+            if arrived is not landing:
+                landing.copy_(arrived)
+
+    def side(self) -> SoloWire:
+        return PairWire(torch.device("cpu"), dist.new_group(backend="gloo"))
+
+    def exchange(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    def barrier(self) -> None:
+        dist.barrier(self.group)
+
+    def post(self, word: str) -> None:
+        dist.distributed_c10d._get_default_store().set(f"{_POST}{self.rank}", word)
+
+    def posted(self) -> list[str | None]:
+        store, keys = dist.distributed_c10d._get_default_store(), [f"{_POST}{rank}" for rank in range(self.size)]
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+    def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        # A ring all-reduce sends 2 (N-1)/N of the buffer.
+        self.traffic["reduce"].add(2 * _others(source, self.size))
+        scale = _divided_first(source, self.size)
+        work = self._timed(dist.all_reduce(source, async_op=True), "reduce")
+
+        return Inflight((work,), (), lambda: _land(source, out, scale))
+
+    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+        numel = own.numel()
+        if numel == 0:
+            return
+        if self.rank != 0:
+            self.traffic["other"].add(numel * own.element_size())
+            self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG).wait()
+            return
+        if full is None:
+            raise RankMismatchError("rank 0 must pass a buffer to collect into")
+        full[:numel].copy_(own)
+        for peer in range(1, self.size):
+            part = full[peer * numel : (peer + 1) * numel]
+            landing = part if part.device == own.device else torch.empty_like(own)
+            self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG).wait()
+            if landing is not part:
+                part.copy_(landing)
+
+
+class PairWire(_GroupWire):
+    """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(device, group)
+        self._first_tag = 0
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def take_tags(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        number = self.exchange(store.add(_ENGINES, 1) if self.rank == 0 else None)[0]
+        self._first_tag = number % _TAGS_WRAP * _TAGS_EACH
+
+    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+        numel = own.numel()
+        if numel == 0:
+            return DONE
+        self.traffic["gather"].add(numel * own.element_size() * (self.size - 1))
+        tag = self._first_tag + tag * _TAGS + _GATHER_TAG
+        group = self.group
+        place = full[self.rank * numel : (self.rank + 1) * numel]
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        receives = [self._timed(group.recv([full[p * numel : (p + 1) * numel]], p, tag), "gather") for p in self._peers]
+        sends = [self._timed(group.send([own], p, tag), "gather") for p in self._peers]
+        return Inflight(receives, sends)
+
+    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        numel = out.numel()
+        if numel == 0:
+            return DONE
+        total = source.numel()
+        self.traffic["reduce"].add(source.element_size() * (total - _length(total, numel, self.rank)))
+        tag = self._first_tag + tag * _TAGS + _REDUCE_TAG
+        piece = max(1, PIECE_BYTES // source.element_size())
+        mine = source[self.rank * numel : (self.rank + 1) * numel]
+        sends = []
+        for peer in self._peers:
+            for part in _pieces(source[peer * numel : (peer + 1) * numel], piece):
+                sends.append(self._timed(self.group.send([part], peer, tag), "reduce"))
+        cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
+        pending = [self._receive(source, stop - start, tag) for start, stop in cut[:2]]
+
+        def finish() -> None:
+            for index, (start, stop) in enumerate(cut):
+                works, parts = pending[index]
+                for work in works:
+                    work.wait()
+                if index + 2 < len(cut):
+                    pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag))
+                parts[self.rank] = mine[start:stop]
+                _average_in_order(parts, out[start:stop])
+                pending[index] = ([], [])
+            out[mine.numel() :].zero_()
+
+        return Inflight((), sends, finish)
+
+    def _receive(self, source: Tensor, numel: int, tag: int) -> tuple[list[Any], list[Tensor]]:
+        landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
+        parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
+        return [self._timed(self.group.recv([parts[p]], p, tag), "reduce") for p in self._peers], parts
+
+
+class CollectiveWire(_GroupWire):
+    """The backend's own collectives; waiting makes the current stream wait, never the host."""
+
+    ragged = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        # torch 2.13 renames these two; the old names remain for older releases.
+        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter: Callable[..., Any] = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
+
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
+        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        parts = value.new_empty(self.size)
+        self._timed(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
+        return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
+
+    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+        if own.numel() == 0:
+            return DONE
+        self.traffic["gather"].add(own.numel() * own.element_size() * (self.size - 1))
+        return Inflight((self._timed(self._all_gather(full, own, async_op=True), "gather"),))
+
+    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        if out.numel() == 0:
+            return DONE
+        self.traffic["reduce"].add(_others(source, self.size))
+        landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
+        scale = _divided_first(source, self.size)
+        work = self._timed(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce")
+
+        def finish() -> None:
+            if landing is not out:
+                out.copy_(landing)
+            if scale != 1.0:
+                out.mul_(scale)
+
+        return Inflight((work,), (), finish)
+
+
+def open_wire(device: torch.device) -> SoloWire:
+    """The wire of the default process group for buffers on `device`; `SoloWire` where there is none."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return SoloWire()
+    return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
+
+
+def home_device() -> torch.device:
+    """Where buffers must be for the default process group to move them: CPU if its backend can."""
+    if dist.is_available() and dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+        if torch.device("cpu") not in group._device_types:
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _land(source: Tensor, out: Tensor, scale: float) -> None:
+    """out = source * scale; the padding that `source` may lack is zero."""
+    out[: source.numel()].copy_(source)
+    if scale != 1.0:
+        out[: source.numel()].mul_(scale)
+    out[source.numel() :].zero_()
+
+
+def _divided_first(source: Tensor, size: int) -> float:
+    """What is left to multiply a sum over `size` ranks by, to have their average.
+
+    float16 ends at 65,504: a sum that the backend makes in it may overflow where the average is fine, so it is divided first.
+    Where this library sums, it does so in float32.
+    """
+    if source.dtype == torch.float16:
+        source.mul_(1.0 / size)
+        return 1.0
+    return 1.0 / size
+
+
+def _others(full: Tensor, size: int) -> int:
+    return full.numel() * full.element_size() * (size - 1) // size
+
+
+def _length(total: int, numel: int, rank: int) -> int:
+    """Elements of slice `rank` that exist in a buffer of `total` elements (its padding may be missing)."""
+    return max(0, min(numel, total - rank * numel))
+
+
+def _pieces(tensor: Tensor, numel: int) -> list[Tensor]:
+    if tensor.numel() == 0:
+        return []
+    if tensor.numel() <= numel:
+        return [tensor]
+    return list(tensor.split(numel))
+
+
+def _average_in_order(parts: list[Tensor], out: Tensor) -> None:
+    """out = (((p0 + p1) + p2) + …) / N, summed in the type of `out`."""
+    if parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+    out.mul_(1.0 / len(parts))

@@ -1,0 +1,1 @@
+"""Which elements belong together, and in which types: no values, no processes."""

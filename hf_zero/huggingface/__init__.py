@@ -1,0 +1,41 @@
+"""What knows accelerate, transformers and PEFT; the engine below imports none of them.
+
+Importing this package imports none of them either: it only registers who is asked once one of them is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from ..checkpoint.weights import FORMATS
+from ..params.init import EXTENSIONS, Init
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..checkpoint.weights import WeightFormat
+
+
+def _hub_format(model: nn.Module) -> WeightFormat | None:
+    """The names of `save_pretrained`, for models that have it. Without transformers loaded no model has."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    from .weights import hub_format
+
+    return hub_format(model)
+
+
+def _reading(init: Init) -> AbstractContextManager[object] | None:
+    """`from_pretrained` reads only a rank's own bytes. Also for code that imports transformers inside the context."""
+    if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
+        return None
+    from .from_pretrained import reading
+
+    return reading(init)
+
+
+FORMATS.append(_hub_format)
+EXTENSIONS.append(_reading)

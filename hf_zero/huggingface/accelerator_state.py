@@ -1,0 +1,366 @@
+"""What an Accelerator does differently with files when its models are sharded: `save_state`, `load_state`, `save_model`.
+
+    folder/  model.safetensors, config.json, …      the first model, as `save_pretrained` writes it (adapters: theirs only)
+             model_1/                               the second
+             optimizer/, optimizer_1/
+             scheduler.bin, random_states_0.pkl, …  accelerate's own
+             zero_manifest.json                     last
+
+One `Saving`: accelerate's own code writes its small files into the staged folder, all ranks their ranges beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from accelerate.utils import save as save_plain
+from torch import nn
+
+from ..checkpoint.folder import recover
+from ..checkpoint.load import Loading
+from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
+from ..checkpoint.weights import Drawing, format_of
+from ..comm.agree import together
+from ..errors import CheckpointError, ConfigError
+from ..runtime.engine import Engine, engine_of
+from .checkpoints import (
+    MAX_SHARD_SIZE,
+    Desk,
+    hand_in,
+    is_ours,
+    is_ours_everywhere,
+    load_optimizer,
+    load_weights,
+    newest_whole,
+    open_saving,
+    put_as,
+    put_whole,
+    rotate,
+    tidy,
+)
+from .serving import serving
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator as _AcceleratorBase
+else:
+    _AcceleratorBase = object
+
+_LAST_WRITTEN = "random_states_0.pkl"
+"""By accelerate itself, where no custom objects are registered."""
+
+
+class ZeroStateMixin(_AcceleratorBase):
+    """Files. Every method is a collective: call it on every rank."""
+
+    _optimizers: list[Any]
+    _zero_made: Desk | None = None
+
+    @property
+    def _zero_desk(self) -> Desk:
+        if self._zero_made is None:
+            self._zero_made = Desk()
+        return self._zero_made
+
+    if TYPE_CHECKING:
+
+        def _zero_bound_engine(self, optimizer: Any) -> Engine: ...
+
+    def _zero_first_engine(self) -> Engine | None:
+        return next((engine for model in self._models if (engine := engine_of(model)) is not None), None)
+
+    def end_training(self) -> None:
+        """Waits for a save that is being written behind training, then as accelerate's."""
+        self._zero_desk.wait()
+        super().end_training()
+
+    # -- one model --
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """The files that accelerate writes, from all ranks. `safe_serialization=False` gathers the model on rank 0.
+
+        Raises:
+            CheckpointError: on every rank; what was in the folder is still there.
+        """
+        engine = engine_of(model)
+        if engine is None:
+            return super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        self._zero_refuse_each_node()
+        self._zero_desk.wait()
+        parent: Any = super()
+        with open_saving(engine, save_directory) as saving:
+            stock = partial(parent.save_model, model, saving.folder, max_shard_size, safe_serialization)
+            (put_as if safe_serialization else put_whole)(saving, engine, stock)
+            saving.commit()
+        return None
+
+    # -- everything --
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """accelerate's folder with weights and optimizer state from every rank; appears as a whole. Returns its path.
+
+        With `ZeroPlugin(async_save=True)` it appears later, at the latest with the next save or load, or `end_training`.
+        With `automatic_checkpoint_naming`, `total_limit` is kept *after* the save, and never costs the last complete one.
+
+        Raises:
+            CheckpointError: on every rank; what was there before is still there.
+            ConfigError: `safe_serialization=False`: a checkpoint has no pickled weights.
+        """
+        engine = self._zero_first_engine()
+        if engine is None:
+            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        self._zero_refuse_each_node()
+        if not safe_serialization:
+            raise ConfigError(
+                "save_state(safe_serialization=False): weights are saved as safetensors only; leave it out"
+            )
+        self._zero_desk.wait()
+        project = self.project_configuration
+        named, iteration = project.automatic_checkpoint_naming, project.iteration
+        if not named and output_dir is None:
+            raise ConfigError(
+                "save_state: pass output_dir, or turn on automatic_checkpoint_naming in ProjectConfiguration"
+            )
+        folder = Path(self.project_dir, "checkpoints") if named else None
+        target = (
+            Path(output_dir or ".").expanduser() if folder is None else folder / f"checkpoint_{self.save_iteration}"
+        )
+        if folder is not None:
+            tidy(engine.wire, folder)
+            exists = together(engine.wire, f"saving to {target}", lambda: target.exists())[0]
+            if exists:
+                raise ValueError(
+                    f"Checkpoint directory {target} ({self.save_iteration}) already exists. Please manually override "
+                    "`self.save_iteration` with what iteration to start with."
+                )
+        parent: Any = super()
+        try:
+            with open_saving(engine, target) as saving:
+                project.automatic_checkpoint_naming = False  # or it would name and rotate staged folders
+                left = self._zero_small_files(saving, engine, parent.save_state, save_model_func_kwargs)
+                project.automatic_checkpoint_naming = named
+                for index in left:
+                    self._zero_put_model(saving, engine, index)
+                for index, optimizer in enumerate(self._optimizers):
+                    self._zero_put_optimizer(saving, index, optimizer)
+                hand_in(saving, engine.wire)
+                self._zero_desk.finish(saving, engine, partial(self._zero_after, engine, folder, target))
+        except BaseException:
+            project.automatic_checkpoint_naming, project.iteration = named, iteration
+            raise
+        return target
+
+    def _zero_small_files(
+        self, saving: Saving, engine: Engine, stock: Callable[..., Any], settings: dict[str, Any]
+    ) -> list[int]:
+        """What accelerate and registered hooks write. Returns which models are left for us to save."""
+        hooks = self._save_model_state_pre_hook
+        states: list[dict[str, Any]] = []
+        left: list[int] = []
+
+        def note(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            states[:] = weights
+
+        def take(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            left[:] = [index for index, state in enumerate(states) if any(state is other for other in weights)]
+            weights.clear()
+
+        # A hook of the user's may save a model itself, on one rank: then it needs the values.
+        whole = [(m, m.state_dict() if hooks else engine_of(m).outline()) for m in self._models if engine_of(m)]  # type: ignore[union-attr]
+        optimizers, self._optimizers = self._optimizers, []
+        first = self.register_save_state_pre_hook(note)
+        hooks.move_to_end(first.id, last=False)
+        last = self.register_save_state_pre_hook(take)
+
+        def write() -> None:
+            with ExitStack() as stack:
+                for model, state in whole:
+                    stack.enter_context(serving(model, state))
+                stock(str(saving.folder), True, **settings)
+
+        try:
+            together(engine.wire, f"saving to {saving.target}", write, answer=False)
+        finally:
+            first.remove()
+            last.remove()
+            self._optimizers = optimizers
+        return left
+
+    def _zero_put_model(self, saving: Saving, first: Engine, index: int) -> None:
+        model = self._models[index]
+        engine = engine_of(model)
+        inside = f"model_{index}" if index else ""
+        place = saving.folder / inside if inside else saving.folder
+        if engine is None:  # frozen, and whole on every rank
+
+            def write() -> None:
+                if first.rank == 0:
+                    place.mkdir(exist_ok=True)
+                    save_plain(dict(model.state_dict()), place / "model.safetensors", safe_serialization=True)
+
+            together(first.wire, f"saving to {saving.target}", write)
+            return
+        engine.quiesce()
+        form = format_of(model)
+
+        def draw() -> Drawing:
+            place.mkdir(exist_ok=True)
+            drawing = form.draw(engine.outline(), place, MAX_SHARD_SIZE)
+            if not inside:
+                return drawing
+            return replace(drawing, files=tuple(replace(file, name=f"{inside}/{file.name}") for file in drawing.files))
+
+        saving.weights(engine.units, draw)
+
+    def _zero_put_optimizer(self, saving: Saving, index: int, optimizer: Any) -> None:
+        engine = self._zero_bound_engine(optimizer)
+        if engine.optimizer is None:
+            raise ConfigError(f"{type(optimizer).__name__} is not bound to its model any more: prepare it again")
+        saving.optimizer(
+            engine.units,
+            engine.optimizer,
+            engine.group_options(),
+            max_shard_size=MAX_SHARD_SIZE,
+            folder=_numbered(OPTIMIZER_FOLDER, index),
+        )
+
+    def _zero_after(self, engine: Engine, folder: Path | None, target: Path) -> None:
+        def work() -> None:
+            if folder is not None and self.is_main_process:
+                rotate(_named(folder), self.project_configuration.total_limit, [target], _LAST_WRITTEN)
+
+        together(engine.wire, f"after saving {target}", work)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """A folder of `save_state` of any stage and number of ranks, or one that plain accelerate wrote.
+
+        Without `input_dir` and with `automatic_checkpoint_naming`: the newest that is complete, every byte checked.
+
+        Raises:
+            CheckpointError: on every rank: it is damaged or of another model. Models may hold part of it then.
+        """
+        engine = self._zero_first_engine()
+        if engine is None:
+            return super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        self._zero_desk.wait()
+        folder = self._zero_choose(engine, input_dir)
+        loading = Loading(engine.wire, folder) if is_ours_everywhere(engine.wire, folder) else None
+        strict = load_model_func_kwargs.get("strict", True)
+        every = list(self._models)
+
+        def load_models(models: list[nn.Module], _: str) -> None:
+            for index, model in enumerate(every):
+                if any(model is other for other in models):  # a hook before this one may have loaded it
+                    self._zero_load_model(loading, folder, index, model, strict)
+            models.clear()
+
+        optimizers, self._optimizers = self._optimizers, []
+        handle = self.register_load_state_pre_hook(load_models)
+        try:
+            super().load_state(str(folder), load_kwargs, **load_model_func_kwargs)
+        finally:
+            handle.remove()
+            self._optimizers = optimizers
+        for index, optimizer in enumerate(optimizers):
+            inside = _numbered(OPTIMIZER_FOLDER, index)
+            if loading is not None:
+                load_optimizer(loading, self._zero_bound_engine(optimizer), inside)
+                continue
+            single = folder / f"{inside}.bin"
+            if not single.is_file():
+                raise CheckpointError(f"no optimizer state in {folder}: expected {inside}/ or {single.name}")
+            optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
+        return None
+
+    def _zero_choose(self, engine: Engine, given: str | None) -> Path:
+        if given is not None:
+            folder = Path(given).expanduser()
+            together(engine.wire, f"loading {folder}", lambda: recover(folder) if engine.rank == 0 else None)
+            if not folder.is_dir():
+                raise ValueError(f"Tried to find {folder} but folder does not exist")
+            if not is_ours(folder) and engine.rank == 0:
+                warnings.warn(
+                    f"{folder} has no zero_manifest.json: it is of plain accelerate, and nothing vouches for its bytes",
+                    stacklevel=3,
+                )
+            return folder
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+        folder = Path(self.project_dir, "checkpoints")
+        found = _named(folder)[::-1]
+        if not together(engine.wire, f"looking into {folder}", lambda: len(found))[0]:
+            raise CheckpointError(f"{folder} holds no checkpoint_N: nothing has been saved there")
+        return newest_whole(engine.wire, found, _LAST_WRITTEN)
+
+    def _zero_load_model(
+        self, loading: Loading | None, folder: Path, index: int, model: nn.Module, strict: bool
+    ) -> None:
+        engine = engine_of(model)
+        if loading is not None and engine is not None:
+            load_weights(loading, engine, strict=strict, folder=f"model_{index}" if index else "")
+        elif loading is not None:
+            inside = folder / f"model_{index}" if index else folder
+            model.load_state_dict(safetensors.torch.load_file(inside / "model.safetensors"), strict=False)
+        else:
+            _load_plain(model, folder, index, strict)
+
+    def _zero_refuse_each_node(self) -> None:
+        if self.project_configuration.save_on_each_node:
+            raise ConfigError("save_on_each_node=True: all ranks write one folder together; save to a shared one")
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name}_{index}" if index else name
+
+
+def _named(folder: Path) -> list[Path]:
+    """`checkpoint_N` in `folder`, oldest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"checkpoint_(\d+)", path.name)
+        if match is not None and path.is_dir():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:
+    """accelerate's file names. Its own loader compares storages of `state_dict()`, which only rank 0 has."""
+    suffix = f"_{index}" if index else ""
+    safe, pickled = folder / f"model{suffix}.safetensors", folder / f"pytorch_model{suffix}.bin"
+    if safe.is_file():
+        state = safetensors.torch.load_file(safe)
+    elif pickled.is_file():
+        state = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+    else:
+        raise CheckpointError(f"no weights for model {index} in {folder}: expected {safe.name} or {pickled.name}")
+    if all(name.startswith("module.") for name in state):  # plain data parallel keeps its wrapper's prefix
+        state = {name.removeprefix("module."): value for name, value in state.items()}
+    result = model.load_state_dict(state, strict=False)
+    if strict:
+        names = dict(model.named_parameters(remove_duplicate=False))
+        present = {id(param) for name, param in names.items() if name in state}
+        missing = [key for key in result.missing_keys if id(names.get(key)) not in present]
+        if missing or result.unexpected_keys:
+            raise CheckpointError(
+                f"{safe if safe.is_file() else pickled} does not fit {type(model).__name__}: missing {missing[:5]}, "
+                f"unexpected {result.unexpected_keys[:5]}"
+            )

@@ -1,0 +1,300 @@
+"""What the Trainer and accelerate share: stock code inside a `Saving`, which folder is complete, which may go.
+
+The small files of a checkpoint are the stock code's own, written into the staged folder; weights and optimizer state go
+there by way of `Saving`, from every rank. So one rename makes the whole folder appear, whoever wrote what.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.folder import SUFFIX, recover, remove_left_overs
+from ..checkpoint.load import Loading
+from ..checkpoint.manifest import MANIFEST, Manifest, check_segments, check_sizes, digest_file, share
+from ..checkpoint.save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, Saving
+from ..checkpoint.weights import Drawing, format_of
+from ..comm.agree import together
+from ..comm.wire import SoloWire
+from ..errors import CheckpointError
+from ..runtime.checkpoints import Behind
+from ..runtime.engine import Engine
+from .serving import serving
+
+MAX_SHARD_SIZE = "50GB"
+"""Of one weight file, as in `save_pretrained`."""
+
+
+# Saving -------------------------------------------------------------------------------------------------------------
+
+
+class Desk:
+    """The saves of one Trainer or Accelerator: at most one is under way, and something may have to wait for its end."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Engine, Callable[[], None]] | None = None
+
+    def finish(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
+        """Commit, now or behind training as the configuration says; `then` runs on every rank once that is done."""
+        if engine.config.async_save:
+            engine.pending_save = Behind(saving, engine)
+            self._pending = engine, then
+        else:
+            saving.commit()
+            then()
+
+    def wait(self) -> None:
+        """Return when the save that was left behind is complete, and what was to follow is done.
+
+        Raises:
+            CheckpointError: on every rank: it failed on one.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending[0].wait_for_save()
+            pending[1]()
+
+
+def open_saving(engine: Engine, target: str | os.PathLike[str]) -> Saving:
+    """A `Saving` with the engine's facts in its manifest."""
+    engine.quiesce()
+    return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision))
+
+
+def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
+    """The weights that `stock`, which saves the model and more to `saving.folder`, would write. A collective.
+
+    It runs on rank 0, with stand-ins for the values. Where it writes no safetensors, or pickles something besides, it runs
+    again, with the values.
+    """
+    from .recording import recording
+
+    model = engine.model
+    needs_values: list[bool] = []
+
+    def pickled(tensor: Tensor, protocol: Any) -> Any:
+        needs_values.append(True)
+        tensor.__dict__.clear()  # it would be pickled too
+        return Tensor.__reduce_ex__(tensor, protocol)
+
+    def draw() -> Drawing:
+        outline = engine.outline()
+        for value in outline.values():
+            if isinstance(value, Tensor) and value.is_meta:
+                value.__dict__["__reduce_ex__"] = partial(pickled, value)
+        with recording(model, outline) as record:
+            stock()
+        if record.files:
+            return record.drawing(saving.folder)
+        needs_values.append(True)
+        return Drawing(())
+
+    saving.weights(engine.units, draw)
+    what = f"saving to {saving.target}"
+    if together(engine.wire, what, lambda: bool(needs_values))[0]:
+        put_whole(saving, engine, stock)
+
+
+def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
+    """Gather the model on rank 0, and let `stock` write it there as it likes. A collective."""
+    state = engine.model.state_dict()
+
+    def write() -> None:
+        if engine.rank == 0:
+            with serving(engine.model, state):
+                stock()
+
+    together(engine.wire, f"saving to {saving.target}", write)
+
+
+def hand_in(saving: Saving, wire: SoloWire) -> None:
+    """Small files that ranks on other nodes wrote to disks of their own go to rank 0's folder. A collective."""
+
+    def collect() -> dict[str, bytes]:
+        if not saving.is_blind:
+            return {}
+        found = [path for path in saving.folder.rglob("*") if path.is_file()]
+        mine = {path.relative_to(saving.folder).as_posix(): path.read_bytes() for path in found}
+        shutil.rmtree(saving.folder.parent, ignore_errors=True)
+        return mine
+
+    everyone = together(wire, f"saving to {saving.target}", collect)
+
+    def write() -> None:
+        for files in everyone if wire.rank == 0 else ():
+            for name, content in files.items():
+                place = saving.folder / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(content)
+
+    together(wire, f"saving to {saving.target}", write)
+
+
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folder: str = "") -> None:
+    """Weights into a live engine. A collective."""
+    engine.quiesce()
+    try:
+        loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict, folder=folder)
+    finally:
+        engine.refresh()
+
+
+def load_optimizer(loading: Loading, engine: Engine, folder: str = OPTIMIZER_FOLDER) -> None:
+    """The bound optimizer's state, and masters that are finer than the weights. A collective."""
+    if engine.optimizer is None:
+        raise CheckpointError(f"{loading.folder}: there is no optimizer to load its {folder}/ into")
+    engine.quiesce()
+    try:
+        loading.optimizer(engine.units, engine.optimizer, engine.group_options(), folder=folder)
+    finally:
+        engine.refresh()
+
+
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Whether it was saved with a manifest, or should have been."""
+    return any((Path(folder) / name).exists() for name in (MANIFEST, f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}"))
+
+
+def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
+    """`is_ours`, after a look from every rank. A collective.
+
+    Raises:
+        CheckpointError: on every rank: only some of them see the folder.
+    """
+    what = f"looking at {folder}"
+    answers = together(wire, what, lambda: (Path(folder).is_dir(), is_ours(folder)))
+    if len(set(answers)) > 1:
+        blind = [rank for rank, answer in enumerate(answers) if answer != max(answers)]
+        raise CheckpointError(
+            f"{folder} is not there for ranks {blind}, as it is for others: to load from it they all need to see it; use a "
+            "shared file system, or copy it to every node"
+        )
+    return answers[0][1]
+
+
+def tidy(wire: SoloWire, folder: str | os.PathLike[str]) -> None:
+    """Rank 0 removes what killed saves have left in `folder`. A collective."""
+    together(wire, f"tidying {folder}", lambda: remove_left_overs(folder) if wire.rank == 0 else None)
+
+
+def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> Path:
+    """The first of `folders` (newest first, as rank 0 sees them) that is a complete checkpoint, every byte checked.
+
+    A collective; the ranks share the work. Says which ones it passed over, and why.
+
+    Args:
+        last_written: see `check_quickly`.
+
+    Raises:
+        CheckpointError: on every rank: there are folders, and none is complete.
+    """
+    names: list[Path] = together(wire, "looking for checkpoints", lambda: list(folders))[0]
+    passed: list[str] = []
+    for folder in names:
+        reason = why_broken(wire, folder, last_written)
+        if reason is None:
+            if passed and wire.rank == 0:
+                warnings.warn(f"resuming from {folder}. Passed over: " + "; ".join(passed), stacklevel=3)
+            return folder
+        passed.append(f"{folder.name}: {reason}")
+    raise CheckpointError(
+        f"{names[0].parent} holds {len(names)} checkpoint folders and none is complete: {'; '.join(passed)}. Restore one from "
+        "a copy, or remove them to start anew"
+    )
+
+
+def why_broken(wire: SoloWire, folder: Path, last_written: str) -> str | None:
+    """What is wrong with a checkpoint, every byte checked, the ranks sharing the work; None if nothing. A collective."""
+    what = f"checking {folder}"
+
+    def finish() -> str | None:
+        try:
+            recover(folder)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def check() -> str | None:
+        try:
+            manifest = check_quickly(folder, last_written)
+            if manifest is not None:
+                for name, segments in share(manifest, wire.rank, wire.size).items():
+                    check_segments(folder / name, segments)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    unfinished = together(wire, what, lambda: finish() if wire.rank == 0 else None)[0]
+    if unfinished is not None:
+        return unfinished
+    return next((reason for reason in together(wire, what, check) if reason is not None), None)
+
+
+def check_quickly(folder: Path, last_written: str) -> Manifest | None:
+    """Names and sizes, without reading what is in the files; None for a folder of plain data parallel.
+
+    Args:
+        last_written: the file that plain data parallel writes last, and without which its folder is not complete.
+
+    Raises:
+        CheckpointError: something is missing.
+    """
+    if not is_ours(folder):
+        if not (folder / last_written).is_file():
+            raise CheckpointError(f"neither {MANIFEST} nor {last_written} is there: a save that did not finish")
+        return None
+    return check_sizes(folder)
+
+
+def amend(folder: Path, name: str) -> None:
+    """One file of a complete folder was written anew: its manifest follows. On one rank; nothing where there is none."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return
+    manifest = Manifest.read(folder)
+    if name in manifest.files:
+        manifest.files[name] = digest_file(folder / name)
+        fresh = path.with_name(f".{MANIFEST}")
+        fresh.write_bytes(manifest.to_bytes())
+        os.replace(fresh, path)
+
+
+# Which may go -------------------------------------------------------------------------------------------------------
+
+
+def rotate(folders: Sequence[Path], limit: int | None, keep: Collection[Path], last_written: str) -> None:
+    """Remove checkpoints until `limit` are left: incomplete ones first, then the oldest. On one rank.
+
+    The newest complete one always stays, those of `keep` too, and any that another job is writing.
+
+    Args:
+        folders: oldest first.
+        last_written: see `check_quickly`.
+    """
+    if limit is None or limit <= 0 or len(folders) <= limit:
+        return
+    kept = {os.path.realpath(path) for path in keep}
+    whole = [path for path in folders if _is_whole(path, last_written)]
+    kept |= {os.path.realpath(path) for path in whole[-1:]}
+    kept |= {os.path.realpath(path) for path in folders if (path / SUFFIX).exists()}
+    goes = [path for path in (*(f for f in folders if f not in whole), *whole) if os.path.realpath(path) not in kept]
+    for path in goes[: len(folders) - limit]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_whole(folder: Path, last_written: str) -> bool:
+    try:
+        check_quickly(folder, last_written)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,298 @@
+"""`from_pretrained` inside `zero.Init`: each rank reads its own elements of every parameter, and no others.
+
+The stock loader says what belongs where (`planned_load`); the bytes are read here. What a file holds as it is needed is
+read in ranges, or left there (`Init(offload_params="disk")`); what must be computed from whole tensors is computed group by
+group and cut at once; buffers are read whole. Before and after, everything is transformers' own: its report, missing keys,
+ties. Files that are not safetensors, state dicts and quantised models take the stock path, parameter by parameter under the
+eyes of `zero.Init`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.accelerate import get_device
+
+from ..checkpoint.reader import Reader, Wanted
+from ..checkpoint.safetensors import read_header
+from ..checkpoint.weights import Stored
+from ..comm.agree import together
+from ..comm.wire import SoloWire
+from ..core.precision import dtype_of
+from ..errors import ConfigError, LayoutError
+from ..params.init import Init, born, slice_bounds
+from ..runtime.deferred import birth_of, born_at_rest
+from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
+from ..tiers.tier import Meter
+from .placement import Replay, Segment
+from .recording import swapped
+from .weights import EXTRA_STATE, PlannedLoad, planned_load
+
+
+def reading(init: Init) -> AbstractContextManager[object]:
+    """While it is entered, transformers' loader is this one."""
+    stock = PreTrainedModel._load_pretrained_model
+    finalize = PreTrainedModel._finalize_model_loading
+    stock_initialize = PreTrainedModel._initialize_missing_keys
+    signature = inspect.signature(stock)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs).arguments
+        model, files, config = call["model"], call.get("checkpoint_files"), call["load_config"]
+        _check_device_map(config.device_map)
+        answer: Any
+        if call.get("state_dict") is None and files and _readable(model, files, config):
+            answer = _load(init, model, files, config), None
+        else:
+            answer = stock(*args, **kwargs)
+        init.align_random_states()  # what is missing is drawn next
+        return answer
+
+    def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
+        missing = {
+            name: param
+            for name, param in model.named_parameters()
+            if param.is_floating_point() and not param.is_meta and not getattr(param, "_is_hf_initialized", False)
+        }
+        with torch.no_grad():
+            for param in missing.values():
+                param.fill_(torch.nan)
+        stock_initialize(model, *args, **kwargs)
+        _check_drawn(init.wire, model, missing)
+
+    def finish(model: Any, *args: Any, **kwargs: Any) -> Any:
+        info = finalize(model, *args, **kwargs)
+        _refuse_undrawn(
+            model, [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
+        )
+        return info
+
+    return swapped(
+        [
+            (PreTrainedModel, "_load_pretrained_model", staticmethod(load)),
+            (PreTrainedModel, "_finalize_model_loading", staticmethod(finish)),
+            (PreTrainedModel, "_initialize_missing_keys", initialize),
+        ]
+    )
+
+
+def _check_drawn(wire: SoloWire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:
+    """What was NaN before the model's own code initialised it is so no more."""
+    mine = []
+    for param in missing.values():
+        birth = birth_of(param)
+        values = param.detach() if birth is None else birth.slice_of(param)
+        mine.append(bool(values.isnan().all()))
+    everyone = zip(*wire.exchange(mine)) if mine else ()
+    _refuse_undrawn(
+        model, [name for name, untouched in zip(missing, everyone) if all(untouched) and missing[name].numel()]
+    )
+
+
+def _refuse_undrawn(model: Any, names: Sequence[str]) -> None:
+    if names:
+        raise LayoutError(
+            f"{type(model).__name__}: {names[0]!r} (first of {len(names)}) has no values after from_pretrained: the files do "
+            "not have it, and the model's _init_weights does not initialise it. Add it to either"
+        )
+
+
+def _check_device_map(device_map: Any) -> None:
+    places = {str(place) for place in (device_map or {}).values()}
+    if len(places) > 1 or "disk" in places:
+        raise ConfigError(
+            f"device_map places the model on {sorted(places)}, and zero.Init shards it over the ranks: leave device_map out, "
+            "or name one device"
+        )
+
+
+def _readable(model: PreTrainedModel, files: Sequence[str], config: Any) -> bool:
+    """Whether the files are safetensors and the model's parameters plain."""
+    return (
+        all(str(file).endswith(".safetensors") for file in files)
+        and config.hf_quantizer is None
+        and all(type(param) is nn.Parameter for param in model.parameters())
+    )
+
+
+def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
+    what = f"from_pretrained of {type(model).__name__}"
+
+    stamps: dict[Path, Stamp] = {}
+
+    def plan() -> tuple[dict[str, Stored], PlannedLoad]:
+        stored = {}
+        for path in (Path(file).absolute() for file in files):
+            stamps[path] = Stamp.of(path)
+            header = read_header(path)
+            init.bytes_read += header.header_bytes
+            for key, place in header.tensors.items():
+                stored[key] = Stored(path, place.dtype, place.shape, place.start, place.stop)
+        return stored, planned_load(model, stored, config, place=True)
+
+    with torch.no_grad():
+        stored, planned = together(init.wire, what, plan, answer=False)[0]
+        wrong = {item[0] for item in planned.info.mismatched_keys}
+        filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)
+        try:
+            together(init.wire, what, lambda: filling.read(planned, wrong))
+        finally:
+            init.bytes_read += filling.reader.bytes_read
+        _tie(init.wire, model, planned, what)
+    return planned.info
+
+
+class _Filling:
+    """The stand-ins that a planned load left in a model become born parameters and buffers with values.
+
+    Args:
+        stamps: of the files, to leave there what can be; None: everything is read.
+    """
+
+    def __init__(
+        self,
+        wire: SoloWire,
+        model: Any,
+        stored: Mapping[str, Stored],
+        device_map: Any,
+        stamps: Mapping[Path, Stamp] | None,
+    ) -> None:
+        self._wire, self._model, self._stored = wire, model, stored
+        self._device_map = device_map or {"": "cpu"}
+        self._stamps = stamps
+        self._stand_ins: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}
+        self._origins: dict[str, OnDisk] = {}
+        self.reader = Reader(Path(), None)
+        self._meter = Meter()
+
+    def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
+        """Without communication. Names in `wrong` are left as they are: their shapes do not fit."""
+        wanted: list[Wanted] = []
+        computed: dict[str, Tensor] = {}
+        for name, result in planned.results.items():
+            if name in wrong:
+                continue
+            segments = planned.trace.segments(result)
+            origin = self._origin(name, result, segments)
+            if segments is None:
+                computed[name] = result
+            elif origin is not None:
+                self._stand_ins[name], self._origins[name] = result, origin
+            else:
+                wanted += self._ranges(name, result, segments)
+        self.reader.read(wanted)
+        for replay in planned.trace.replays(computed):
+            self._compute(replay, computed)
+        self.reader.close()
+        for name in (*self._own, *self._origins):
+            self._plant(name)
+
+    def _origin(self, name: str, stand_in: Tensor, segments: Sequence[Segment] | None) -> OnDisk | None:
+        """A parameter's elements in the files; None where they must be read now."""
+        if self._stamps is None or not segments or not self._is_parameter(name):
+            return None
+        if any(dtype_of(self._stored[item.source].dtype) != stand_in.dtype for item in segments):
+            return None
+        size, parts = stand_in.element_size(), []
+        for item in segments:
+            stored = self._stored[item.source]
+            offset, stamp = stored.start + item.source_start * size, self._stamps[stored.file]
+            source = FileSource(stored.file, offset, stand_in.dtype, item.numel, self._meter, stamp)
+            parts.append((item.start, OnDisk(source)))
+        if len(parts) == 1:
+            return parts[0][1]
+        return OnDisk(FilePieces(stand_in.numel(), stand_in.dtype, parts, self._meter))
+
+    def _device_of(self, name: str) -> torch.device:
+        return torch.device(get_device(self._device_map, name, valid_torch_device=True))
+
+    def _room(self, name: str, stand_in: Tensor) -> tuple[Tensor, int, int]:
+        """1-D memory for what this rank holds of a parameter or buffer, and which elements these are."""
+        self._stand_ins[name] = stand_in
+        numel = stand_in.numel()
+        low, high = slice_bounds(numel, self._wire.rank, self._wire.size) if self._is_parameter(name) else (0, numel)
+        own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
+        return own, low, high
+
+    def _ranges(self, name: str, stand_in: Tensor, segments: Sequence[Segment]) -> list[Wanted]:
+        own, low, high = self._room(name, stand_in)
+        out = []
+        for item in segments:
+            begin, end = max(item.start, low), min(item.start + item.numel, high)
+            if begin < end:
+                at = item.source_start + begin - item.start
+                out.append(Wanted(self._stored[item.source], at, own[begin - low : end - low]))
+        return out
+
+    def _compute(self, replay: Replay, stand_ins: Mapping[str, Tensor]) -> None:
+        values = {key: self.reader.whole(self._stored[key]) for key in replay.sources}
+        for name, value in replay.convert(values).items():
+            own, low, high = self._room(name, stand_ins[name])
+            own.copy_(value.reshape(-1)[low:high])
+
+    def _is_parameter(self, name: str) -> bool:
+        path, _, last = name.rpartition(".")
+        return last in self._model.get_submodule(path)._parameters
+
+    def _plant(self, name: str) -> None:
+        stand_in, origin = self._stand_ins[name], self._origins.get(name)
+        path, _, last = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        if last == EXTRA_STATE:
+            module.set_extra_state(self._own[name].view(stand_in.shape))
+            return
+        value: Any
+        if last not in module._parameters:
+            value = self._own[name].view(stand_in.shape)
+        elif origin is not None:
+            device, trained = self._device_of(name), module._parameters[last].requires_grad
+            value = born_at_rest(stand_in.shape, origin, self._wire, device=device, requires_grad=trained)
+        else:
+            own, trained = self._own[name], module._parameters[last].requires_grad
+            value = born(stand_in.shape, own.dtype, own, self._wire, device=own.device, requires_grad=trained)
+        value._is_hf_initialized = True  # transformers' own word for: not to be drawn again
+        setattr(module, last, value)
+
+
+def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
+    """Tied parameters that the files have under both names: one parameter if equal, as the stock loader finds.
+
+    It would compare whole values. Where the slices are equal it is told that one of the two is missing; where they are not,
+    it compares, warns, and leaves them untied.
+    """
+    info = planned.info
+    wrong = {item[0] for item in info.mismatched_keys}
+    pairs = [
+        (target, source)
+        for target, source in getattr(model, "all_tied_weights_keys", {}).items()
+        if {target, source} <= planned.results.keys() - wrong
+    ]
+    if not pairs:
+        return
+
+    def compare() -> list[bool]:
+        return [_equal_slices(model.get_parameter(target), model.get_parameter(source)) for target, source in pairs]
+
+    for (target, source), answers in zip(pairs, zip(*together(wire, what, compare))):
+        if all(answers):
+            path, _, last = target.rpartition(".")
+            setattr(model.get_submodule(path), last, model.get_parameter(source))
+            info.missing_keys.add(target)
+
+
+def _equal_slices(one: nn.Parameter, other: nn.Parameter) -> bool:
+    first, second = birth_of(one), birth_of(other)
+    if one.shape != other.shape or first is None or second is None:
+        return False
+    return torch.equal(first.values(), second.values())
+
+
+__all__ = ["reading"]

@@ -1,0 +1,505 @@
+"""What a Trainer does differently when its model is sharded: its checkpoints, resuming from them, and the model card.
+
+A checkpoint is one `Saving`: the stock code runs with the staged folder for its output folder and writes its own small
+files there, all ranks put weights and optimizer state beside them, and the whole appears as `checkpoint-N` by one rename.
+What the stock code does with a checkpoint it has written (push it, drop older ones) waits until then.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
+from transformers.utils.hub import hf_api
+
+from ..checkpoint.cards import RunFacts
+from ..checkpoint.folder import SUFFIX, Occupancy, recover
+from ..checkpoint.load import Loading
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.save import Saving
+from ..comm.agree import together
+from ..comm.wire import SoloWire, home_device, open_wire
+from ..errors import CheckpointError, ConfigError
+from ..runtime.engine import Engine, engine_of
+from .accelerator import ZeroAcceleratorMixin, ZeroPlugin, bare_optimizer
+from .checkpoints import (
+    MAX_SHARD_SIZE,
+    Desk,
+    amend,
+    check_quickly,
+    hand_in,
+    is_ours,
+    is_ours_everywhere,
+    load_optimizer,
+    load_weights,
+    newest_whole,
+    open_saving,
+    put_as,
+    rotate,
+    tidy,
+    why_broken,
+)
+from .facts import add_measured, facts_of, write_card
+from .references import adopt_callbacks
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object
+
+
+# Older releases of transformers (5.17 is one) do not let other ranks than the writing one into `_save`.
+_WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
+
+
+class ZeroTrainerMixin(_TrainerBase):
+    """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
+
+    Saving and loading are collectives: `save_model` must be called on every rank (as the stock Trainer's documentation
+    asks for sharded models); called on one alone it waits for the others, and says after a minute which have not come.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _zero_made: Desk | None = None
+    _zero_saving: Saving | None = None
+    """The checkpoint that is being put together."""
+    _zero_push = False
+    """The stock code wants it pushed."""
+    _zero_resuming = False
+    """Inside `train(resume_from_checkpoint=...)`: weights come when there is an engine to take them."""
+    _zero_saved = False
+    """Where the stock `save_model` calls `_save` on the writing rank only: this rank has taken part."""
+    _zero_facts: RunFacts | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if not isinstance(self.accelerator, ZeroAcceleratorMixin):
+            raise ConfigError(
+                f"{type(self).__name__} needs a ZeroPlugin: use ZeroTrainingArguments, or "
+                "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "
+                "between the arguments and the Trainer, and accelerate keeps its settings: build it later or drop it"
+            )
+        check_arguments(self.args)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # What is offloaded goes there unit by unit, when the model is sharded; the whole may not fit.
+        if not self.accelerator.zero_plugin.config.offloads:
+            super()._move_model_to_device(model, device)
+
+    def _zero_engine(self) -> Engine | None:
+        return engine_of(self.model)
+
+    @property
+    def _zero_output(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    @property
+    def _zero_desk(self) -> Desk:
+        if self._zero_made is None:
+            self._zero_made = Desk()
+        return self._zero_made
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock Trainer evaluates the module itself, not the one that DDP wraps: buffers are each rank's own there."""
+        engine = self._zero_engine()
+        with nullcontext() if engine is None else engine.buffers.apart():
+            return super().evaluation_loop(*args, **kwargs)
+
+    # -- training --
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the stock Trainer's. `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
+
+        Every byte of it is checked first; folders that are passed over are named in a warning. A checkpoint of any stage
+        and number of ranks will do, and one of plain data parallel too.
+
+        Raises:
+            CheckpointError: on every rank: what to resume from is damaged, or all there is; another job is training into
+                the same `output_dir`.
+        """
+        wire = open_wire(home_device())
+        alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
+        taken = together(
+            wire,
+            f"training into {self._zero_output}",
+            lambda: Occupancy(self._zero_output) if alone else None,
+            answer=False,
+        )[0]
+        try:
+            return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if taken is not None:
+                taken.leave()
+
+    def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+        tidy(wire, self._zero_output)
+        if resume_from_checkpoint is True:
+            folders = _checkpoints(self._zero_output)
+            if together(wire, "looking for checkpoints", lambda: len(folders))[0]:
+                resume_from_checkpoint = str(newest_whole(wire, folders, TRAINER_STATE_NAME))
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            folder = Path(resume_from_checkpoint)
+            together(wire, f"resuming from {folder}", lambda: recover(folder) if wire.rank == 0 else None)
+            ours = is_ours_everywhere(wire, folder)
+            together(wire, f"resuming from {folder}", lambda: check_quickly(folder, "") if ours else None)
+            if folder.is_dir() and not ours and wire.rank == 0:
+                warnings.warn(
+                    f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
+                    stacklevel=2,
+                )
+        adopt_callbacks(self.callback_handler.callbacks)
+        self._zero_resuming = True
+        try:
+            out = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._zero_resuming = False
+        self._zero_desk.wait()
+        return out
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing, where what is resumed had come to its last step; the stock code would take one step more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._zero_desk.wait()
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        # The stock code now drops all checkpoints but the best, unseen: not if that is damaged.
+        if limit == 1 and best is not None and self._zero_engine() is not None:
+            wire = open_wire(home_device())
+            reason = why_broken(wire, Path(best), TRAINER_STATE_NAME)
+            if reason is not None:
+                self.args.save_total_limit = None
+                if wire.rank == 0:
+                    warnings.warn(f"the best checkpoint is damaged, so no other is removed: {reason}", stacklevel=2)
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the stock Trainer's, with what is measured: before any reporter is called, whatever their order."""
+        add_measured(self._zero_engine(), logs)
+        super().log(logs, *args, **kwargs)
+
+    # -- saving --
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is put together: where it is."""
+        if self._zero_saving is not None:
+            return str(self._zero_saving.folder.parent)
+        return super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        engine = self._zero_engine()
+        if engine is None:
+            return super()._save_checkpoint(model, trial)
+        self._zero_desk.wait()
+        run_dir, best = self._get_output_dir(trial), self.state.best_model_checkpoint
+        target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        parent: Any = super()
+        try:
+            with open_saving(engine, target) as saving:
+                if saving.folder.name != os.path.basename(target):
+                    raise CheckpointError(
+                        f"{target} is a link to {saving.target}: give the folder that name, or remove the link"
+                    )
+                self._zero_saving, self._zero_push = saving, False
+                try:
+                    # Its collectives are this class's own and fail on all ranks together; the rest it does alone.
+                    stock = partial(parent._save_checkpoint, model, trial)
+                    together(engine.wire, f"saving to {target}", stock, answer=False)
+                finally:
+                    self._zero_saving = None
+                hand_in(saving, engine.wire)
+                together(engine.wire, f"saving to {target}", lambda: self._zero_name_best(saving, run_dir, target))
+                then = copy.copy(self.state), self._zero_push
+                self._zero_desk.finish(saving, engine, partial(self._zero_after, engine, run_dir, target, *then))
+        except BaseException:
+            self.state.best_model_checkpoint = best
+            raise
+        return None
+
+    def _zero_name_best(self, saving: Saving, run_dir: str, target: str) -> None:
+        """The stock code looked for the best checkpoint beside the staged folder."""
+        if self.state.best_global_step:
+            best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best == target or os.path.exists(best):
+                self.state.best_model_checkpoint = best
+        path = saving.folder / TRAINER_STATE_NAME
+        if self.args.should_save and path.exists():
+            self.state.save_to_json(str(path))
+
+    def _zero_after(self, engine: Engine, run_dir: str, target: str, then: TrainerState, push: bool) -> None:
+        """The checkpoint is there: push it, drop older ones. `then` is the state in it, for the push."""
+
+        def work() -> None:
+            if not self.args.should_save or not os.path.exists(os.path.join(target, MANIFEST)):
+                return
+            if push:
+                now, self.state = self.state, then
+                try:
+                    self._push_from_checkpoint(target)
+                finally:
+                    self.state = now
+            folders = [Path(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
+            keep = [Path(path) for path in (target, self.state.best_model_checkpoint) if path]
+            rotate(folders, self.args.save_total_limit, keep, TRAINER_STATE_NAME)
+
+        together(engine.wire, f"after saving {target}", work)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the stock Trainer's, with the weights of all ranks. A collective: call it on every rank."""
+        if not _WRITER_ONLY or self.args.should_save or self._zero_engine() is None:
+            return super().save_model(output_dir, _internal_call)
+        self._zero_saved = False
+        self._save(output_dir)
+        self._zero_saved = True
+        try:
+            return super().save_model(output_dir, _internal_call)
+        finally:
+            self._zero_saved = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Weights from all ranks, the rest as the stock code on rank 0 writes it. A collective.
+
+        Raises:
+            CheckpointError: on every rank; what was in the folder is still there.
+        """
+        engine = self._zero_engine()
+        if engine is None:
+            return super()._save(output_dir, state_dict)
+        if self._zero_saved:
+            self._zero_saved = False
+            return None
+        folder = Path(output_dir) if output_dir is not None else self._zero_output
+        parent: Any = super()
+        if self._zero_saving is not None and folder == self._zero_saving.folder:
+            return self._zero_put(self._zero_saving, engine, parent._save, state_dict)
+        self._zero_desk.wait()
+        with open_saving(engine, folder) as saving:
+            self._zero_put(saving, engine, parent._save, state_dict)
+            saving.commit()
+        return None
+
+    def _zero_put(
+        self, saving: Saving, engine: Engine, stock: Callable[..., None], state: dict[str, Any] | None
+    ) -> None:
+        facts = self._zero_facts = facts_of(self, engine)
+
+        def rest() -> None:
+            if engine.rank == 0:
+                facts.write(saving.folder)
+                card = saving.target / "README.md"
+                if card.exists() and hasattr(self.model, "create_or_update_model_card"):  # PEFT adds to it
+                    shutil.copyfile(card, saving.folder / card.name)
+                if state is not None:  # values that the caller has gathered
+                    stock(str(saving.folder), state)
+
+        together(engine.wire, f"saving to {saving.target}", rest)
+        if state is None:
+            put_as(saving, engine, lambda: stock(str(saving.folder), None))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """State of the optimizer from all ranks, the scheduler's as the stock code writes it; no `optimizer.pt`."""
+        engine, saving = self._zero_engine(), self._zero_saving
+        if engine is None or saving is None or engine.optimizer is not bare_optimizer(self.optimizer):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        saving.optimizer(engine.units, engine.optimizer, engine.group_options(), max_shard_size=MAX_SHARD_SIZE)
+        parent: Any = super()
+
+        def write() -> None:
+            with _answering(self.optimizer, "state_dict", {}):
+                parent._save_optimizer_and_scheduler(output_dir)
+            if self.args.should_save:
+                Path(output_dir, OPTIMIZER_NAME).unlink(missing_ok=True)
+
+        together(engine.wire, f"saving to {saving.target}", write)
+        return None
+
+    # -- loading --
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights of a checkpoint of ours. In `train` the model is not sharded yet: they come with the optimizer's state."""
+        if not is_ours(resume_from_checkpoint):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._zero_resuming:
+            return None
+        if self._zero_engine() is None:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        engine = self._zero_engine()
+        if engine is None:  # a stage that has no engine for evaluation
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._zero_desk.wait()
+        return load_weights(Loading(engine.wire, resume_from_checkpoint), engine)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        engine = self._zero_engine()
+        if engine is None:
+            if is_ours(checkpoint):
+                super()._load_from_checkpoint(checkpoint)
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        self._zero_desk.wait()
+        ours = is_ours_everywhere(engine.wire, checkpoint)
+        bound = engine.optimizer is bare_optimizer(self.optimizer)
+        loaded = False
+        if ours:
+            loading = Loading(engine.wire, checkpoint)
+            load_weights(loading, engine)
+            if bound and loading.has_optimizer():
+                load_optimizer(loading, engine)
+                loaded = True
+        single = Path(checkpoint, OPTIMIZER_NAME)
+        if not ours and bound and single.is_file():
+            # Into host memory, file-backed; the stock Trainer would put the whole state on every device.
+            self.optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
+            loaded = True
+        if not bound:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        if not loaded:
+            if engine.rank == 0:
+                warnings.warn(
+                    f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
+                    "optimizer and schedule",
+                    stacklevel=2,
+                )
+            return None
+        scheduler = Path(checkpoint, SCHEDULER_NAME)
+
+        def load_schedule() -> None:
+            if scheduler.is_file():
+                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+        together(engine.wire, f"loading {scheduler}", load_schedule)
+        return None
+
+    def _load_best_model(self) -> None:
+        self._zero_desk.wait()
+        engine, best = self._zero_engine(), self.state.best_model_checkpoint
+        if engine is None or best is None or not is_ours_everywhere(engine.wire, best):
+            return super()._load_best_model()
+        return load_weights(Loading(engine.wire, best), engine)
+
+    # -- the Hub --
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock Trainer's, with hf_zero's model card. On every rank."""
+        self._zero_desk.wait()
+        with _uploading_no_half_saves():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._zero_saving is not None:
+            self._zero_push = True  # when it is there
+            return None
+        if self.is_world_process_zero():
+            # The stock code copies the checkpoint's weights over those that this would describe.
+            (self._zero_output / MANIFEST).unlink(missing_ok=True)
+        with _uploading_no_half_saves():
+            return super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """hf_zero's card, of what is in `output_dir`: data, metrics, stage, memory, how to load. A subclass's own stays."""
+        folder, facts = self._zero_output, self._zero_facts
+        stock: Any = super().create_model_card
+        if facts is None or stock.__func__ is not Trainer.create_model_card:
+            stock(*args, **kwargs)
+        elif self.is_world_process_zero():
+            write_card(self, folder, inspect.signature(Trainer.create_model_card).bind(self, *args, **kwargs).arguments)
+        if self.is_world_process_zero():
+            amend(folder, "README.md")
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Arguments of the Trainer that a sharded model cannot honour.
+
+    Raises:
+        ConfigError: naming the argument and what to use instead.
+    """
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"{name} casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
+            )
+    plugin = args.parallelism_config
+    if isinstance(plugin, ZeroPlugin) and plugin.step_in_backward:
+        if args.max_grad_norm:
+            raise ConfigError(
+                f"step_in_backward updates parameters before all gradients are there, so max_grad_norm={args.max_grad_norm} "
+                "cannot be honoured: set max_grad_norm=0, or turn step_in_backward off"
+            )
+        if args.fp16:
+            raise ConfigError("step_in_backward does not go with fp16: use bf16, or turn it off")
+    if args.save_on_each_node:
+        raise ConfigError("save_on_each_node: all ranks write one folder together; save to a shared one")
+    if str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"):
+        raise ConfigError(
+            f"optim={args.optim} updates parameters inside backward, before gradients are averaged over the ranks; use "
+            "an element-wise optimizer such as adamw_torch"
+        )
+    if args.n_gpu > 1:
+        # One process that sees several GPUs: the Trainer would wrap the model in nn.DataParallel.
+        warnings.warn(
+            f"one process sees {args.n_gpu} GPUs and will use the first; start one process per GPU with "
+            "`accelerate launch` or `torchrun` to use them all",
+            stacklevel=2,
+        )
+        args._n_gpu = 1
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Newest first."""
+    found = []
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.is_dir() else ():
+        step = path.name.rpartition("-")[2]
+        if path.is_dir() and path.name == f"{PREFIX_CHECKPOINT_DIR}-{step}" and step.isdigit():
+            found.append((int(step), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+@contextmanager
+def _answering(owner: object, method: str, answer: Any) -> Iterator[None]:
+    """Inside, `owner.method()` returns `answer`: for code that asks on one rank what takes all ranks to work out."""
+    before = owner.__dict__.get(method)
+    owner.__dict__[method] = lambda: answer
+    try:
+        yield
+    finally:
+        del owner.__dict__[method]
+        if before is not None:
+            owner.__dict__[method] = before
+
+
+@contextmanager
+def _uploading_no_half_saves() -> Iterator[None]:
+    """Uploads list the output folder in a thread of their own, while the next checkpoint may be staged in it."""
+    api: Any = hf_api()
+
+    def upload_folder(**kwargs: Any) -> Any:
+        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}/*", "*.zero_commit/*"]
+        return type(api).upload_folder(api, **kwargs)
+
+    api.__dict__["upload_folder"] = upload_folder
+    try:
+        yield
+    finally:
+        del api.__dict__["upload_folder"]

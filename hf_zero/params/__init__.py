@@ -1,0 +1,1 @@
+"""Parameters created, read and written by users: `Init`, `GatheredParameters` and the accessors."""

@@ -1,0 +1,424 @@
+"""Whole values of sharded parameters for a while (`GatheredParameters`), and one by one (`full_*`, `local_*`).
+
+They work alike for parameters of an engine, at every stage and precision, and for those born under `zero.Init` that no
+engine has yet (which have no gradient and no optimizer state).
+
+`full_*` are collectives: every rank calls them with the same parameters in the same order. `local_*` do not communicate:
+they see this rank's own elements of the parameter, row-major, 1-D, often none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.agree import fingerprint
+from ..comm.wire import SoloWire
+from ..core.precision import dtype_of
+from ..errors import ConfigError, RankMismatchError, StateError
+from ..runtime.deferred import Birth
+from .holder import Of, Place, gradient_of, holder_of, master_of
+
+
+def _held(param: nn.Parameter, what: str) -> Place | Birth:
+    holder = holder_of(param)
+    if holder is None:
+        raise StateError(
+            f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
+            "accelerator.prepare) and was not born under zero.Init(); use it directly"
+        )
+    return holder
+
+
+def _place_of(param: nn.Parameter, what: str) -> Place:
+    holder = _held(param, what)
+    if isinstance(holder, Birth):
+        raise StateError(
+            f"{what}: this parameter of shape {tuple(param.shape)} was born under zero.Init() and has neither gradient nor "
+            "optimizer state before its model is sharded"
+        )
+    if not holder.flat.span.trainable:
+        raise StateError(f"{what}: {holder.slot.spec.name!r} is frozen: it has neither gradient nor optimizer state")
+    holder.engine.finish_step()
+    return holder
+
+
+# One value at a time ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def full_parameter(param: nn.Parameter) -> Tensor:
+    """A parameter's whole value on every rank, a new tensor; of an engine, the master's (float32). A collective."""
+    holder = _held(param, "full_parameter")
+    if isinstance(holder, Birth):
+        return holder.whole(param)
+    holder.engine.settle(holder.unit.flats)
+    return holder.whole(master_of)
+
+
+@torch.no_grad()
+def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a new value, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape.
+        RankMismatchError: ranks that pass different values.
+    """
+    holder = _held(param, "set_full_parameter")
+    _same_everywhere(param, value, holder.wire, "set_full_parameter")
+    if isinstance(holder, Birth):
+        holder.put(param, value)
+        return
+    holder.engine.settle(holder.unit.flats)
+    holder.unit.release()  # before the write: what a release finds in the whole values counts
+    holder.unit.close()
+    holder.write(master_of, holder.own_part(value))
+    holder.written()
+
+
+@torch.no_grad()
+def full_gradient(param: nn.Parameter) -> Tensor | None:
+    """The averaged gradient, whole, on every rank, in the master's type; None where there is none. A collective.
+
+    Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is the scaled one until `unscale_`.
+    """
+    place = _place_of(param, "full_gradient")
+    place.engine.flush()
+    return place.whole(gradient_of) if place.flat.grads() else None
+
+
+@torch.no_grad()
+def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter another averaged gradient, the same on every rank. A collective.
+
+    Parameters of the same span that had none get zeros.
+
+    Raises:
+        StateError: another shape; a frozen parameter.
+        RankMismatchError: ranks that pass different values.
+    """
+    place = _place_of(param, "set_full_gradient")
+    _same_everywhere(param, value, place.wire, "set_full_gradient")
+    place.engine.flush()
+    place.flat.some_grad(place.wire)
+    place.write(gradient_of, place.own_part(value))
+    place.engine.gradients_written()
+
+
+@torch.no_grad()
+def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """One state (`exp_avg`, `momentum_buffer`, …), whole, on every rank; None where there is none. A collective.
+
+    States that are one number (`step`) come as a 0-dim tensor.
+    """
+    place = _place_of(param, "full_optimizer_state")
+    value, sliced = place.state(name)
+    if value is None:
+        return None
+    return place.whole(place.state_of(name)) if sliced else torch.as_tensor(value).detach().clone()
+
+
+@torch.no_grad()
+def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Give a parameter another optimizer state, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape; the optimizer has no such state yet, or has it as one number for several parameters.
+        RankMismatchError: ranks that pass different values.
+    """
+    place = _place_of(param, "set_full_optimizer_state")
+    _same_everywhere(param, value, place.wire, "set_full_optimizer_state")
+    if place.flat.wholes:
+        _whole_state(place, name).copy_(value.detach())
+        return
+    place.write(_sliced_state(place, name), place.own_part(value))
+
+
+@torch.no_grad()
+def local_parameter(param: nn.Parameter) -> Tensor:
+    """This rank's elements of a parameter, a copy; of an engine, the master's (float32)."""
+    holder = _held(param, "local_parameter")
+    if isinstance(holder, Birth):
+        return holder.slice_of(param).clone()
+    holder.engine.settle(holder.unit.flats)
+    return holder.local(master_of).clone()
+
+
+@torch.no_grad()
+def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of a parameter.
+
+    Where the stage keeps whole parameters (0 to 2) they follow with `engine.refresh()`, a collective.
+    """
+    holder = _held(param, "set_local_parameter")
+    if isinstance(holder, Birth):
+        own = holder.slice_of(param)
+        _fit(own.numel(), value, "set_local_parameter")
+        own.copy_(value.detach())
+        return
+    _fit(holder.own_numel, value, "set_local_parameter")
+    holder.engine.settle(holder.unit.flats)
+    if not holder.unit.policy.keep_full:
+        holder.unit.release()
+    holder.unit.close()
+    holder.write(master_of, value.detach())
+    holder.flat.refresh()
+
+
+@torch.no_grad()
+def local_gradient(param: nn.Parameter) -> Tensor | None:
+    """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
+    place = _place_of(param, "local_gradient")
+    return place.local(gradient_of).clone() if place.flat.grads() else None
+
+
+@torch.no_grad()
+def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of the averaged gradient.
+
+    Every rank must do so in the same step where there is no gradient yet.
+    """
+    place = _place_of(param, "set_local_gradient")
+    _fit(place.own_numel, value, "set_local_gradient")
+    place.flat.some_grad(place.wire)
+    place.write(gradient_of, value.detach())
+
+
+@torch.no_grad()
+def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """This rank's elements of one optimizer state, a copy; None where there is none."""
+    place = _place_of(param, "local_optimizer_state")
+    value, sliced = place.state(name)
+    if value is None:
+        return None
+    if sliced:
+        return place.local(place.state_of(name)).clone()
+    value = torch.as_tensor(value).detach().clone()
+    return value.view(-1) if place.flat.wholes and value.dim() else value
+
+
+@torch.no_grad()
+def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Write this rank's elements of one optimizer state."""
+    place = _place_of(param, "set_local_optimizer_state")
+    if place.flat.wholes:
+        whole = _whole_state(place, name)
+        _fit(whole.numel(), value, "set_local_optimizer_state")
+        whole.view(-1).copy_(value.detach())
+        return
+    state = _sliced_state(place, name)
+    _fit(place.own_numel, value, "set_local_optimizer_state")
+    place.write(state, value.detach())
+
+
+def _sliced_state(place: Place, name: str) -> Of:
+    value, sliced = place.state(name)
+    if value is None:
+        raise StateError(
+            f"the optimizer has no state {name!r} of {place.slot.spec.name!r}: run a step first, or load one with "
+            "load_state_dict"
+        )
+    if not sliced:
+        raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
+    return place.state_of(name)
+
+
+def _whole_state(place: Place, name: str) -> Tensor:
+    """Of an optimizer over parameters of true shape."""
+    value, _ = place.state(name)
+    if not isinstance(value, Tensor) or tuple(value.shape) != place.slot.spec.shape:
+        raise StateError(
+            f"the optimizer has no state {name!r} with one value per element of {place.slot.spec.name!r}: found "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+        )
+    return value
+
+
+def _fit(own_numel: int, value: Tensor, what: str) -> None:
+    if tuple(value.shape) != (own_numel,):
+        raise StateError(f"{what}: this rank owns {own_numel} elements, found a value of shape {tuple(value.shape)}")
+
+
+def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: str) -> None:
+    answers = wire.exchange((tuple(value.shape), fingerprint(value.detach()).tolist()))
+    if any(shape != tuple(param.shape) for shape, _ in answers):
+        raise StateError(f"{what}: expected shape {tuple(param.shape)} on every rank, found {[s for s, _ in answers]}")
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise RankMismatchError(
+                f"{what}: rank {rank} passes another value than rank 0; pass the same one everywhere"
+            )
+
+
+# For a while --------------------------------------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """`with zero.GatheredParameters(params, modifier_rank=0):` whole values in `param.data` inside, on every rank.
+
+    In the parameters' own types, from the masters. A collective at entry and exit. Contexts inside one another are fine: the
+    outer one decides for the parameters that it has. Plain parameters are left alone.
+
+    Args:
+        params: a parameter, several, or a module for all of its own.
+        modifier_rank: whose edits are kept, on every rank. None: nobody may edit.
+        enabled: False to do nothing.
+
+    Raises:
+        StateError: at exit, on every rank: a parameter was edited without `modifier_rank`, or has another shape or type. All
+            values are then as they were, as after any exception inside.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        found: Iterable[nn.Parameter]
+        match params:
+            case nn.Module():
+                found = params.parameters()
+            case nn.Parameter():
+                found = [params]
+            case _:
+                found = params
+        self._params = list({id(param): param for param in found}.values()) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._gathered: list[_Gathered] = []
+
+    def __enter__(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                for param in self._params:
+                    holder = holder_of(param)
+                    if holder is not None and not _is_gathered(holder):
+                        self._check_rank(holder.wire)
+                        self._gathered.append(_Gathered(param, holder))
+            except BaseException:
+                self._discard()
+                raise
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if kind is not None or not self._gathered:
+                self._discard()
+                return
+            try:
+                self._keep_edits()
+            finally:
+                self._discard()
+
+    def _check_rank(self, wire: SoloWire) -> None:
+        rank = self._modifier_rank
+        if rank is not None and not 0 <= rank < wire.size:
+            raise ConfigError(f"modifier_rank must be None or one of 0 to {wire.size - 1}, found {rank}")
+
+    def _discard(self) -> None:
+        for gathered in self._gathered:
+            gathered.discard()
+        self._gathered.clear()
+
+    def _keep_edits(self) -> None:
+        wire = max((gathered.holder.wire for gathered in self._gathered), key=lambda w: w.size)
+        everyone: list[list[str]] = wire.exchange([gathered.edit() for gathered in self._gathered])
+        allowed = self._modifier_rank
+        for rank, edits in enumerate(everyone):
+            for gathered, edit in zip(self._gathered, edits):
+                if edit and (allowed is None or (rank == allowed and edit != _VALUES)):
+                    advice = (
+                        "pass modifier_rank to keep one rank's edits"
+                        if allowed is None
+                        else "edit values in place only"
+                    )
+                    raise StateError(
+                        f"{gathered.name} was edited inside GatheredParameters on rank {rank} ({edit}); the edit is "
+                        f"discarded: {advice}"
+                    )
+        if allowed is None:
+            return
+        written: dict[int, Place] = {}
+        for gathered, edit in zip(self._gathered, everyone[allowed]):
+            if edit:
+                gathered.keep(allowed)
+                if isinstance(gathered.holder, Place):
+                    written[id(gathered.holder.unit)] = gathered.holder
+        for place in written.values():
+            place.written()
+
+
+_VALUES = "other values"
+
+
+class _Gathered:
+    """One parameter that a `GatheredParameters` has made whole."""
+
+    def __init__(self, param: nn.Parameter, holder: Place | Birth) -> None:
+        self.param = param
+        self.holder = holder
+        self.done = False
+        if isinstance(holder, Birth):
+            self.name = f"a parameter of shape {tuple(param.shape)}"
+            holder.close(param)  # the values to come back to, if it is open just now
+            whole = holder.whole(param)
+            holder.open(param, whole=whole)
+            holder.pins += 1
+        else:
+            self.name = f"parameter {holder.slot.spec.name!r}"
+            holder.engine.settle(holder.unit.flats)
+            whole = holder.whole(master_of).to(dtype_of(holder.slot.spec.dtype))
+            holder.flat.pinned.add(holder.index)
+            param.data = whole
+        self._shape, self._dtype = whole.shape, whole.dtype
+        self._print = fingerprint(whole)
+
+    def edit(self) -> str:
+        """How this rank's value differs from what was gathered; empty if it does not."""
+        value = self.param.data
+        if value.shape != self._shape or value.dtype != self._dtype:
+            return f"{value.dtype} {tuple(value.shape)} instead of {self._dtype} {tuple(self._shape)}"
+        return "" if torch.equal(fingerprint(value), self._print) else _VALUES
+
+    def keep(self, rank: int) -> None:
+        """Rank `rank`'s value, on every rank; a collective."""
+        holder = self.holder
+        if self.param.data.shape == self._shape and self.param.data.dtype == self._dtype:
+            value = self.param.data.contiguous()
+        else:
+            value = torch.empty(self._shape, dtype=self._dtype, device=self.param.device)
+        if holder.wire.size > 1:
+            holder.wire.broadcast(value.view(-1).view(torch.uint8), rank)
+        if isinstance(holder, Birth):
+            self.param.data = value
+            holder.pins -= 1
+            holder.close(self.param)
+            self.done = True
+            return
+        holder.unit.release()
+        holder.unit.close()
+        master, new = holder.local(master_of), holder.own_part(value)
+        # An element that was left alone keeps what its own type cannot show.
+        holder.write(master_of, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
+
+    def discard(self) -> None:
+        """Back to what the parameter was, with what has been kept."""
+        if self.done:
+            return
+        self.done = True
+        holder = self.holder
+        if isinstance(holder, Birth):
+            holder.pins -= 1
+            holder.close(self.param, keep=False)
+            return
+        flat, unit = holder.flat, holder.unit
+        flat.pinned.discard(holder.index)
+        flat.uncount(holder.index)
+        whole = unit.policy.keep_full or unit.state.name == "GATHERED"
+        self.param.data = (flat.views if whole else flat.guards.shown)[holder.index]
+
+
+def _is_gathered(holder: Place | Birth) -> bool:
+    return holder.pins > 0 if isinstance(holder, Birth) else holder.index in holder.flat.pinned

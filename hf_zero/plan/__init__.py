@@ -1,0 +1,1 @@
+"""What a run will take, and what it took: bytes and seconds."""

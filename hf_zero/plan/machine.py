@@ -1,0 +1,342 @@
+"""What one rank may use of a machine: bytes per tier, and how fast bytes and numbers move. Given, looked up, or measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..comm.inflight import Inflight
+from ..comm.wire import SoloWire
+from ..errors import ConfigError
+from ..tiers.disk import Disk
+from ..tiers.host import Link
+from ..tiers.tier import Meter
+
+MARGIN = 0.1
+"""Share of free memory that a plan leaves alone when no budget is given: allocators, libraries, other programs."""
+DISK_MARGIN = 0.05
+
+_REPEATS = 3
+_COPY_BYTES = 256 << 20
+_DISK_BYTES = 256 << 20
+_REQUEST_BYTES = 16 << 20
+_STEP_NUMEL = 8 << 20
+_LEAST_GEMM, _MOST_GEMM, _GEMM_S = 256, 8192, 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One rank's share. Bytes, bytes per second, floating-point operations per second; None: not known.
+
+    A tier of unknown size is taken as large enough; a part of the step of unknown speed leaves its time unpredicted.
+    """
+
+    device_memory: int | None = None
+    """Bytes that training may take on the device."""
+    host_memory: int | None = None
+    """Bytes that it may take of host memory."""
+    disk_free: int | None = None
+    """Bytes that it may take in `offload_dir`."""
+    shares_memory: bool = False
+    """The device is a CPU: both tiers are the same memory."""
+    device_bandwidth: float | None = None
+    """Bytes per second, read and written, of the optimizer on the device."""
+    host_bandwidth: float | None = None
+    """Bytes per second, read and written, of the optimizer on the host."""
+    copy_bandwidth: float | None = None
+    """Bytes per second, read and written, of a copy within host memory: for people to compare with."""
+    link_down: float | None = None
+    link_up: float | None = None
+    disk_read: float | None = None
+    disk_write: float | None = None
+    collective: float | None = None
+    """Bytes per second that a rank sends in gathers and reduces."""
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """Floating-point operations per second of a matrix product, by the bare name of its dtype."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def with_speeds_of(self, other: Machine) -> Machine:
+        """These bytes, and the speeds that `other` knows."""
+        bytes_ = ("device_memory", "host_memory", "disk_free", "shares_memory")
+        return replace(other, **{name: getattr(self, name) for name in bytes_})
+
+    @staticmethod
+    def of(values: Mapping[str, Any], source: str) -> Machine:
+        """From `to_dict`'s values, or some of them; `source` is for messages.
+
+        Raises:
+            ConfigError: a name that is not a field, or a value that is not a number.
+        """
+        names = {entry.name for entry in fields(Machine)}
+        unknown = sorted(set(values) - names)
+        if unknown:
+            raise ConfigError(f"{source}: unknown {', '.join(unknown)}; expected some of {', '.join(sorted(names))}")
+        for name, value in values.items():
+            entries = list(value.values()) if name == "flops" and isinstance(value, Mapping) else [value]
+            for entry in entries:
+                if entry is not None and (not isinstance(entry, (int, float)) or entry < 0):
+                    raise ConfigError(f"{source}: {name} must be a number that is not negative, found {entry!r}")
+        return Machine(**values)
+
+    @staticmethod
+    def load(path: str | Path) -> Machine:
+        """Raises:
+        ConfigError: no readable JSON object of a machine.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is no machine file: {error}; hf-zero probe --json writes one") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
+        return Machine.of(values, str(path))
+
+    @staticmethod
+    def least(machines: Iterable[Machine]) -> Machine:
+        """What all of them have: a plan is the same on every rank."""
+        every = list(machines)
+
+        def lowest(name: str) -> Any:
+            known = [value for value in (getattr(machine, name) for machine in every) if value is not None]
+            return min(known) if len(known) == len(every) or name.endswith(("memory", "free")) and known else None
+
+        plain = [entry.name for entry in fields(Machine) if entry.name not in ("shares_memory", "flops")]
+        dtypes = set.intersection(*(set(machine.flops) for machine in every))
+        return Machine(
+            shares_memory=any(machine.shares_memory for machine in every),
+            flops={dtype: min(machine.flops[dtype] for machine in every) for dtype in sorted(dtypes)},
+            **{name: lowest(name) for name in plain},
+        )
+
+
+def kept(cache: Path) -> Path:
+    """The file in the folder `cache` that holds what was measured on this host."""
+    return cache / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"
+
+
+# Bytes --------------------------------------------------------------------------------------------------------------
+
+
+def here(device: torch.device, *, ranks: int = 1, offload_dir: str | None = None, held_bytes: int = 0) -> Machine:
+    """What is free now, less a margin, shared by the `ranks` of this host.
+
+    Args:
+        held_bytes: device memory that is taken now and that the plan counts itself, such as the model's.
+    """
+    folder = Path(offload_dir or tempfile.gettempdir())
+    while not folder.exists():
+        folder = folder.parent
+    disk = int(shutil.disk_usage(folder).free * (1 - DISK_MARGIN)) // ranks
+    host = int(free_host_bytes(ranks) * (1 - MARGIN))
+    if device.type != "cuda":
+        host += held_bytes
+        return Machine(device_memory=host, host_memory=host, disk_free=disk, shares_memory=True)
+    free = int(free_device_bytes(device) * (1 - MARGIN))
+    return Machine(device_memory=free + held_bytes, host_memory=host, disk_free=disk)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Of a CUDA device: what is free, and what torch's allocator keeps without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def device_bytes_in_use(device: torch.device) -> int:
+    """What torch has allocated on a CUDA device; 0 elsewhere."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+def free_host_bytes(ranks: int = 1) -> int:
+    """The least of: this rank's share of what the system and its control group have, and this process' own limits."""
+    shared = min(_available_bytes(), _group_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+    return max(0, min(shared // ranks, _limit_bytes()))
+
+
+def _available_bytes() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _group_bytes(root: Path, membership: Path) -> int:
+    """What the process' control group (version 2, or 1) and those above it may still take; page cache can be given back."""
+    least = 1 << 62
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, used, cache = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, used, cache = (
+                root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+            )  # fmt: skip
+        else:
+            continue
+        group = base / path.lstrip("/")
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                free = int((group / limit).read_text()) - int((group / used).read_text())
+                stats = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                least = min(least, max(0, free + int(stats.get(cache, 0))))
+            if group == base or base not in group.parents:
+                break
+            group = group.parent
+    return least
+
+
+def _limit_bytes() -> int:
+    """What rlimits leave to this process' address space and data."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pages = [int(value) for value in Path("/proc/self/statm").read_text(encoding="utf-8").split()]
+        size = os.sysconf("SC_PAGE_SIZE")
+        left = [1 << 62]
+        for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+            soft, _ = resource.getrlimit(kind)
+            if soft != resource.RLIM_INFINITY:
+                left.append(max(0, soft - used * size))
+        return min(left)
+    return 1 << 62
+
+
+# Speeds -------------------------------------------------------------------------------------------------------------
+
+
+def probe(device: torch.device, wire: SoloWire, *, ranks: int = 1, offload_dir: str | None = None) -> Machine:
+    """Measure this machine, all ranks at the same time; some seconds. On several ranks a collective.
+
+    Every figure is the best of a few turns. The disk's file is in `offload_dir` and gone afterwards; the disk is the last
+    thing that is measured, and goes around the page cache where the file system lets it.
+
+    Raises:
+        ConfigError, TierError: the folder cannot be used.
+    """
+    machine = here(device, ranks=ranks, offload_dir=offload_dir)
+    host = _optimizer_bandwidth(torch.device("cpu"))
+    cuda = device.type == "cuda"
+    down, up = _link_bandwidth(device) if cuda else (None, None)
+    copy = _copy_bandwidth()
+    machine = replace(
+        machine,
+        host_bandwidth=host,
+        device_bandwidth=_optimizer_bandwidth(device) if cuda else host,
+        copy_bandwidth=copy,
+        # Between two names of one memory bytes move at half of what a copy reads and writes.
+        link_down=down or copy / 2,
+        link_up=up or copy / 2,
+        collective=_collective_bandwidth(device, wire),
+        flops={name: _gemm_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16", "float16")},
+    )
+    read, write = _disk_bandwidth(offload_dir, wire)
+    machine = replace(machine, disk_read=read, disk_write=write)
+    return Machine.least(Machine.of(found, "a rank") for found in wire.exchange(machine.to_dict()))
+
+
+def host_name() -> str:
+    """The key of measurements: they hold for one machine."""
+    return platform.node() or "unknown"
+
+
+def _best_s(device: torch.device, action: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Seconds of the fastest turn, after one that does not count."""
+    best = float("inf")
+    for turn in range(repeats + 1):
+        _finish(device)
+        started = time.perf_counter()
+        action()
+        _finish(device)
+        if turn:
+            best = min(best, time.perf_counter() - started)
+    return max(best, 1e-9)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _copy_bandwidth() -> float:
+    source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    return 2 * _COPY_BYTES / _best_s(source.device, lambda: target.copy_(source))
+
+
+def _optimizer_bandwidth(device: torch.device) -> float:
+    """A fused AdamW step reads master, gradient and two moments and writes all but the gradient: 28 bytes per element."""
+    param = torch.nn.Parameter(torch.ones(_STEP_NUMEL, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
+    return 28 * _STEP_NUMEL / _best_s(device, optimizer.step)
+
+
+def _gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Of a square product that is large enough, or takes long enough: a processor without units for a type is slow at it."""
+    size = _LEAST_GEMM
+    while True:
+        a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
+        taken_s = _best_s(device, partial(torch.mm, a, b))
+        if size >= _MOST_GEMM or taken_s > _GEMM_S:
+            return 2.0 * size**3 / taken_s
+        size *= 2
+
+
+def _link_bandwidth(device: torch.device) -> tuple[float, float]:
+    link = Link(device, Meter())
+    on_host, on_device = link.empty(_COPY_BYTES, torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    down = _best_s(device, lambda: link.down(on_device, on_host).close())
+    return _COPY_BYTES / down, _COPY_BYTES / _best_s(device, lambda: link.up(on_host, on_device).close())
+
+
+def _collective_bandwidth(device: torch.device, wire: SoloWire) -> float | None:
+    """Bytes per second that this rank sends in a gather and a reduce of 64 MiB; None on one rank."""
+    if wire.size == 1:
+        return None
+    numel = (16 << 20) // wire.size // 32 * 32
+    full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
+    sent = 4 * numel * (wire.size - 1)
+    wire.barrier()
+    gather = _best_s(device, lambda: wire.gather(full, own, 0).close())
+    return 2 * sent / (gather + _best_s(device, lambda: wire.reduce(full, own, 0).close()))
+
+
+def _disk_bandwidth(offload_dir: str | None, wire: SoloWire) -> tuple[float, float]:
+    """Bytes per second of reads and of writes, several requests at a time, as the disk tier makes them."""
+    disk = Disk(offload_dir, "probe", wire.rank, Meter())
+    try:
+        region = disk.take(_DISK_BYTES)
+        buffers = [disk.link.empty(_REQUEST_BYTES, torch.uint8).fill_(7) for _ in range(4)]
+        starts = range(region.offset, region.offset + _DISK_BYTES, _REQUEST_BYTES)
+
+        def stream(move: Callable[[int, torch.Tensor], Inflight]) -> None:
+            moves: list[Inflight] = []
+            for turn, offset in enumerate(starts):
+                if turn >= len(buffers):
+                    moves[turn - len(buffers)].close()
+                moves.append(move(offset, buffers[turn % len(buffers)]))
+            for inflight in moves:
+                inflight.close()
+
+        cpu = torch.device("cpu")
+        wire.barrier()
+        write = _best_s(cpu, lambda: stream(disk.write), repeats=2)
+        return _DISK_BYTES / _best_s(cpu, lambda: stream(disk.read), repeats=2), _DISK_BYTES / write
+    finally:
+        disk.close()

@@ -1,0 +1,108 @@
+"""Parameters of a model that is known by its files' headers, or by a number alone: enough for a layout and a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ..checkpoint.safetensors import read_header
+from ..core.layout import ParamSpec, Visit
+from ..core.precision import Precision, dtype_name
+from ..errors import ConfigError
+
+Units = list[tuple[str, list[ParamSpec]]]
+
+_BLOCK = re.compile(r"^((?:.*\.)?\d+)\.")
+_EMBEDDING = re.compile(r"emb|wte|wpe")
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
+_HEAD = "lm_head.weight"
+_SMALL = 16
+"""What lies outside blocks and weighs less than a block divided by this joins one, as `core/units` does it."""
+
+
+def from_number(parameters: int, precision: Precision) -> Units:
+    """One unit, one span: for tables over model sizes."""
+    return [("parameters", [_spec("parameters", (parameters,), "float32", precision, castable=True)])]
+
+
+def from_files(path: Path, precision: Precision) -> Units:
+    """From the headers of one safetensors file, or of all in a folder. Units by name: `h.0.…` is of unit `h.0`.
+
+    Matrices that are no embeddings are taken for those that autocast casts; types that are not floats for frozen.
+
+    Raises:
+        ConfigError: no such files.
+        CheckpointError: a damaged header.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{path}: expected a .safetensors file, or a folder with some or with a config.json")
+    shapes = {key: entry for file in files for key, entry in read_header(file).tensors.items()}
+    if not shapes:
+        raise ConfigError(f"{path}: its files hold no tensors")
+    blocks: Units = []
+    before: list[ParamSpec] = []
+    after: list[ParamSpec] = []
+    of: dict[str, list[ParamSpec]] = {}
+    for name in sorted(shapes, key=_natural):
+        dtype, shape = shapes[name].dtype, shapes[name].shape
+        is_embedding = _EMBEDDING.search(name) is not None
+        spec = _spec(name, shape, dtype, precision, castable=len(shape) > 1 and not is_embedding)
+        block = _BLOCK.match(name)
+        if block is None:
+            (before if is_embedding else after).append(spec)
+        elif block[1] in of:
+            of[block[1]].append(spec)
+        else:
+            of[block[1]] = [spec]
+            blocks.append((block[1], of[block[1]]))
+    sizes = sorted(sum(spec.numel for spec in specs) for _, specs in blocks)
+    small = sizes[len(sizes) // 2] // _SMALL if sizes else 0
+    if before and not any(len(spec.shape) > 1 for spec in after):  # the largest embedding is the head, too
+        at = max(range(len(before)), key=lambda place: before[place].numel)
+        before[at] = replace(before[at], names=(before[at].name, _HEAD))
+    large = _split(before, small, blocks[0][1] if blocks else [])
+    return [*large, *blocks, *_split(after, small, blocks[-1][1] if blocks else [])]
+
+
+def visits_by_name(units: Units) -> list[Visit]:
+    """A pass forward: embeddings, blocks, then what is behind them; or an embedding again, where that is the head, too."""
+    place_of = {spec.name: place for place, (_, specs) in enumerate(units) for spec in specs}
+    names = sorted(place_of, key=lambda name: (place_of[name], _natural(name)))
+    outside = [name for name in names if _BLOCK.match(name) is None]
+    embeddings = [name for name in outside if _EMBEDDING.search(name)]
+    heads = [place_of[name] for name in outside if name not in embeddings]
+    blocks = sorted({place_of[name] for name in names if _BLOCK.match(name)})
+    out = [Visit(place_of[name], is_embedding=True, follows=False) for name in embeddings]
+    out += [Visit(place) for place in blocks]
+    out += [Visit(place, follows=False) for place in dict.fromkeys(heads) if place not in blocks]
+    tied = [place for place, (_, specs) in enumerate(units) if any(len(spec.names) > 1 for spec in specs)]
+    return out + [Visit(place, follows=False) for place in tied]
+
+
+def _split(specs: Iterable[ParamSpec], small: int, nearest: list[ParamSpec]) -> Units:
+    """Units of those that are large; the others join the nearest block."""
+    out: Units = []
+    for spec in specs:
+        if spec.numel > small:
+            out.append((spec.name.rpartition(".")[0] or spec.name, [spec]))
+        else:
+            nearest.append(spec)
+    return out
+
+
+def _spec(name: str, shape: tuple[int, ...], dtype: str, precision: Precision, castable: bool) -> ParamSpec:
+    autocast = precision.autocast_dtype
+    castable = castable and not any(fnmatchcase(name, pattern) for pattern in precision.full_precision)
+    compute = dtype_name(autocast) if autocast is not None and castable and dtype == "float32" else dtype
+    master = "float32" if dtype in ("bfloat16", "float16") else dtype
+    trainable = dtype in _FLOATS
+    return ParamSpec((name,), shape, dtype, compute, master if trainable else dtype, trainable=trainable)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """`h.10` after `h.9`."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

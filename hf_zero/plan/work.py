@@ -1,0 +1,184 @@
+"""Bytes that a step moves on one rank, by phase and road, and the seconds that these take; see `costs` for the words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core.layout import Layout, Span, itemsize
+from ..tiers.tier import Tier
+from .costs import Placement, Setup, gradient_itemsize, record_bytes, stored_itemsize, wire_dtype
+from .machine import Machine
+from .passes import Manner, UnitBytes, play
+
+PASSES, STEP, AFTER = "passes", "step", "after"
+"""Forwards and backwards; the optimizer's step; the gathers that stages 1 and 2 wait for after it."""
+PHASES = (PASSES, STEP, AFTER)
+
+Work = dict[tuple[str, str], float]
+"""(phase, road) -> bytes. Roads: `gather` and `reduce` as sent, `down` and `up` the link, `read` and `write` the disk, and
+`device` and `host`: what the optimizer reads and writes in these memories."""
+
+ROADS = ("gather", "reduce", "down", "up", "read", "write")
+
+
+def uses(layout: Layout, setup: Setup) -> list[int]:
+    """How often a step brings each unit in, where it is released between its uses.
+
+    As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
+    begins, and an embedding's backward needs no weights.
+    """
+    trained = [UnitBytes(0, is_trained=any(span.is_updated for span in unit.spans)) for unit in layout.units]
+    manner = Manner(frees=True, defers=False, alone=True, consumes=False, backwards=1)
+    return [setup.backward_per_step * count for count in play(layout.visits, trained, manner).gathers]
+
+
+def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
+    """One span's part in a step. `used` is its unit's entry of `uses`.
+
+    Gathers and reduces: Rajbhandari et al. (arXiv 1910.02054), section 7: 2 per parameter for stages 1 and 2, 3 for stage 3. A
+    ring all-reduce (stage 0) sends 2 (N-1)/N of the buffer. The rest is counted from what moves where.
+    """
+    others = setup.world_size - 1
+    compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
+    own, shards = placement.parameters, placement.optimizer
+    same = span.spec.compute_dtype == span.spec.master_dtype
+    work: Work = {}
+
+    def add(phase: str, road: str, numel: float, size: float) -> None:
+        if numel and size:
+            work[phase, road] = work.get((phase, road), 0) + numel * size
+
+    slice_numel = span.slice_numel
+    if span.shards > 1 and not setup.policy.keep_full:
+        add(PASSES, "gather", used * others * slice_numel, compute)
+    elif span.shards > 1 and span.is_updated:
+        add(AFTER, "gather", others * slice_numel, compute)
+    if own is not Tier.DEVICE:
+        add(PASSES, "up", used * slice_numel, compute)
+    if own is Tier.DISK:
+        add(PASSES, "read", used * slice_numel, stored_itemsize(span, placement, setup))
+    if not span.is_updated:
+        return work
+
+    sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
+    reduced = itemsize(wire_dtype(span, setup))
+    if span.shards > 1:
+        add(PASSES, "reduce", sends * others * slice_numel, reduced)
+    elif others:
+        add(PASSES, "reduce", 2 * others / setup.world_size * span.numel, reduced)
+    arrivals = setup.backward_per_step if setup.world_size == 1 else sends
+    fresh = compute if setup.world_size == 1 else master
+    for tier, numel in shards:
+        touched = 2 * (1 + setup.optimizer_tensors) * master + (0 if same else compute)
+        if tier is Tier.DEVICE:
+            add(STEP, "device", numel, touched + master)
+            if own is not Tier.DEVICE:
+                add(STEP, "down", numel, compute)
+            if own is Tier.DISK:
+                add(STEP, "write", numel, compute)
+            continue
+        add(PASSES, "down", arrivals * numel, fresh)
+        add(STEP, "host", numel, touched + (gradient_itemsize(span, tier, setup) or fresh))
+        if own is Tier.DEVICE:
+            add(STEP, "up", numel, compute)
+        if tier is Tier.DISK:
+            records = record_bytes(span, numel, setup.optimizer_tensors, setup.sizes)
+            add(STEP, "read", 1, records)
+            add(STEP, "write", 1, records)
+        if own is Tier.DISK and not (same and tier is own):
+            add(STEP, "write", numel, compute)
+    return work
+
+
+def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Work:
+    """The sum over all spans."""
+    total: Work = {}
+    for unit, used in zip(layout.units, uses(layout, setup)):
+        for span in unit.spans:
+            for key, value in work_of(span, placements[span.index], setup, used).items():
+                total[key] = total.get(key, 0) + value
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes per rank and step by road."""
+
+    gather: int = 0
+    reduce: int = 0
+    down: int = 0
+    up: int = 0
+    read: int = 0
+    write: int = 0
+
+    @staticmethod
+    def of(work: Work) -> Traffic:
+        return Traffic(**{road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS})
+
+
+def speed(machine: Machine, road: str) -> float | None:
+    """Bytes per second on a road; None: not known."""
+    return {
+        "gather": machine.collective,
+        "reduce": machine.collective,
+        "down": machine.link_down,
+        "up": machine.link_up,
+        "read": machine.disk_read,
+        "write": machine.disk_write,
+        "device": machine.device_bandwidth,
+        "host": machine.host_bandwidth,
+    }[road]
+
+
+def resource(road: str, machine: Machine) -> str:
+    """What a road occupies: roads of one resource take turns, others go on at the same time.
+
+    On a CPU everything but the disk is the processor's work. The optimizer works on the device, then on the host.
+    """
+    if road in ("read", "write"):
+        return road
+    if machine.shares_memory:
+        return "processor"
+    return {"gather": "collective", "reduce": "collective", "device": "optimizer", "host": "optimizer"}.get(road, road)
+
+
+def phase_of(phase: str, setup: Setup) -> str:
+    """Stepping in backward makes one phase of two."""
+    return PASSES if phase == STEP and setup.step_in_backward else phase
+
+
+def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
+    """Of one step on `tokens` tokens: 2 per parameter and token forward, 2 for the inputs' gradients, 2 for the parameters' own
+    where they are trained, 2 for the recomputation under activation checkpointing.
+
+    Kaplan et al. 2020 (arXiv 2001.08361), section 2.1; attention scores are left out.
+    """
+    passes = 6 if checkpointing else 4
+    return tokens * (passes * layout.numel + 2.0 * layout.trainable_numel)
+
+
+def seconds(work: Work, machine: Machine, compute_s: float | None) -> dict[tuple[str, str], float | None]:
+    """Every part of the step by itself; None where no speed is known. `compute_s`: of all passes."""
+    parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
+    for (phase, road), value in work.items():
+        rate = speed(machine, road)
+        parts[phase, road] = None if rate is None else value / rate
+    return parts
+
+
+def step_seconds(parts: Mapping[tuple[str, str], float | None], machine: Machine, setup: Setup) -> float | None:
+    """Phases one after another; in each, the busiest resource. None where a part is not known.
+
+    A bound from below for perfect overlap within a phase, as in Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 4.
+    """
+    busy: dict[tuple[str, str], float] = {}
+    for (phase, road), value in parts.items():
+        if value is None:
+            return None
+        key = phase_of(phase, setup), resource(road, machine)
+        busy[key] = busy.get(key, 0) + value
+    longest: dict[str, float] = {}
+    for (phase, _), value in busy.items():
+        longest[phase] = max(longest.get(phase, 0), value)
+    return sum(longest.values())

@@ -1,0 +1,241 @@
+"""Buffers as DistributedDataParallel has them: rank 0's at the start, and rank 0's again in training.
+
+DDP sends every buffer before a forward, if the forward before that one was to be differentiated and synchronised (it was not
+under `no_grad`, nor inside `no_sync`). The forward that it is sent before may be of any kind. Here this is done for those
+buffers that change, in one message of bytes. Which these are the ranks agree on, at the end of a backward that syncs: their
+word on gradients also says whether any rank has another tensor in a buffer's place, or one that was written to (version
+counters), and only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let
+pass once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.agree import arriving, fingerprint
+from ..comm.wire import SoloWire
+
+Sign = tuple[tuple[int, ...], str]
+"""Shape and type."""
+_ALIGN = 16  # every buffer's bytes begin at a multiple of this
+
+
+class Buffers:
+    """Of one model, which is on its device. A collective to make.
+
+    Attributes:
+        watched: there are other ranks, and some buffer on some rank.
+    """
+
+    def __init__(self, model: nn.Module, wire: SoloWire) -> None:
+        self._model, self._wire = model, wire
+        # Dicts and not tensors: a buffer may be assigned anew, or be made in the first forward.
+        self._dicts = [module._buffers for module in model.modules()]
+        self._live: dict[str, Sign] = {}
+        """Those that change, in the order in which they are sent; the same on every rank."""
+        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
+        """Where these are."""
+        self._passed: set[str] = set()
+        """Changed once, and were alike."""
+        self._skip: set[tuple[int, str]] = set()  # slots that are not looked at: they are live
+        self._due = True
+        self._apart = False
+        self.watched = False
+        if wire.size > 1:
+            self._start()
+        self._seen = self._now()
+
+    # The start ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Every buffer becomes rank 0's; warns with the first that was not."""
+        known = {
+            name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
+        }
+        mine = self._named()
+        everyone = self._exchange(mine)
+        self.watched = any(everyone)
+        alike = self._alike(everyone)
+        wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
+        if wrong:
+            warnings.warn(
+                f"{len(wrong)} of {len(alike)} buffers differ between ranks, {wrong[0]!r} first; rank 0's values are used "
+                "(seed every rank alike before building the model to avoid this)",
+                stacklevel=5,
+            )
+            self._make_live(wrong, alike)
+            self._send()
+            self._live.clear()
+        self._make_live([name for name in alike if name.rpartition(".")[0] in known], alike)
+
+    def _named(self) -> dict[str, Tensor]:
+        """Those that can be sent."""
+        return {
+            name: buffer
+            for name, buffer in self._model.named_buffers()
+            if buffer.layout == torch.strided and not buffer.is_meta and not buffer.is_quantized
+        }
+
+    def _exchange(self, buffers: Mapping[str, Tensor]) -> list[dict[str, tuple[Sign, list[int]]]]:
+        """Names, signs and fingerprints of all ranks' buffers."""
+        prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
+        values: list[Any] = torch.stack(prints).tolist() if prints else []
+        mine = {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
+        return list(self._wire.exchange(mine))
+
+    def _alike(self, everyone: Sequence[Mapping[str, tuple[Sign, list[int]]]]) -> dict[str, Sign]:
+        """Buffers that every rank has in the same shape and type, in rank 0's order; says which are not, once."""
+        signs = {name: sign for name, (sign, _) in everyone[0].items()}
+        others = [name for theirs in everyone for name in theirs]
+        apart = [
+            name
+            for name in dict.fromkeys([*signs, *others])
+            if any(name not in theirs or theirs[name][0] != signs.get(name) for theirs in everyone)
+        ]
+        new = [name for name in apart if name not in self._passed]
+        if new:
+            self._passed.update(new)
+            warnings.warn(
+                f"{len(new)} buffers are not of one shape and type on all ranks, {new[0]!r} first: each rank keeps its own",
+                stacklevel=6,
+            )
+        return {name: sign for name, sign in signs.items() if name not in set(apart)}
+
+    # What changes ---------------------------------------------------------------------------------------------------
+
+    def _now(self) -> list[tuple[Tensor, int]]:
+        """Every buffer that is not live, and its version. No Python call per buffer."""
+        skip = self._skip
+        return [
+            (buffer, -1 if buffer.is_inference() else buffer._version)
+            for of in self._dicts
+            if of
+            for name, buffer in of.items()
+            if buffer is not None and (id(of), name) not in skip
+        ]
+
+    def changed(self) -> bool:
+        """Whether this rank has one that changed since the ranks last agreed and is not sent yet."""
+        now, seen = self._now(), self._seen
+        return len(now) != len(seen) or bool([1 for (a, v), (b, w) in zip(now, seen) if a is not b or v != w])
+
+    def agree(self, changed: bool) -> None:
+        """After a backward that syncs. A collective where `changed`.
+
+        Args:
+            changed: whether `changed()` on any rank.
+        """
+        if not changed:
+            return
+        before = {id(buffer): version for buffer, version in self._seen}
+        self._seen = self._now()
+        moved = {id(buffer) for buffer, version in self._seen if before.get(id(buffer)) != version}
+        mine_moved = {name: buffer for name, buffer in self._named().items() if id(buffer) in moved}
+        names = dict.fromkeys(name for theirs in self._wire.exchange(list(mine_moved)) for name in theirs)
+        everyone = self._exchange({name: buffer for name, buffer in self._named().items() if name in names})
+        alike = self._alike(everyone)
+        equal = {name for name in alike if all(theirs[name] == everyone[0][name] for theirs in everyone)}
+        self._make_live([name for name in alike if name not in equal or name in self._passed], alike)
+        self._passed |= equal
+        self._seen = self._now()
+
+    def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign]) -> None:
+        self._live |= {name: signs[name] for name in names}
+        modules = dict(self._model.named_modules())
+        self._slots = []
+        for name in self._live:
+            owner, _, key = name.rpartition(".")
+            self._slots.append((modules[owner]._buffers, key))
+        self._skip = {(id(of), key) for of, key in self._slots}
+
+    # Forwards -------------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Of the whole model. A collective where buffers change, and are due."""
+        if not self._due or not self._live or self._apart or _in_backward():
+            return
+        # In evaluation programs tend to run one rank alone.
+        with nullcontext() if torch.is_grad_enabled() else arriving(self._wire, "a forward, for rank 0's buffers"):
+            self._send()
+
+    def after_forward(self, sync: bool) -> None:
+        """Args:
+        sync: not inside `no_sync`.
+        """
+        if not self._apart and not _in_backward():
+            self._due = sync and torch.is_grad_enabled()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forwards inside are as those of `ddp.module`, which DDP does not know of: any rank may run them alone."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """One message: the live ones, each from a multiple of 16 bytes on, and whether rank 0's still has the agreed sign."""
+        buffers = [of.get(key) for of, key in self._slots]
+        fits = [b is not None and _sign(b) == sign for b, sign in zip(buffers, self._live.values())]
+        sizes = [_nbytes(sign) for sign in self._live.values()]
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // _ALIGN) * _ALIGN
+        message = torch.zeros(end + len(sizes), dtype=torch.uint8, device=self._wire_device())
+        if self._wire.rank == 0:
+            message[end:].copy_(torch.tensor(fits, dtype=torch.uint8))
+            for buffer, start, size, good in zip(buffers, starts, sizes, fits):
+                if buffer is not None and good:
+                    message[start : start + size].copy_(_bytes(buffer))
+        self._wire.broadcast(message)
+        if self._wire.rank == 0:
+            return
+        theirs = message[end:].tolist()
+        for (of, key), buffer, start, size, good, sent in zip(self._slots, buffers, starts, sizes, fits, theirs):
+            if buffer is None or not good or not sent:
+                continue
+            value = _from_bytes(message[start : start + size], buffer)
+            if buffer.is_inference():
+                of[key] = value.clone()
+                continue
+            # A graph may hold this buffer (two forwards, one backward); as in DDP this is no write that it must hear of.
+            with torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(value)
+
+    def _wire_device(self) -> torch.device:
+        return getattr(self._wire, "device", torch.device("cpu"))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _sign(buffer: Tensor) -> Sign:
+    return tuple(buffer.shape), str(buffer.dtype).removeprefix("torch.")
+
+
+def _nbytes(sign: Sign) -> int:
+    shape, dtype = sign
+    count = 1
+    for size in shape:
+        count *= size
+    return count * int(getattr(torch, dtype).itemsize)
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """Its values as 1-D uint8."""
+    plain = torch.view_as_real(buffer.detach().resolve_conj()) if buffer.is_complex() else buffer.detach()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(raw: Tensor, like: Tensor) -> Tensor:
+    return raw.view(like.dtype).view(like.shape)

@@ -1,0 +1,384 @@
+"""A model's parameters put into units, cut anew when the optimizer's groups ask for it, and given back whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.agree import read
+from ..comm.wire import SoloWire
+from ..config import StagePolicy, ZeroConfig
+from ..core.layout import Layout, ParamSpec
+from ..core.precision import Precision, dtype_of
+from ..errors import ConfigError, LayoutError
+from ..plan.costs import Placement
+from ..plan.machine import Machine, here
+from ..plan.plan import Drafter, Plan, plan
+from ..tiers.pool import Storage
+from ..tiers.tier import Sizes
+from .deferred import birth_of, hand_over
+from .flat_param import Flat
+from .optimizer import Binding
+from .state_shard import Fields
+from .unit import State, Unit
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Assembly:
+    """The units of one model, and which parameter is where.
+
+    Attributes:
+        names: parameter -> all its names.
+        layout: where each element lives; its `shards` is 1 where the stage shards nothing.
+        places: parameter -> its unit, its span, and which of the span's parameters it is.
+
+    Raises:
+        LayoutError: the model is on several devices, or on the meta device.
+        ConfigError: it was born on another number of ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wire: SoloWire,
+        policy: StagePolicy,
+        precision: Precision,
+        device: torch.device | None = None,
+    ) -> None:
+        self._wire, self._policy, self._precision = wire, policy, precision
+        self._storage: Storage | None = None
+        self._placements: Sequence[Placement] = ()
+        self._fields: Sequence[Fields] = ()
+        self._drafter = Drafter(model, precision)
+        self._owner: weakref.ref[Engine] | None = None
+        self.device = _device_of(model, device)
+        self.names = self._drafter.names
+        self.first_names = {param: names[0] for param, names in self.names.items()}
+        _check_births(self.names, wire)
+        self.layout = Layout((), wire.size if policy.shard else 1)
+        self.units: list[Unit] = []
+        self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
+
+    def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
+        """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
+        group_of = {param: group for group, params in enumerate(originals) for param in params}
+        return self._drafter.specs(group_of, {param: self._spec(param) for param in self.places})
+
+    def _spec(self, param: nn.Parameter) -> ParamSpec:
+        _, flat, index = self.places[param]
+        return flat.span.slots[index].spec
+
+    def cuts_otherwise(self, specs: list[list[ParamSpec]]) -> bool:
+        """Whether these specs make other spans than there are now."""
+        now = [[self._spec(param).key for param in group.params] for group in self._drafter.groups]
+        return [[spec.key for spec in unit] for unit in specs] != now
+
+    def hosts(self) -> Iterator[tuple[Unit, list[nn.Module]]]:
+        """Every unit with the modules that use it."""
+        return ((unit, group.hosts) for unit, group in zip(self.units, self._drafter.groups))
+
+    def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
+        """The layout that these specs make; nothing changes."""
+        return self._drafter.layout(specs, self.layout.shards)
+
+    def plan(
+        self,
+        specs: list[list[ParamSpec]],
+        config: ZeroConfig,
+        machine: Machine,
+        optimizer_tensors: int,
+        sizes: Sizes,
+    ) -> Plan:
+        """The plan for these specs; nothing changes."""
+        return plan(
+            self.lay_out(specs),
+            machine,
+            config,
+            world_size=self._wire.size,
+            precision=self._precision,
+            optimizer_tensors=optimizer_tensors,
+            in_files=self._in_files(),
+            sizes=sizes,
+        )
+
+    def _in_files(self) -> frozenset[str]:
+        """Parameters whose values the model's own files have, and may keep. A collective once there are units."""
+        born = [
+            name
+            for param, name in self.first_names.items()
+            if (birth := birth_of(param)) is not None and birth.origin is not None
+        ]
+        if not self.units:
+            return frozenset(born)
+        flats = [flat for unit in self.units for flat in unit.flats if flat.in_files]
+        mine = frozenset(slot.spec.name for flat in flats for slot in flat.span.slots)
+        return mine.intersection(*self._wire.exchange(mine))
+
+    def machine_now(self, known: Machine, ranks_here: int, offload_dir: str | None) -> Machine:
+        """What every rank has free at least, with the speeds that are known. A collective."""
+        held = sum(p.untyped_storage().nbytes() for p in self.names if p.device == self.device)
+        free = here(self.device, ranks=ranks_here, offload_dir=offload_dir, held_bytes=held)
+        found: list[Machine] = self._wire.exchange(free.with_speeds_of(known))
+        return Machine.least(found)
+
+    def build(
+        self,
+        specs: list[list[ParamSpec]],
+        owner: weakref.ref[Engine],
+        storage: Storage,
+        placements: Sequence[Placement],
+        fields: Sequence[Fields],
+    ) -> None:
+        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
+
+        Args:
+            placements: by span.
+            fields: element-wise states by optimizer group, where some rest on disk.
+        """
+        self._owner, self._storage = owner, storage
+        self._placements, self._fields = placements, fields
+        self.layout = self.lay_out(specs)
+        for number, unit_specs in enumerate(specs):
+            self.units.append(self._build(number, unit_specs, {}))
+
+    def _build(self, number: int, specs: list[ParamSpec], kept: Mapping[int, Flat]) -> Unit:
+        if self._storage is None:
+            raise LayoutError("units are built before there is a place for them")
+        param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
+        layout, flats = self.layout.units[number], []
+        for span in layout.spans:
+            params = [param_of[slot.spec.name] for slot in span.slots]
+            for param in params:
+                param.grad = None
+            if span.index in kept:
+                flats.append(kept[span.index])
+                flats[-1].span = span
+                flats[-1].watched = []  # nothing is gathered that could be compared
+                continue
+            group = span.spec.group
+            flats.append(
+                Flat(
+                    span,
+                    params,
+                    self._wire,
+                    self._policy,
+                    self._precision,
+                    self._storage,
+                    self._placements[span.index],
+                    self._fields[group] if 0 <= group < len(self._fields) else (),
+                )
+            )
+        unit = Unit(layout, flats, self._wire, self._policy)
+        unit.release()
+        for flat in flats:
+            for index, param in enumerate(flat.params):
+                self.places[param] = unit, flat, index
+                hand_over(param, self._owner)
+        return unit
+
+    def parted(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]] | None:
+        """Specs that put parameters without a gradient in spans of their own; None where no span has both kinds.
+
+        The same on every rank, after a backward. Spans are only ever divided, each at most as often as it has parameters.
+        """
+        cohort_of: dict[nn.Parameter, int] = {}
+        for unit in self.units:
+            newest = -1
+            for flat in unit.trained:
+                if flat.span.is_updated and True in flat.present and False in flat.present:
+                    if newest < 0:
+                        newest = max(slot.spec.cohort for each in unit.flats for slot in each.span.slots)
+                    newest += 1
+                    absent = [param for param, has in zip(flat.params, flat.present) if not has]
+                    cohort_of.update(dict.fromkeys(absent, newest))
+        if not cohort_of:
+            return None
+        specs = self.specs(originals)
+        return [
+            [replace(spec, cohort=cohort_of.get(param, spec.cohort)) for spec, param in zip(unit_specs, group.params)]
+            for unit_specs, group in zip(specs, self._drafter.groups)
+        ]
+
+    def recut(
+        self,
+        specs: list[list[ParamSpec]],
+        binding: Binding | None,
+        placements: Sequence[Placement],
+        fields: Sequence[Fields],
+    ) -> None:
+        """Other spans for the same parameters, their gradients and optimizer state; one unit after another. A collective."""
+        self._placements, self._fields = placements, fields
+        before = [[self._spec(param) for param in group.params] for group in self._drafter.groups]
+        self.layout = self.lay_out(specs)
+        kept = self._kept()
+        for number, unit_specs in enumerate(specs):
+            layout, unit = self.layout.units[number], self.units[number]
+            if unit_specs == before[number] and all(
+                flat.rests_as(self._placements[span.index]) for flat, span in zip(unit.flats, layout.spans)
+            ):
+                unit.layout = layout
+                for flat, span in zip(unit.flats, layout.spans):
+                    flat.span = span
+                continue
+            old = [flat for flat in unit.flats if flat not in kept.values()]
+            grads = self._take_grads(old)
+            state = binding.take(old) if binding is not None else {}
+            self._restore(old, in_own_type=False)
+            for flat in old:
+                flat.drop()
+            self.units[number] = unit = self._build(number, unit_specs, kept)
+            if binding is not None:
+                binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
+            self._put_grads(unit.trained, grads)
+
+    def _take_grads(self, flats: Sequence[Flat]) -> dict[nn.Parameter, torch.Tensor]:
+        """The reduced gradients of these spans' parameters, whole, on every rank, of those that have one. A collective."""
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for flat in flats:
+            if not flat.span.trainable or True not in flat.present:
+                continue
+            whole = self._whole(flat, partial(flat.grad, flat.device))
+            for slot, param, has in zip(flat.span.slots, flat.params, flat.present):
+                if has:
+                    found[param] = whole[slot.offset : slot.stop].clone()
+        return found
+
+    @staticmethod
+    def _put_grads(flats: Sequence[Flat], grads: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        for flat in flats:
+            present = [param in grads for param in flat.params]
+            if True not in present:
+                continue
+            mine = torch.zeros(flat.span.slice_numel, dtype=flat.master_dtype, device=flat.device)
+            param_of = {id(slot): param for slot, param in zip(flat.span.slots, flat.params)}
+            for part in flat.span.overlaps(flat.rank):
+                grad = grads.get(param_of[id(part.slot)])
+                if grad is not None:
+                    piece = grad[part.param_start : part.param_start + part.numel]
+                    mine[part.slice_start : part.slice_start + part.numel].copy_(piece)
+            flat.add_reduced(mine)
+            flat.arrived = flat.present = present
+
+    def _kept(self) -> dict[int, Flat]:
+        """By the index of a new span: what holds its values now and goes on to, with nothing moved. A collective."""
+        if self._policy.keep_full:
+            return {}
+        found = {
+            span.index: flat
+            for unit, layout in zip(self.units, self.layout.units)
+            for flat in unit.flats
+            for span in layout.spans
+            if flat.serves(span, self._placements[span.index])
+        }
+        everyone = self._wire.exchange(set(found))  # what one rank has moved elsewhere all ranks build anew
+        return {index: found[index] for index in set(found).intersection(*everyone)}
+
+    def check(self) -> None:
+        """Before a step, with all units at rest.
+
+        Raises:
+            StateError: a parameter was written while it was released.
+            LayoutError: one was frozen or unfrozen since the spans were cut.
+        """
+        if not self._policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
+            intact = torch.stack([flat.guards.intact() for unit in self.units for flat in unit.flats])
+            if not bool(intact.all()):
+                for unit in self.units:
+                    for flat in unit.flats:
+                        flat.guards.check(unit.name)
+        for unit in self.units:
+            for flat in unit.flats:
+                trainable = flat.span.trainable
+                for index, param in enumerate(flat.params):
+                    if param.requires_grad is trainable:
+                        continue
+                    raise LayoutError(
+                        f"requires_grad of {flat.span.slots[index].spec.name!r} was {trainable} when the model was sharded and "
+                        f"is {not trainable} now: freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built "
+                        "anew"
+                    )
+
+    def regather(self) -> None:
+        """After a step: whole again, where the stage keeps that, and nothing on its way in. A collective there."""
+        if self._policy.keep_full:
+            for unit in self.units:
+                unit.gather()
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.wait()
+
+    def dissolve(self) -> None:
+        """Every parameter whole and plain again, in its own type; a collective."""
+        for unit in self.units:
+            self._restore(unit.flats, in_own_type=True)
+        for param in self.names:
+            hand_over(param, None)
+
+    def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if any(param in params for param in flat.params):
+                    whole = self._whole(flat, flat.values)
+                    for slot, param in zip(flat.span.slots, flat.params):
+                        if param in params:
+                            value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                            yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
+
+    def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
+        for flat in flats:
+            whole = self._whole(flat, flat.values)
+            for slot, param in zip(flat.span.slots, flat.params):
+                value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value
+
+    def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """All ranks' slices of a span, in the master dtype. A collective."""
+        whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
+        own = read(self._wire, flat.storage, values)
+        if flat.span.shards > 1:
+            self._wire.gather(whole, own, flat.span.index).close()
+        else:
+            whole.copy_(own)
+        return whole
+
+
+def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:
+    for param, (name, *_) in names.items():
+        birth = birth_of(param)
+        if birth is None:
+            continue
+        birth.check_guard(f"parameter {name!r}")
+        if birth.wire.size not in (1, wire.size):
+            raise ConfigError(
+                f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "
+                "build it in the process group that trains it"
+            )
+
+
+def _device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is."""
+    found: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        found.setdefault(param.device, name)
+    if len(found) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise LayoutError(f"all parameters must be on one device, found {places}: move the model first")
+    device, name = next(iter(found.items()))
+    if device.type == "meta":
+        raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
+    if wanted is None or wanted == device:
+        return device
+    if device.type != "cpu":
+        raise LayoutError(
+            f"the model is on {device} and is to compute on {wanted}: move it there, or to host memory, first"
+        )
+    return wanted

@@ -1,0 +1,217 @@
+"""One engine's checkpoint: `Engine.save` and `Engine.load`, and the save that goes on behind training.
+
+    folder/  weights and small files as `save_pretrained` writes them (see `weights.WeightFormat`)
+             optimizer/STATE.safetensors, optimizer/optimizer.json
+             zero_state.json, zero_state.safetensors     schedulers and the like, random states of every rank
+             zero_manifest.json                          last: see `manifest`
+
+Nothing in it depends on the number of ranks, the stage, or where states were kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..checkpoint.folder import naming
+from ..checkpoint.load import Loading, read_json
+from ..checkpoint.manifest import check_version
+from ..checkpoint.objects import Stateful, pack, random_states, set_random_states, unpack
+from ..checkpoint.safetensors import build_header
+from ..checkpoint.save import Saving
+from ..checkpoint.weights import format_of
+from ..checkpoint.writer import bytes_of
+from ..comm.agree import together
+from ..comm.wire import SoloWire
+from ..errors import CheckpointError, StateError, ZeroError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_STATE = "zero_state"
+
+
+def save(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str,
+    save_optimizer: bool,
+    objects: Mapping[str, Stateful] | None,
+    async_save: bool,
+) -> None:
+    """See `Engine.save`."""
+    engine.wait_for_save()
+    saving = Saving(engine.wire, folder, stage=engine.config.stage, precision=str(engine.precision))
+    with saving:
+        put_weights(saving, engine, max_shard_size)
+        if save_optimizer and engine.optimizer is not None:
+            saving.optimizer(engine.units, engine.optimizer, engine.group_options(), max_shard_size=max_shard_size)
+        _put_objects(saving, engine.wire, objects or {})
+        if async_save:
+            engine.pending_save = Behind(saving, engine)
+        else:
+            saving.commit()
+
+
+def put_weights(saving: Saving, engine: Engine, max_shard_size: int | str) -> None:
+    """The model of `engine`, under the names it has at rest."""
+    form = format_of(engine.model)
+    saving.weights(engine.units, lambda: form.draw(engine.outline(), saving.folder, max_shard_size))
+
+
+def load(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    load_optimizer: bool | None,
+    objects: Mapping[str, Stateful] | None,
+    verify: bool,
+    strict: bool,
+) -> None:
+    """See `Engine.load`."""
+    engine.wait_for_save()
+    loading = Loading(engine.wire, folder, verify=verify)
+    if loading.manifest is None and engine.rank == 0:
+        warnings.warn(
+            f"{folder} has no zero_manifest.json: it is a plain model folder. Its weights are loaded; nothing vouches for "
+            "their bytes, and there is no optimizer state",
+            stacklevel=3,
+        )
+    wanted = loading.has_optimizer() if load_optimizer is None else load_optimizer
+    if wanted and engine.optimizer is None:
+        if load_optimizer:
+            raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
+        wanted = False
+    try:
+        loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict)
+        if wanted and engine.optimizer is not None:
+            loading.optimizer(engine.units, engine.optimizer, engine.group_options())
+    finally:
+        engine.refresh()
+    if wanted or engine.optimizer is None:
+        engine.offload.recover()
+    _take_objects(loading, engine.wire, objects or {})
+
+
+# States beside the weights -------------------------------------------------------------------------------------------
+
+
+def _put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
+    tensors: dict[str, Tensor] = {}
+
+    def collect() -> Any:
+        mine: dict[str, Tensor] = {}
+        states = pack(random_states(), mine, f"random.{wire.rank}")
+        return states, mine
+
+    everyone = together(wire, f"saving to {saving.target}", collect)
+
+    def write() -> None:
+        if wire.rank != 0:
+            return
+        body: dict[str, Any] = {"version": 1, "random": [states for states, _ in everyone]}
+        for _, theirs in everyone:
+            tensors.update(theirs)
+        body["objects"] = {name: pack(item.state_dict(), tensors, name) for name, item in objects.items()}
+        path = saving.folder / f"{_STATE}.json"
+        with naming(path):
+            path.write_text(json.dumps(body, separators=(",", ":")))
+        entries = [(key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in tensors.items()]
+        head, header = build_header(entries, {"format": "pt"})
+        path = saving.folder / f"{_STATE}.safetensors"
+        with naming(path), open(path, "wb") as file:
+            file.write(head)
+            for key in header.tensors:
+                file.write(bytes_of(tensors[key].reshape(-1)))
+
+    together(wire, f"saving to {saving.target}", write)
+
+
+def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
+    def read() -> None:
+        path = loading.folder / f"{_STATE}.json"
+        if loading.manifest is None or path.name not in loading.manifest.files:
+            if objects:
+                raise CheckpointError(f"{loading.folder} holds no states of {sorted(objects)}: it has no {path.name}")
+            return
+        body = read_json(path)
+        check_version(path, body, 1)
+        tensors = loading.read_whole(loading.find(_STATE))
+        for name, item in objects.items():
+            if name not in body["objects"]:
+                raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(body['objects'])}")
+            item.load_state_dict(unpack(body["objects"][name], tensors))
+        if len(body["random"]) == wire.size:
+            set_random_states(unpack(body["random"][wire.rank], tensors))
+
+    together(wire, f"loading {loading.folder}", read)
+
+
+# Behind training -----------------------------------------------------------------------------------------------------
+
+
+class Behind:
+    """A frozen save that is being written by a thread. At most one at a time per engine."""
+
+    def __init__(self, saving: Saving, engine: Engine) -> None:
+        engine.wait_for_save()  # it still reads the slab, and talks over the side wire
+        engine.save_slab = saving.freeze(engine.side_wire(), engine.save_slab)
+        self.target = saving.target
+        self._saving = saving
+        self._failure: BaseException | None = None
+        # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
+        self._thread = threading.Thread(target=self._run, name=f"hf_zero save {saving.target}")
+        self._thread.start()
+        _UNREPORTED.append(self)
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._saving.commit()
+        except BaseException as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there.
+
+        Raises:
+            CheckpointError: it failed, on this or any other rank; raised once.
+        """
+        self._thread.join()
+        if self in _UNREPORTED:
+            _UNREPORTED.remove(self)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            if isinstance(failure, ZeroError):
+                raise failure
+            raise CheckpointError(f"the save to {self.target}, written behind, failed: {failure}") from failure
+
+
+_UNREPORTED: list[Behind] = []
+"""Saves whose outcome nobody has asked for yet; the process must not end as if they had succeeded."""
+
+
+@atexit.register
+def _at_exit() -> None:
+    failed = False
+    for behind in list(_UNREPORTED):
+        try:
+            behind.wait()
+        except ZeroError as error:
+            failed = True
+            print(f"hf_zero: {error}", file=sys.stderr, flush=True)
+    if failed:
+        sys.stdout.flush()
+        os._exit(1)  # an exception in an exit handler would leave the exit status 0

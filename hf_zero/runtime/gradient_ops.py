@@ -1,0 +1,333 @@
+"""What the stand-ins of `gradients` stand for: reduced gradients in the ranks' shards, read, written, cleared and replaced."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm.wire import SoloWire
+from ..errors import StateError
+from .clipping import square_sum
+from .flat_param import Flat
+from .gradients import Gradient, Handles, is_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Gradients:
+    """Of one engine. See `gradients` for what its users see."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._writes = 0  # what was written through stand-ins
+        self._norms: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self._norms_of: tuple[Any, ...] = ()
+        self._slice_norms: dict[int, Tensor] = {}  # by place: answers that nobody has asked for yet
+        self._slice_norms_of: tuple[float, int] = (0.0, 0)
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise StateError("this gradient's model is gone")
+        return engine
+
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self.engine.units for flat in unit.trained]
+
+    def show(self) -> None:
+        """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
+        self._norms.clear()
+        updated = self.engine.config.step_in_backward  # the gradients are used up, or will be: using them is refused
+        for flat in self._flats():
+            if updated or flat.waits or flat.is_reduced:
+                flat.handles.keeper = self
+                flat.handles.show()
+        self.show_slices()
+
+    def show_slices(self) -> None:
+        """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
+        self._slice_norms.clear()
+        if self.engine.layout.shards == 1 or self.engine.optimizer is None:
+            return
+        for place, flat in enumerate(self._flats()):
+            first = place
+            for shard in flat.shards:
+                shard.show_slice(self, first)
+                first = -1
+
+    def hide_slices(self) -> None:
+        """The optimizer's own step is next."""
+        if self.engine.layout.shards == 1:
+            return
+        for flat in self._flats():
+            for shard in flat.shards:
+                shard.hide_slice()
+
+    def settle(self, flats: Sequence[Flat] | None = None) -> None:
+        """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
+        if self.engine.config.step_in_backward:
+            return
+        for flat in self._flats() if flats is None else flats:
+            handles = flat.handles
+            placed, grads = handles.placed, handles.grads
+            for index, param in enumerate(flat.params):
+                shown = param.grad
+                if (shown is not grads[index]) if placed[index] else (shown is not None):
+                    break
+            else:
+                continue
+            self._settle(flat)
+
+    @torch.no_grad()
+    def _settle(self, flat: Flat) -> None:
+        handles = flat.handles
+        found = [param.grad for param in flat.params]
+        cleared, replaced = [], []
+        for index, grad in enumerate(found):
+            if grad is None:
+                if handles.placed[index]:
+                    cleared.append(index)
+            elif not isinstance(grad, Gradient):
+                replaced.append(index)
+            elif not is_of(grad, handles, index):
+                grad = flat.params[index].grad = grad.clone().to(grad.dtype)
+                replaced.append(index)
+        if cleared:
+            flat.clear_reduced(cleared)
+        if replaced:
+            self._replace(flat, replaced)
+        if cleared or replaced:
+            self._writes += 1
+
+    def _replace(self, flat: Flat, replaced: list[int]) -> None:
+        had = flat.is_reduced
+        flat.some_grad(self.engine.wire)
+        for index in replaced:
+            value, flat.params[index].grad = flat.params[index].grad, None
+            if value is not None:
+                self.write(flat.handles, index, value.detach())
+        flat.present = [(had and was) or index in replaced for index, was in enumerate(flat.present)]
+        flat.arrived = list(flat.present)
+        flat.handles.keeper = self
+        flat.handles.show()
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Reduced gradients are zeros afterwards; what waits on this rank is forgotten."""
+        self._writes += 1
+        for flat in self._flats():
+            flat.drop_grads(local=flat.is_reduced)
+            for _, grad in flat.grads():
+                grad.zero_()
+
+    def hide(self) -> None:
+        """Before a backward that reduces: autograd need not ask stand-ins to add to them. They come back after it."""
+        for flat in self._flats():
+            flat.handles.hide()
+
+    # What stand-ins ask ---------------------------------------------------------------------------------------------
+
+    def ready(self, handles: Handles[Flat], index: int, name: str) -> None:
+        engine, flat = self.engine, handles.flat
+        what = f"{name} on the gradient of {handles.name(index)!r}"
+        if engine.config.step_in_backward:
+            raise StateError(
+                f"{what}: with step_in_backward parameters are updated in backward, and gradients are not kept: turn it off, "
+                "or leave gradients alone"
+            )
+        engine.offload.refuse_while_away(what)
+        if not flat.waits or flat.is_reduced:
+            engine.flush([flat])
+        if not flat.waits and not flat.is_reduced:
+            raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
+
+    @torch.no_grad()
+    def whole(self, handles: Handles[Flat], index: int) -> Tensor:
+        flat = handles.flat
+        if flat.waits:
+            return flat.waiting(index).clone()
+        from ..params.holder import Place, gradient_of  # it imports the engine, which imports this
+
+        engine = self.engine
+        unit, _, _ = engine.place_of(flat.params[index])
+        return Place(engine, unit, flat, index).whole(gradient_of)
+
+    def empty(self, handles: Handles[Flat], index: int) -> Tensor:
+        flat = handles.flat
+        dtype = flat.waiting(index).dtype if flat.waits else flat.master_dtype
+        return torch.empty(flat.span.slots[index].spec.shape, dtype=dtype, device=flat.device)
+
+    def write(self, handles: Handles[Flat], index: int, whole: Tensor) -> None:
+        def run(piece: Tensor, part: Callable[[Any], Any]) -> None:
+            piece.copy_(part(whole))
+
+        self.pointwise(handles, index, run)
+
+    @torch.no_grad()
+    def pointwise(
+        self, handles: Handles[Flat], index: int, run: Callable[[Tensor, Callable[[Any], Any]], None]
+    ) -> None:
+        """`run(piece, part)` for every piece on this rank; `part` gives the same elements of a whole tensor."""
+        self._writes += 1
+        flat = handles.flat
+        if flat.waits:
+            run(flat.waiting(index), lambda whole: whole)
+            return
+        for shard, at, numel, start in flat.pieces(index):
+            grad = shard.whole_grad()
+            if grad is not None:
+                run(grad[at : at + numel], _slicer(start, numel, grad.device))
+
+    def norm(self, handles: Handles[Flat], index: int, order: float) -> Tensor:
+        """As `norms`, for who asks for one after another: the first question is answered for all."""
+        engine = self.engine
+        # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
+        if handles.flat.waits or engine.config.is_auto or engine._overflow.possible:
+            return self.norms([(handles, index)], order)[0]
+        now, key = (order, self._writes), (id(handles), index)
+        value, version = self._norms.pop(key, (None, 0))
+        if value is None or now != self._norms_of or version != _version(handles.flat):
+            engine.flush()
+            everyone = [
+                (f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_
+            ]
+            if (handles, index) not in everyone:
+                everyone.append((handles, index))
+            values = self.norms(everyone, order)
+            self._norms = {(id(h), i): (value, _version(h.flat)) for (h, i), value in zip(everyone, values)}
+            self._norms_of = (order, self._writes)
+            value, _ = self._norms.pop(key)
+        return value
+
+    # What the groups' stand-ins ask ---------------------------------------------------------------------------------
+
+    def wrote(self) -> None:
+        self._writes += 1
+
+    def settle_step(self) -> None:
+        self.engine.finish_step()
+
+    @torch.no_grad()
+    def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor:
+        """A span's, the same on every rank; nothing for who has no `place`.
+
+        Ranks may differ in how they cut a span into shards, and in what tiers those are (`auto`). Which collectives there
+        are depends on neither: each holds all spans; what leads to another is a write, or a question for a span that has
+        had its answer. Spans as such (`place`) are as many on every rank.
+        """
+        engine = self.engine
+        what = "the norm of a gradient in the optimizer's groups"
+        engine.offload.refuse_clipping(what)
+        engine.offload.refuse_while_away(what)
+        if place < 0:
+            return torch.full((), math.inf if order == -math.inf else 0.0, device=device)
+        flats = self._flats()
+        self.settle([flats[place]])
+        if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
+            engine.flush()
+            local = torch.stack([_power_sum(_parts(flat), order, flat.device).to(engine.device) for flat in flats])
+            norms = _root(_shared(engine.wire, local, order), order)
+            self._slice_norms = dict(enumerate(norms.unbind()))
+            self._slice_norms_of = (order, self._writes)
+        return self._slice_norms.pop(place).to(device)
+
+    @torch.no_grad()
+    def norm_over_ranks(self, part: Tensor, order: float) -> Tensor:
+        """Of what was computed from a slice; one collective each."""
+        engine = self.engine
+        if engine.config.is_auto:
+            raise StateError(
+                "the norm of what was computed from a gradient in the optimizer's groups: under 'auto' ranks may cut their "
+                "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
+            )
+        local = _power_sum([part] if part.numel() else [], order, part.device).to(engine.device)
+        return _root(_shared(engine.wire, local.reshape(1), order), order)[0].to(part.device)
+
+    @torch.no_grad()
+    def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:
+        """0-dim each, the same on every rank; one collective."""
+        engine = self.engine
+        local = torch.stack([_local_norm(handles.flat, index, order).to(engine.device) for handles, index in grads])
+        alone = [handles.flat.waits for handles, _ in grads]
+        norms = local
+        if engine.layout.shards > 1 and not all(alone):
+            norms = _shared(engine.wire, local, order)
+            if any(alone):
+                norms = torch.where(torch.tensor(alone, device=local.device), local, norms)
+        norms = _root(norms, order)
+        return [
+            norm.to(torch.promote_types(torch.float32, handles.flat.master_dtype.to_real()))
+            for norm, (handles, _) in zip(norms.unbind(), grads)
+        ]
+
+
+def _version(flat: Flat) -> int:
+    """Moves with every write to a gradient of the span, also past the stand-ins."""
+    found = 0
+    for shard in flat.shards:
+        grad = shard.grad
+        found += 0 if grad is None else grad._version
+    return found
+
+
+def _shared(wire: SoloWire, local: Tensor, order: float) -> Tensor:
+    if not math.isinf(order):
+        return wire.sum_scalar(local)
+    sign = 1.0 if order > 0 else -1.0
+    nan = local.isnan()  # a maximum over ranks may lose it
+    both = torch.stack([torch.where(nan, -math.inf, local * sign), nan.double()])
+    values, broken = wire.max_scalar(both).unbind()
+    return torch.where(broken > 0, math.nan, values * sign)
+
+
+def _root(powers: Tensor, order: float) -> Tensor:
+    if math.isinf(order) or order == 0:
+        return powers
+    return powers.sqrt() if order == 2.0 else powers.pow(1.0 / order)
+
+
+def _slicer(start: int, numel: int, device: torch.device) -> Callable[[Any], Any]:
+    return lambda whole: whole.reshape(-1)[start : start + numel].to(device)
+
+
+def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
+    """Of this rank's elements, what ranks may add up (or compare), float64."""
+    if flat.waits:
+        parts = [flat.waiting(index).reshape(-1)]
+    else:
+        parts = []
+        for shard, at, numel, _ in flat.pieces(index):
+            grad = shard.grad if shard.coefficient is None else shard.whole_grad()
+            if grad is not None:
+                parts.append(grad[at : at + numel])
+    return _power_sum([part for part in parts if part.numel()], order, flat.device)
+
+
+def _parts(flat: Flat) -> list[Tensor]:
+    """This rank's gradient of the span, shard by shard, to read: coefficients are applied."""
+    found = (shard.grad if shard.coefficient is None else shard.whole_grad() for shard in flat.shards)
+    return [grad for grad in found if grad is not None and grad.numel()]
+
+
+def _power_sum(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
+    """What ranks may add up (or compare), float64."""
+    if not parts:
+        return torch.full((), float("inf") if order == -math.inf else 0.0, dtype=torch.float64)
+    if order == 2.0:
+        return square_sum(parts).cpu() if device.type == "cpu" else square_sum(parts)
+    if math.isinf(order):
+        found = torch.stack(
+            [(part.abs().max() if order > 0 else part.abs().min()).double().to(device) for part in parts]
+        )
+        return found.max() if order > 0 else found.min()
+    if order == 0:
+        return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
+    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).pow(order).to(device) for part in parts]
+    return torch.stack(norms).sum()

@@ -1,0 +1,458 @@
+"""The optimizer's step over what does not rest on the device, in a thread of its own.
+
+The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
+over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
+parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). Records on disk are read,
+updated and written in a ring of `Sizes.slabs` host buffers: while one is updated, the next is read and the last is written
+(ZeRO-Infinity, arXiv 2104.07857, §5.2).
+
+Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
+returns. An element's update depends on that element alone, so results are those of one step over everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.inflight import DONE, Inflight
+from ..errors import StateError, TierError, ZeroError
+from ..tiers.array import OnDisk, fetch
+from ..tiers.pool import Storage
+from ..tiers.records import Records
+from ..tiers.tier import Tier
+from .flat_param import Flat
+from .shadow_optimizer import Twin
+from .state_shard import MASTER, Shard, is_elementwise
+from .unit import Unit
+
+
+@dataclass(eq=False)
+class Step:
+    """One unit's update under way."""
+
+    claims: list[_Claim]
+    twin: Twin
+    optimizer: torch.optim.Optimizer
+    after: Any
+    stepper: Stepper
+    moving: int = 0  # transfers out of host buffers that have not been waited for
+    worked: bool = False
+    done: Event = field(default_factory=Event)
+    error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Return when masters, states and parameters are where they rest.
+
+        Raises:
+            TierError: bytes could not be moved; the optimizer's step is half done then.
+        """
+        if not self.done.is_set():
+            started = time.perf_counter()
+            self.done.wait()
+            self.stepper.wait_s += time.perf_counter() - started
+        if self.error is not None:
+            if isinstance(self.error, ZeroError):
+                raise self.error
+            raise TierError(f"the step over offloaded state failed: {self.error}") from self.error
+
+    @property
+    def is_done(self) -> bool:
+        return self.done.is_set()
+
+    def settle(self) -> None:
+        if self.worked and self.moving == 0:
+            self.done.set()
+
+
+@dataclass(eq=False)
+class _Claim:
+    """One shard, with the gradient as it was when the step began."""
+
+    flat: Flat
+    shard: Shard
+    grad: Tensor
+    coefficient: Tensor | None
+    move: Inflight | None
+
+
+class Stepper:
+    """The thread that updates offloaded shards, and its memory.
+
+    Attributes:
+        failure: what broke a step; nothing is updated after it until `recover`.
+        wait_s: how long others have waited for the thread.
+    """
+
+    def __init__(self, storage: Storage, threads: int | None) -> None:
+        self.storage = storage
+        self._sizes = storage.sizes
+        self.failure: BaseException | None = None
+        self.wait_s = 0.0
+        # A function that knows nothing of this object: an idle thread must not keep it.
+        start = partial(torch.set_num_threads, threads) if threads is not None else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=start)
+        self._lock = threading.Lock()
+        self._queued = 0
+        self._ahead: deque[tuple[Records, int]] = deque()  # records that will be needed, in order
+        self._reading: deque[tuple[Records, int, Tensor, Inflight]] = deque()
+        self._leaving: deque[tuple[Step, Inflight, Tensor | None, list[Tensor] | None]] = deque()
+        self._woken = Event()  # a transfer of records has ended
+        self._slabs: list[Tensor] = []
+        self._made = 0
+        self._slab_bytes = 0
+        self._scratch: Tensor | None = None
+        self._lanes: list[Tensor] = []
+        self._lanes_made = 0
+        self._lane_bytes = 0
+        self._current: Step | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory of the ring and the blocks, in use or not."""
+        scratch = 0 if self._scratch is None else self._scratch.untyped_storage().nbytes()
+        return self._made * self._slab_bytes + self._lanes_made * self._lane_bytes + scratch
+
+    def begin(self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, twin: Twin, after: Any) -> None:
+        """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
+
+        Raises:
+            StateError: an earlier step broke.
+        """
+        self.check()
+        for unit in units:
+            claims = [claim for flat in unit.trained if flat.span.spec.group >= 0 for claim in _claims(flat)]
+            if not claims:
+                continue
+            step = Step(claims, twin, optimizer, after, self)
+            unit.stepping = step
+            with self._lock:
+                self._queued += 1
+                for claim in claims:
+                    records = claim.shard.records
+                    if records is not None:
+                        self._ahead.extend((records, index) for index in range(records.count))
+                        self._slab_bytes = max(self._slab_bytes, records.record_bytes)
+            self._pool.submit(self._run, step)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise StateError(
+                f"an optimizer step over offloaded state broke off half done ({self.failure}): this model's state is not of "
+                "one step. Load the last checkpoint (engine.load, or resume) to go on"
+            ) from self.failure
+
+    def fail(self, reason: str) -> None:
+        """Refuse further steps, for a reason from outside."""
+        self.failure = self.failure or TierError(reason)
+
+    def recover(self) -> None:
+        """All state has been written anew."""
+        self.failure = None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._slabs.clear()
+        self._lanes.clear()
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self, step: Step) -> None:
+        try:
+            if self.failure is not None:
+                raise self.failure
+            self._current = step
+            for claim in step.claims:
+                if claim.move is not None:
+                    claim.move.close()
+                self._update(step, claim)
+                claim.shard.note()
+                if self.storage.transient:
+                    claim.shard.release_buffer()
+        except BaseException as error:
+            step.error = self.failure = error
+        finally:
+            with self._lock:
+                self._queued -= 1
+                idle = self._queued == 0
+            step.claims.clear()
+            self._current = None
+            self._drain(0 if idle or step.error else self._sizes.slabs)
+            if step.error is not None:
+                self._abandon()
+            step.worked = True  # not before: who has waited may load, and step again
+            step.settle()
+
+    def _update(self, step: Step, claim: _Claim) -> None:
+        shard, flat = claim.shard, claim.flat
+        group = flat.span.spec.group
+        state = step.optimizer.state
+        goes_out = not shard.aliased  # block by block, while it is in the cache
+
+        if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
+            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, _read(shard.entries(step.optimizer)))
+            shard.live = bool(shard.fields)
+            at_rest = dict(shard.fields) if shard.records is not None else {}
+            state[shard.master] = {k: v for k, v in entries.items() if k not in at_rest}
+            return
+
+        def publish(at: int, values: Tensor) -> None:
+            flat.publish(shard, at, values, self)
+
+        if shard.records is None:
+            before = state.get(shard.master, {})
+            entries = self._blocks(step, group, claim, shard.master.detach(), 0, dict(before), goes_out, publish)
+            if entries:
+                state[shard.master] = entries
+            return
+        records = shard.records
+        scalars = dict(state.get(shard.master, {}))
+        for index in range(records.count):
+            slab = self._next(records, index)
+            views = records.views(index, slab)
+            master = views.pop(MASTER)
+            entries = {**scalars, **(views if shard.live else {})}
+            entries = self._blocks(
+                step, group, claim, master, index * records.block_numel, entries, goes_out, publish, room=views
+            )
+            self._leave(step, records.write(index, slab, self._woken.set), slab, self._slabs)
+        shard.live = bool(shard.fields)
+        names = {name for name, _ in shard.fields}
+        kept = {key: value for key, value in entries.items() if key not in names}
+        if kept:
+            state[shard.master] = kept
+
+    def _blocks(
+        self,
+        step: Step,
+        group: int,
+        claim: _Claim,
+        master: Tensor,
+        start: int,
+        entries: dict[str, Any],
+        goes_out: bool,
+        publish: Callable[[int, Tensor], None],
+        room: dict[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest.
+
+        Args:
+            room: memory for state that is new, by name.
+        """
+        numel = master.numel()
+        grad = claim.grad[start : start + numel]
+        plain = grad.dtype == master.dtype and claim.coefficient is None
+        on_disk = room is not None
+        if not step.twin.is_fused(group):
+            width = self._sizes.loop_numel
+        elif plain:
+            width = self._sizes.plain_numel if goes_out or on_disk else numel
+        else:
+            width = self._sizes.block_numel
+        kernel = step.twin.kernel(group)
+        if kernel is not None and entries:
+            count = entries["step"] + 1
+            blocks = [each.split(width) for each in (master, grad, entries["exp_avg"], entries["exp_avg_sq"])]
+            at = start
+            for values, part, first, second in zip(*blocks):
+                if not plain:
+                    part = self._cast(part, claim.coefficient, master.dtype)
+                kernel(values, part, first, second, count)
+                if goes_out:
+                    publish(at, values)
+                if on_disk:
+                    self._keep_going()
+                at += width
+            return {**entries, "step": count}
+        out: dict[str, Any] = {}
+        for low in range(0, numel, width):
+            high = min(low + width, numel)
+            part = grad[low:high]
+            if not plain:
+                part = self._cast(part, claim.coefficient, master.dtype)
+            state = {
+                key: value[low:high] if is_elementwise(key, value, numel) else _own_copy(value)
+                for key, value in entries.items()
+            }
+            found = step.twin.step(group, master[low:high], part, state)
+            for key, value in found.items():
+                if not is_elementwise(key, value, high - low):
+                    out[key] = value
+                    continue
+                if key not in out:
+                    whole = high - low == numel and not on_disk
+                    out[key] = value if whole else _place(key, entries, room, value, numel)
+                target = out[key][low:high]
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(value)
+            if goes_out:
+                publish(start + low, master[low:high])
+            if on_disk:
+                self._keep_going()
+        return out
+
+    def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self._scratch is None or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(self._sizes.block_numel, dtype=dtype)
+        out = self._scratch[: grad.numel()]
+        if coefficient is None:
+            return out.copy_(grad)
+        if grad.dtype == dtype:
+            return torch.mul(grad, coefficient.to(dtype), out=out)
+        return out.copy_(grad).mul_(coefficient.to(dtype))
+
+    # Ring of records --------------------------------------------------------------------------------------------------
+
+    def _next(self, records: Records, index: int) -> Tensor:
+        """The slab with this record. While it is waited for, what is written makes room for what is read after it."""
+        while True:
+            self._woken.clear()
+            self._keep_going()
+            if not self._reading:
+                if not self._leaving:
+                    raise StateError("a record was asked for that nobody announced")
+                self._drain(len(self._leaving) - 1)
+            elif self._reading[0][3].ready:
+                break
+            else:
+                started = time.perf_counter()
+                self._woken.wait()
+                self.storage.meter.waited("read", time.perf_counter() - started)
+        found, number, slab, read = self._reading.popleft()
+        if found is not records or number != index:
+            raise StateError("records came in another order than they were asked for")
+        read.close()
+        return slab
+
+    def _keep_going(self) -> None:
+        """Slabs that have been written are read into again."""
+        while self._leaving and self._leaving[0][1].ready:
+            self._drain(len(self._leaving) - 1)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while True:
+            with self._lock:
+                if not self._ahead:
+                    return
+                records, index = self._ahead[0]
+            slab = self._slab()
+            if slab is None:
+                return
+            with self._lock:
+                self._ahead.popleft()
+            self._reading.append((records, index, slab, records.read(index, slab, self._woken.set)))
+
+    def _slab(self) -> Tensor | None:
+        while self._slabs:
+            slab = self._slabs.pop()
+            if slab.numel() >= self._slab_bytes:
+                return slab
+            self._made -= 1
+        if self._made < self._sizes.slabs:
+            self._made += 1
+            return self.storage.link.empty(self._slab_bytes, torch.uint8)
+        return None
+
+    # Ways out ---------------------------------------------------------------------------------------------------------
+
+    def up(self, values: Tensor, target: Tensor) -> None:
+        """Values in host memory to the device: straight, or cast through one of two blocks."""
+        step = self._current
+        if step is None:
+            raise StateError("values go up outside a step")
+        link, width = self.storage.link, self._sizes.block_numel
+        if values.dtype == target.dtype:
+            self._leave(step, link.up(values, target, step.after))
+            return
+        for low in range(0, values.numel(), width):
+            part = values[low : low + width]
+            lane = self._lane(target.dtype)
+            cast = lane[: part.numel()].copy_(part)
+            self._leave(step, link.up(cast, target[low : low + part.numel()], step.after), lane, self._lanes)
+
+    def _lane(self, dtype: torch.dtype) -> Tensor:
+        while not self._lanes and self._lanes_made == self._sizes.lanes:
+            self._drain(len(self._leaving) - 1)
+        if self._lanes and self._lanes[0].dtype == dtype:
+            return self._lanes.pop(0)
+        if self._lanes:
+            self._lanes.pop(0)
+        else:
+            self._lanes_made += 1
+        self._lane_bytes = self._sizes.block_numel * dtype.itemsize
+        return self.storage.link.empty(self._sizes.block_numel, dtype)
+
+    def _leave(
+        self, step: Step, move: Inflight, memory: Tensor | None = None, home: list[Tensor] | None = None
+    ) -> None:
+        """First in, first out: what was sent from a slab before the slab itself is written is over when the slab is free."""
+        if move is not DONE:
+            step.moving += 1
+            self._leaving.append((step, move, memory, home))
+        elif memory is not None and home is not None:
+            home.append(memory)
+
+    def _drain(self, most: int) -> None:
+        """Wait until at most that many transfers are under way."""
+        while len(self._leaving) > max(0, most):
+            step, move, memory, home = self._leaving.popleft()
+            try:
+                move.close()
+            except BaseException as error:
+                step.error = step.error or error
+                self.failure = self.failure or error
+            step.moving -= 1
+            if memory is not None and home is not None:
+                home.append(memory)
+            step.settle()
+
+    def _abandon(self) -> None:
+        """After an error: nothing is read ahead."""
+        with self._lock:
+            self._ahead.clear()
+        for _, _, _, read in self._reading:
+            with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
+                read.close()
+        self._reading.clear()
+        # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.
+        self._slabs.clear()
+        self._lanes.clear()
+        self._made = self._lanes_made = 0
+
+
+def _own_copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _read(entries: dict[str, Any]) -> dict[str, Any]:
+    return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
+
+
+def _place(key: str, entries: dict[str, Any], room: dict[str, Tensor] | None, value: Tensor, numel: int) -> Tensor:
+    known = entries.get(key)
+    if isinstance(known, Tensor) and known.numel() == numel:
+        return known
+    if room is not None and key in room:
+        return room[key]
+    return torch.empty(numel, dtype=value.dtype)
+
+
+def _claims(flat: Flat) -> Iterable[_Claim]:
+    for shard in flat.shards:
+        if shard.tier is not Tier.DEVICE:
+            found = shard.claim()
+            if found is not None:
+                yield _Claim(flat, shard, *found)

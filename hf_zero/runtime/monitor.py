@@ -1,0 +1,245 @@
+"""Under `auto`: watch memory from step to step, move state away before it runs out, and back when there is room.
+
+The plan is a prediction, and others use the machine too. After every step the monitor compares what is free with what the
+next step will still need beyond what rests now. Where that is too little, optimizer state of some units (the last ones first,
+which the next forward needs last) goes one tier down; where there has been room for a while, it comes back, never further
+than the plan had it. Moves are local to a rank and bounded per step. Values are moved, not computed: results stay the same to
+the bit.
+
+Activations are not known when the plan is made. They are estimated from the shape of each batch that is larger than those
+before, and room is made for them before its forward.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import ConfigError, TierError
+from ..plan.activations import Architecture, Batch, activation_bytes
+from ..plan.machine import MARGIN, free_device_bytes
+from ..tiers.tier import Tier
+from .flat_param import Flat
+from .optimizer import state_tensors
+from .state_shard import Shard
+from .unit import State, Unit
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Movable = tuple[Unit, Flat, Shard | None]
+"""A shard, or (None) a span's parameters."""
+MOVES_PER_STEP = 4
+"""Shards or spans that are moved between two steps at most."""
+CALM_STEPS = 10
+"""So many steps there must have been room before something comes back."""
+
+
+class Monitor:
+    """One engine's monitor. `look` after every step.
+
+    Attributes:
+        moves: what was moved, one line each.
+    """
+
+    def __init__(self, engine: Engine, ranks_here: int) -> None:
+        self._engine = engine
+        self._ranks = ranks_here
+        self._states = state_tensors(engine.optimizer)
+        self._step = 0
+        self._calm = 0
+        self.moves: list[str] = []
+        self._refused: set[Tier] = set()
+        config = engine.config
+        names = (name for name, _ in engine.model.named_parameters())
+        self._architecture = Architecture.of(getattr(engine.model, "config", None), names)
+        self._activation_bytes = 0
+        self._movable = [
+            *(item for item in self._shards() if config.offload_optimizer == "auto"),
+            *(item for item in self._parameters() if config.offload_params == "auto"),
+        ]
+        self._planned = [self._planned_tier(flat, shard) for _, flat, shard in self._movable]
+
+    def look(self) -> None:
+        """Move what must go, or may come back."""
+        self._step += 1
+        device, host = self.missing_bytes(Tier.DEVICE), self.missing_bytes(Tier.HOST)
+        if device > 0 or host > 0:
+            self._calm = 0
+            self.make_room(Tier.HOST, host)
+            self.make_room(Tier.DEVICE, device)
+            return
+        self._calm += 1
+        if self._calm > CALM_STEPS:
+            self._bring_back({Tier.DEVICE: -device, Tier.HOST: -host})
+
+    def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a forward with these inputs that backward follows: room for what it keeps, as far as anything may move now."""
+        engine = self._engine
+        shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)
+        if shape is None or self._architecture is None:
+            return
+        checkpointing = any(
+            getattr(module, "gradient_checkpointing", False) is True for module in engine.model.modules()
+        )
+        batch = Batch(max(1, shape[0]), max(1, shape[1]), checkpointing, architecture=self._architecture)
+        dtype = engine.precision.autocast_dtype or next(flat for u in engine.units for flat in u.flats).compute_dtype
+        expected, _ = activation_bytes(batch, dtype.itemsize, engine.precision.autocast_dtype is not None)
+        if expected <= self._activation_bytes:
+            return
+        self._activation_bytes = expected
+        if any(unit.state is not State.SHARDED and not unit.policy.keep_full for unit in engine.units):
+            return  # a forward before this one has not had its backward yet
+        while (missing := self.missing_bytes(Tier.DEVICE)) > 0 and self.make_room(Tier.DEVICE, missing):
+            pass
+
+    def missing_bytes(self, tier: Tier) -> int:
+        """What the next step needs in a tier beyond what is free there; negative where there is room."""
+        engine = self._engine
+        memory = engine.plan.memory
+        grows = max(0, memory.at_peak(tier) - memory.at_rest(tier))
+        if tier is Tier.DEVICE:
+            grows += self._activation_bytes
+        config = engine.config
+        budget = config.device_memory if tier is Tier.DEVICE else config.host_memory
+        if budget is not None:
+            free = int(budget) - self.resting_bytes(tier)
+        elif tier is Tier.DEVICE and engine.device.type != "cpu":
+            free = free_device_bytes(engine.device)
+        else:
+            free = engine.offload.free_host_bytes(self._ranks)
+            grows = grows + int(free * MARGIN) if tier is Tier.HOST or engine.device.type == "cpu" else grows
+        return grows - free
+
+    def make_room(self, tier: Tier, bytes_: int, *, in_pass: bool = False) -> int:
+        """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed.
+
+        Args:
+            in_pass: a forward or a backward is under way: no parameters move. What is in use never does.
+        """
+        freed = moved = 0
+        for unit, flat, shard in self._last_first():
+            if freed >= bytes_ or moved >= MOVES_PER_STEP:
+                break
+            if not unit.is_idle or (in_pass and shard is None):
+                continue
+            size = self._bytes_of(flat, shard)
+            if _tier_of(flat, shard) is not tier or not size:
+                continue
+            target = self._next_below(tier, size)
+            if target is None:
+                break
+            if self._move(unit, flat, shard, target, f"{_mib(bytes_ - freed)} are missing on the {tier.value}"):
+                freed += size
+                moved += 1
+        return freed
+
+    def _last_first(self) -> Iterator[Movable]:
+        """Optimizer state before parameters, late units before early ones."""
+        yield from (item for item in reversed(self._movable) if item[2] is not None)
+        yield from (item for item in reversed(self._movable) if item[2] is None)
+
+    def _next_below(self, tier: Tier, size: int) -> Tier | None:
+        if tier is Tier.DEVICE and Tier.HOST not in self._refused and self.missing_bytes(Tier.HOST) + size <= 0:
+            return Tier.HOST
+        if Tier.DISK in self._refused:
+            return None
+        free = shutil.disk_usage(_existing(self._engine.config.offload_dir)).free
+        return Tier.DISK if free > 2 * size else None
+
+    def _bring_back(self, room: dict[Tier, int]) -> None:
+        moved = 0
+        for (unit, flat, shard), planned in zip(self._movable, self._planned):
+            if _tier_of(flat, shard) is planned:
+                continue
+            if not unit.is_idle:
+                continue
+            size = self._bytes_of(flat, shard)
+            # Twice: what comes back must not be what is missing next.
+            if moved >= MOVES_PER_STEP or room.get(planned, 0) < 2 * size or planned in self._refused:
+                return
+            room[planned] -= size
+            moved += 1
+            self._move(unit, flat, shard, planned, f"there is room on the {planned.value} again")
+
+    def _move(self, unit: Unit, flat: Flat, shard: Shard | None, tier: Tier, why: str) -> bool:
+        """False: the tier refused, and is asked no more. Other ranks know nothing of it, so it must be no error here."""
+        unit.finish_step()
+        if shard is None:
+            unit.close()  # peers may still be sent what moves
+        before = _tier_of(flat, shard)
+        rest = tier if shard is None else flat.rest
+        tiers = [tier if other is shard else other.tier for other in flat.shards]
+        what = "parameters" if shard is None else "optimizer state"
+        line = (
+            f"step {self._step}: {what} of {unit.name!r} ({_mib(self._bytes_of(flat, shard))}) "
+            f"from the {before.value} to the {tier.value}: {why}"
+        )
+        try:
+            flat.move(rest, tiers, self._engine.optimizer, keep_full=unit.policy.keep_full)
+        except (TierError, ConfigError) as error:
+            self._refused.add(tier)
+            line = f"step {self._step}: {what} of {unit.name!r} stays on the {before.value}: {error}"
+        else:
+            self.moves.append(line)
+        print(f"hf_zero: rank {self._engine.rank}: {line}", file=sys.stderr)
+        return tier not in self._refused
+
+    def _shards(self) -> Iterator[Movable]:
+        for unit in self._engine.units:
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    yield unit, flat, shard
+
+    def _parameters(self) -> Iterator[Movable]:
+        for unit in self._engine.units:
+            for flat in unit.flats:
+                if not flat.resident:
+                    yield unit, flat, None
+
+    def _planned_tier(self, flat: Flat, shard: Shard | None) -> Tier:
+        placement = self._engine.plan.placements[flat.span.index]
+        if shard is None or not placement.optimizer:
+            return placement.parameters
+        return placement.optimizer[flat.shards.index(shard)][0]
+
+    def resting_bytes(self, tier: Tier) -> int:
+        """What this rank's parameters, gradients and optimizer state take in a tier between backward and step."""
+        total = 0
+        for unit in self._engine.units:
+            for flat in unit.flats:
+                if flat.rest is tier:
+                    total += flat.full_bytes if flat.resident else flat.span.slice_numel * flat.compute_dtype.itemsize
+                for shard in flat.shards:
+                    total += self._bytes_of(flat, shard) if shard.tier is tier else 0
+                    if flat.span.trainable and (shard.tier is tier or (tier is Tier.HOST and shard.tier is Tier.DISK)):
+                        total += shard.numel * shard.dtype.itemsize
+        return total
+
+    def _bytes_of(self, flat: Flat, shard: Shard | None) -> int:
+        """Master and optimizer state of one shard, or a span's parameters, where they are no master's memory."""
+        if shard is None:
+            return flat.span.slice_numel * flat.compute_dtype.itemsize
+        states = self._states if shard.master.requires_grad else 0
+        return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
+
+
+def _tier_of(flat: Flat, shard: Shard | None) -> Tier:
+    return flat.rest if shard is None else shard.tier
+
+
+def _existing(folder: str | None) -> Path:
+    path = Path(folder or tempfile.gettempdir())
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _mib(bytes_: int) -> str:
+    return f"{bytes_ / (1 << 20):,.1f} MiB"

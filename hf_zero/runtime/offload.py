@@ -1,0 +1,322 @@
+"""What does not rest on the device, of one engine: its memory, the steps over it, failures, leaving the device for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..comm import agree
+from ..comm.wire import SoloWire
+from ..config import ZeroConfig
+from ..errors import ConfigError, StateError, TierError, ZeroError
+from ..plan.costs import Placement
+from ..tiers.host import empty_cache
+from ..tiers.pool import Storage
+from ..tiers.tier import Tier
+from .host_step import Stepper
+from .monitor import Monitor
+from .offload_states import Arrangement
+from .shadow_optimizer import Twin, fields_of
+from .state_shard import Fields
+from .transports import Roads
+from .unit import Step, Unit
+
+STATES = ("parameters", "gradients", "optimizer")
+
+
+class Offload:
+    """See the module's text. All of it is there, and idle, where everything rests on the device.
+
+    Attributes:
+        storage: host memory, the link and the file.
+        stepper: the thread that steps, once it has been needed.
+        monitor: under `auto`.
+        free_host_bytes: what the monitor asks, by the number of ranks that share the memory.
+        ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        wire: SoloWire,
+        device: torch.device,
+        units: list[Unit],
+        roads: Roads,
+    ) -> None:
+        self._config, self._wire, self._device, self._units = config, wire, device, units
+        self.ranks_here = wire.ranks_here() if config.offloads else 1
+        self.storage = Storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
+        self.free_host_bytes = roads.free_host_bytes
+        self.storage.transient = config.step_in_backward
+        self.storage.make_room = self._make_room
+        self.stepper: Stepper | None = None
+        self.monitor: Monitor | None = None
+        self._away: Arrangement | None = None
+        self._stepped: set[Unit] = set()  # in this backward already
+        self._before: Step | None = None  # the last of them
+        self._twin: Twin | None = None
+        self._is_due = False
+        self._mark: Any = None  # before the optimizer's own step: what goes up waits for no more
+
+    def settle(self, placements: Iterable[Placement], disk_bytes: int) -> None:
+        """Take note of the plan. A folder that cannot be used, or is too small, is refused here.
+
+        Raises:
+            ConfigError: the folder.
+            TierError: it has no room for `disk_bytes`.
+        """
+        tiers = {tier for p in placements for tier in (p.parameters, *(place for place, _ in p.optimizer))}
+        self.storage.uses_disk = Tier.DISK in tiers or self._config.is_auto  # the monitor may move something there
+        if Tier.DISK in tiers:
+            disk = self.storage.disk
+            disk.give_back(disk.take(disk_bytes))  # refused here, before anything has changed
+
+    @property
+    def reads(self) -> bool:
+        """Whether parameters may have to be read from disk. The same on every rank."""
+        return self.storage.uses_disk and self._config.offload_params != "none"
+
+    def fields(self, optimizer: torch.optim.Optimizer | None) -> Sequence[Fields]:
+        """What records on disk need room for, by optimizer group.
+
+        Raises:
+            UnsupportedOptimizerError: there is no telling.
+        """
+        return fields_of(optimizer) if optimizer is not None and self.storage.uses_disk else ()
+
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records on disk have room for them."""
+        fields = self.fields(optimizer)
+        for unit in self._units:
+            for flat in unit.trained:
+                if 0 <= flat.span.spec.group < len(fields):
+                    for shard in flat.shards:
+                        shard.reserve(fields[flat.span.spec.group])
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def prepare_step(self) -> None:
+        """Before the optimizer's own step, which is for what rests on the device. It may raise, and be tried again: nothing
+        is updated before it has succeeded.
+
+        Raises:
+            StateError: an earlier step broke off.
+        """
+        self.check()
+        self._is_due = True
+        offloaded = [unit for unit in self._units if not unit.in_memory]
+        self._mark = self.storage.link.mark() if offloaded else None
+        for unit in offloaded:
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    shard.hide_grad()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After it: start to update offloaded shards in another thread, unit by unit, in the order of the next forward.
+
+        Once per step: where an optimizer's `step` calls that of its base class, torch runs the hooks of both.
+
+        Raises:
+            StateError: an earlier step broke off.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        left = [unit for unit in self._units if not unit.in_memory and unit not in self._stepped]
+        self._stepped.clear()
+        self._before = None
+        mark, self._mark = self._mark, None
+        if left:
+            self._stepping().begin(left, optimizer, self._new_twin(optimizer), mark)
+
+    def end_step(self) -> None:
+        """After the optimizer's own step: what is gathered is old, and groups show their gradients again.
+
+        Raises:
+            StateError, TierError: on every rank, where state is on disk and one of them could not update it.
+        """
+        failure: ZeroError | None = None
+        try:
+            for unit in self._units:
+                unit.stepped()
+        except ZeroError as error:  # parameters could not be written to where they rest
+            failure = error
+        for unit in self._units:
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    shard.show_grad()
+        if not self.storage.uses_disk:
+            if failure is not None:
+                raise failure
+            return
+        try:
+            self.finish_step()
+        except ZeroError as error:
+            failure = failure or error
+        if not self._on_any_rank(failure is not None):
+            return
+
+        def tell() -> None:
+            self._stepping().fail("it failed on another rank" if failure is None else str(failure))
+            if failure is not None:
+                raise failure
+
+        agree.together(self._wire, "an optimizer step over offloaded state", tell, answer=False, kind=TierError)
+
+    def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
+        """In backward: this unit's gradients are final.
+
+        Raises:
+            StateError: they were not, the last time.
+        """
+        if optimizer is None or unit.in_memory:
+            return
+        if unit in self._stepped:
+            raise StateError(
+                f"unit {unit.name!r} got more gradients after it was updated: with step_in_backward every backward but "
+                "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit used in one pass only"
+            )
+        if not self._stepped or self._twin is None:
+            self._twin = self._new_twin(optimizer)
+        self._stepped.add(unit)
+        unit.release()
+        unit.close()
+        if self._before is not None:  # two units' gradients at most are in host memory
+            with contextlib.suppress(ZeroError):  # raised where the step ends
+                self._before.wait()
+        self._stepping().begin([unit], optimizer, self._twin, self.storage.link.mark())
+        self._before = unit.stepping
+
+    def land(self) -> None:
+        """Gradients that are on their way to the host are there afterwards, and shown: whoever looks at the groups' gradients
+        after a backward sees them whole. The step would wait for the first forward's units anyway, which come last."""
+        if self._config.offloads:
+            for unit in self._units:
+                for flat in unit.trained:
+                    for shard in flat.shards:
+                        shard.land()
+
+    def refuse_clipping(self, what: str) -> None:
+        """Raises:
+        StateError: units are updated before the norm is known.
+        """
+        if self._config.step_in_backward:
+            raise StateError(
+                f"{what}: with step_in_backward parameters are updated before all gradients are there, so nothing can be "
+                "clipped: turn it off, or do not clip (max_grad_norm=0 in TrainingArguments)"
+            )
+
+    def finish_step(self) -> None:
+        """Updates that go on behind `optimizer.step()` are done afterwards.
+
+        Raises:
+            StateError, TierError: one broke off.
+        """
+        failure: ZeroError | None = None
+        for unit in self._units:  # all of them: none may raise later, on this rank alone
+            if unit.stepping is None:
+                continue
+            try:
+                unit.finish_step()
+            except ZeroError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        self.check()
+
+    def check(self) -> None:
+        """Raises:
+        StateError: a step broke off, here or on another rank, and nothing has been loaded since.
+        """
+        if self.stepper is not None:
+            self.stepper.check()
+
+    def recover(self) -> None:
+        """Weights and optimizer state have been written anew: a step that broke off is forgotten."""
+        if self.stepper is not None:
+            self.stepper.recover()
+
+    def agree_on_reads(self) -> None:
+        """Parameters that one rank could not read from disk are an error on all of them. A collective where some rest there.
+
+        Raises:
+            TierError: on every rank.
+        """
+        if not self.reads or not self._on_any_rank(any(unit.failure for unit in self._units)):
+            return
+
+        def tell() -> None:
+            failures = [unit.failure for unit in self._units if unit.failure is not None]
+            for unit in self._units:
+                unit.failure = None
+            if failures:
+                raise failures[0]
+
+        agree.together(self._wire, "reading parameters from disk", tell, answer=False, kind=TierError)
+
+    def _on_any_rank(self, mine: bool) -> bool:
+        return bool(self._wire.max_scalar(torch.tensor(float(mine), device=self._device)))
+
+    def _stepping(self) -> Stepper:
+        if self.stepper is None:
+            # This rank's share of the cores, where the model does not compute on them itself.
+            share = max(1, (os.cpu_count() or 1) // self.ranks_here)
+            self.stepper = Stepper(self.storage, None if self._device.type == "cpu" else share)
+        return self.stepper
+
+    def _new_twin(self, optimizer: torch.optim.Optimizer) -> Twin:
+        # On a CPU device the in-memory run would not take the fused kernel either, and results are to be equal.
+        return Twin(optimizer, fuse=self._device.type != "cpu")
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def leave(self, include: Iterable[str], optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Engine.offload_states`."""
+        names = set(include)
+        if not names <= set(STATES):
+            raise ConfigError(
+                f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}"
+            )
+        if self._away is not None:
+            raise StateError("offload_states: states are in host memory already; call reload_states() first")
+        self._away = Arrangement.of(self._units)
+        self._away.leave(names, optimizer)
+        empty_cache(self._device)
+
+    def come_back(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Engine.reload_states`."""
+        away, self._away = self._away, None
+        if away is None:
+            raise StateError("reload_states: no states are away; offload_states() comes first")
+        away.restore(optimizer)
+        for unit in self._units:
+            unit.gather_if_kept()
+
+    def refuse_while_away(self, what: str) -> None:
+        """Raises:
+        StateError: states are in host memory.
+        """
+        if self._away is not None:
+            raise StateError(f"{what}: the model's states are in host memory; call engine.reload_states() first")
+
+    def explain_with(self, advice: Callable[[], str]) -> None:
+        """What to say when memory cannot be had."""
+        self.storage.explain = advice
+
+    def _make_room(self, bytes_: int) -> None:
+        """In the middle of a pass: optimizer state may go, of units that are not in use."""
+        empty_cache(self._device)
+        if self.monitor is not None:
+            self.monitor.make_room(Tier.DEVICE, bytes_, in_pass=True)
+            empty_cache(self._device)
+
+    def close(self) -> None:
+        """The thread ends, the file goes away."""
+        if self.stepper is not None:
+            self.stepper.close()
+            self.stepper = None
+        self.storage.close()

@@ -1,0 +1,437 @@
+"""A torch optimizer over this rank's spans: its parameters, its full state.
+
+The optimizer object and its `param_groups` dicts stay the user's own; only `group["params"]` is replaced, by a few long
+1-D float32 tensors (the masters). So schedulers, hooks and wrappers that hold the optimizer go on working.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.manifest import digest_of
+from ..comm.agree import arriving, on_errors, read
+from ..comm.wire import SoloWire
+from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
+from .deferred import wire_device
+from .flat_param import Flat
+from .shadow_optimizer import fields_of
+from .state_shard import is_elementwise
+from .unit import Unit
+
+
+def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
+    """State tensors per parameter element, for predictions before the first step; 2 (Adam) where it is not known."""
+    if optimizer is None:
+        return 0
+    group = optimizer.param_groups[0]
+    match type(optimizer).__name__:
+        case "SGD":
+            return int(bool(group.get("momentum")))
+        case "RMSprop":
+            return 1 + int(bool(group.get("momentum"))) + int(bool(group.get("centered")))
+        case "Adam" | "AdamW":
+            return 3 if group.get("amsgrad") else 2
+        case "Adagrad" | "Lion":
+            return 1
+        case _:
+            return 2
+
+
+class Binding:
+    """One optimizer bound to the spans of one model.
+
+    Attributes:
+        one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
+    """
+
+    one_gradient = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        wire: SoloWire,
+        originals: list[list[nn.Parameter]],
+    ) -> None:
+        self.optimizer = optimizer
+        self.originals = originals
+        self._wire = wire
+        self.flats: list[Flat] = []
+        by_group: list[list[Flat]] = [[] for _ in originals]
+        for unit in units:
+            for flat in unit.trained:
+                group = flat.span.spec.group
+                if group >= 0:
+                    self.flats.append(flat)
+                    by_group[group].append(flat)
+        self._masters = self._stand_ins(by_group)
+        for options, params in zip(optimizer.param_groups, self._masters):
+            options["params"] = params
+
+    def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
+        """By group, what the optimizer has instead of the model's parameters."""
+        return [[shard.master for flat in mine for shard in flat.shards] for mine in flats]
+
+    def show_grads(self) -> None:
+        """What the optimizer's parameters have as gradients is what the spans have. They are the same here."""
+
+    def stepped(self) -> None:
+        """After the optimizer's own step."""
+
+    def forget(self) -> None:
+        """The optimizer has no state of these spans afterwards."""
+        for flat in self.flats:
+            for shard in flat.shards:
+                shard.forget(self.optimizer)
+
+    def is_current(self) -> bool:
+        """False once someone added a group or replaced the parameters of one."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._masters) and all(
+            group["params"] is mine for group, mine in zip(groups, self._masters)
+        )
+
+    def current_originals(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by group, with groups added since."""
+        back = {id(param) for params in self._masters for param in params}
+        out = list(self.originals)
+        for index, group in enumerate(self.optimizer.param_groups):
+            fresh = [param for param in group["params"] if id(param) not in back]
+            if index >= len(out):
+                out.append(fresh)
+            elif fresh:
+                out[index] = out[index] + fresh
+        return out
+
+    def group_options(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+        """See `Engine.group_options`."""
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
+            for group, params in zip(self.optimizer.param_groups, self.originals)
+        ]
+
+    # Full state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective. The state as the plain optimizer over whole parameters would give it, on CPU.
+
+        Rank 0 has the values, other ranks meta tensors of the same shapes.
+        """
+        index = {param: i for i, param in enumerate(p for params in self.originals for p in params)}
+        alone = not any(flat.needs_all_ranks for flat in self.flats)
+        with nullcontext() if alone else arriving(self._wire, "the optimizer's state_dict()"):
+            state = {
+                index[param]: entries
+                for flat in self.flats
+                for param, entries in self._whole_state(flat, False).items()
+            }
+        order = {i: state[i] for i in sorted(state)}
+        return {"state": order, "param_groups": numbered_groups(self.optimizer, self.originals)}
+
+    def take(self, flats: Iterable[Flat]) -> dict[nn.Parameter, dict[str, Any]]:
+        """A collective. The state of these spans' parameters, whole, on every rank; the optimizer forgets it."""
+        mine = [flat for flat in flats if flat in self.flats]
+        state = {param: entries for flat in mine for param, entries in self._whole_state(flat, True).items()}
+        for flat in mine:
+            for shard in flat.shards:
+                shard.forget(self.optimizer)
+        return state
+
+    def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """This rank's slices of what `take` gave, for spans that were cut anew."""
+        new = list(flats)
+        sliced = self._sliced(state, new)
+        for flat in new:
+            states = [state.get(param) or {} for param in flat.params]
+            flat.put_state(self.optimizer, self._slice_state(flat, states, sliced))
+
+    # Back to a plain optimizer --------------------------------------------------------------------------------------
+
+    def plain_state(self) -> dict[str, Any]:
+        """A collective. What the plain optimizer would have, whole, on every rank. Nothing changes."""
+        originals = self.current_originals()
+        index = {param: i for i, param in enumerate(p for params in originals for p in params)}
+        state = {index[param]: e for flat in self.flats for param, e in self._whole_state(flat, True).items()}
+        return {
+            "state": {i: state[i] for i in sorted(state)},
+            "param_groups": numbered_groups(self.optimizer, originals),
+        }
+
+    def unbind(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer has the model's parameters again, which are whole by now, in the same groups, and that state."""
+        for group, params in zip(self.optimizer.param_groups, self.current_originals()):
+            group["params"] = list(params)
+        self.optimizer.state.clear()
+        load_plainly(self.optimizer, state_dict)
+
+    def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
+        names = flat.state_names(self.optimizer)
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for key in sorted(names):
+            value = read(self._wire, flat.storage, partial(flat.state, self.optimizer, key))
+            whole = self._whole(flat, value, everywhere) if names[key] else None
+            for slot, param in zip(flat.span.slots, flat.params):
+                if whole is None:
+                    piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                else:
+                    piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
+                state.setdefault(param, {})[key] = piece
+        return state
+
+    def _whole(self, flat: Flat, value: Tensor, everywhere: bool) -> Tensor:
+        if flat.span.shards == 1:
+            return value.detach().cpu()
+        has_values = everywhere or self._wire.rank == 0
+        full = torch.empty(flat.span.numel, dtype=value.dtype, device="cpu" if has_values else "meta")
+        if self._wire.rank == 0:
+            self._wire.collect(value.detach(), full, flat.span.index)
+        else:
+            self._wire.collect(value.detach(), None, flat.span.index)
+        if everywhere:
+            moved = full.to(value.device)
+            self._wire.broadcast(moved)
+            full = moved.cpu()
+        return full
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's slices from a full state: every rank passes all of it, or rank 0 does and the others pass what
+        `state_dict()` gave them, meta tensors. A collective.
+
+        As in torch: floating values come in the parameters' type, here the masters', and the optimizer brings older forms of
+        its state (a `step` that is a number) up to date.
+
+        Raises:
+            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+            RankMismatchError: some ranks pass values and some do not, or ranks pass other states.
+        """
+        what = "the optimizer's load_state_dict()"
+        saved: dict[nn.Parameter, dict[str, Any] | None] = {}
+        with arriving(self._wire, what), on_errors(self._wire, what):
+            saved.update(self._saved(state_dict))
+        self._put(saved, state_dict, self._must_spread(saved))
+
+    def _saved(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any] | None]:
+        """By parameter."""
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        mine = [len(params) for params in self.originals]
+        if sizes != mine:
+            raise CheckpointError(
+                f"the optimizer state has groups of {sizes} parameters, this optimizer has {mine}: it belongs to another "
+                "model, or to one with other parameters frozen"
+            )
+        saved = {
+            param: state_dict["state"].get(i)
+            for group, params in zip(groups, self.originals)
+            for i, param in zip(group["params"], params)
+        }
+        self._check_shapes(saved)
+        return saved
+
+    def _check_shapes(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> None:
+        sliced = self._sliced(saved)
+        for flat in self.flats:
+            for slot, param in zip(flat.span.slots, flat.params):
+                for key, value in (saved.get(param) or {}).items():
+                    if key in sliced and isinstance(value, Tensor) and tuple(value.shape) != slot.spec.shape:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {slot.spec.name!r} has shape {tuple(value.shape)}, expected "
+                            f"{slot.spec.shape}"
+                        )
+
+    def _must_spread(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> bool:
+        """Whether rank 0 alone has the values. A collective."""
+        entries = [(i, key, value) for i, states in enumerate(saved.values()) for key, value in (states or {}).items()]
+        tensors = [(i, key, value) for i, key, value in entries if isinstance(value, Tensor)]
+        shapes = sorted((i, key, tuple(value.shape), str(value.dtype)) for i, key, value in tensors)
+        answers = self._wire.exchange((any(value.is_meta for _, _, value in tensors), digest_of(repr(shapes).encode())))
+        if answers[0][0]:
+            raise RankMismatchError(
+                "load_state_dict of the optimizer: rank 0's tensors are on the meta device; it must have the values"
+            )
+        for rank, (_, digest) in enumerate(answers):
+            if digest != answers[0][1]:
+                raise RankMismatchError(
+                    f"load_state_dict of the optimizer: rank {rank} passes states of other parameters, types or shapes than "
+                    "rank 0; pass the same everywhere"
+                )
+        empty = [rank for rank, (meta, _) in enumerate(answers) if meta]
+        if empty and len(empty) < len(answers) - 1:
+            raise RankMismatchError(
+                f"load_state_dict of the optimizer: ranks {empty} pass meta tensors and the others values; pass values on "
+                "every rank, or on rank 0 only (what state_dict() returned)"
+            )
+        return bool(empty)
+
+    def _received(self, entries: dict[str, Any], spread: bool) -> dict[str, Any]:
+        """One parameter's states, with rank 0's values everywhere. A collective with `spread`."""
+        if not spread:
+            return entries
+        out = dict(entries)
+        for key in sorted(entries):
+            value = entries[key]
+            if isinstance(value, Tensor):
+                landing = torch.empty(
+                    value.shape, dtype=value.dtype, device=wire_device(self._wire, torch.device("cpu"))
+                )
+                if self._wire.rank == 0:
+                    landing.copy_(value)
+                if landing.numel():
+                    self._wire.broadcast(landing.view(-1).view(torch.uint8))
+                out[key] = landing.to(torch.device("cpu") if value.is_meta else value.device)
+        return out
+
+    def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
+        sliced = self._sliced(saved)
+        ready = []
+        for flat in self.flats:
+            states = [self._received(saved.get(param) or {}, spread) for param in flat.params]
+            entries = self._slice_state(flat, states, sliced)
+            for key, value in entries.items():
+                if is_elementwise(key, value, flat.span.slice_numel) and value.is_floating_point():
+                    entries[key] = value.to(flat.master_dtype)
+            ready.append((flat, entries))
+        for flat, entries in ready:
+            flat.put_state(self.optimizer, entries)
+        for group, packed in zip(self.optimizer.param_groups, state_dict["param_groups"]):
+            group.update({key: value for key, value in packed.items() if key != "params"})
+        self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
+
+    def _sliced(
+        self, saved: Mapping[nn.Parameter, dict[str, Any] | None], flats: Sequence[Flat] | None = None
+    ) -> set[str]:
+        """States with one value per element. Parameters of shape () do not show it: their other states are 0-dim, too."""
+        out: set[str] = set()
+        single: set[str] = {"step"}
+        hidden: set[str] = set()
+        for flat in self.flats if flats is None else flats:
+            for slot, param in zip(flat.span.slots, flat.params):
+                for key, value in (saved.get(param) or {}).items():
+                    if isinstance(value, Tensor):
+                        (hidden if not slot.spec.shape else out if value.dim() else single).add(key)
+        hidden -= out | single
+        if hidden:
+            with suppress(UnsupportedOptimizerError):
+                hidden &= {name for fields in fields_of(self.optimizer) for name, _ in fields}
+        return (out | hidden) - {"step"}
+
+    def _slice_state(self, flat: Flat, states: list[dict[str, Any]], sliced: Container[str]) -> dict[str, Any]:
+        """This rank's slice of what the parameters of one span have, whole."""
+        keys = list(dict.fromkeys(key for entries in states for key in entries))
+        out: dict[str, Any] = {}
+        for key in keys:
+            sample = next(entries[key] for entries in states if key in entries)
+            if not isinstance(sample, Tensor):
+                out[key] = sample
+            elif key in sliced:
+                out[key] = self._slice(flat, key, states, sample.dtype)
+            else:
+                steps = {float(entries[key]) for entries in states if key in entries}
+                if len(steps) > 1:
+                    warnings.warn(
+                        f"parameters of one span have different {key!r} in the saved optimizer state ({sorted(steps)}); "
+                        f"the largest is used for all, {flat.span.spec.name!r} among them",
+                        stacklevel=4,
+                    )
+                out[key] = torch.tensor(max(steps), dtype=sample.dtype, device=sample.device)
+                if flat.device.type != "cpu" and sample.device.type != "cpu":
+                    out[key] = out[key].to(flat.device)
+        return out
+
+    def _slice(self, flat: Flat, key: str, states: list[dict[str, Any]], dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(flat.span.slice_numel, dtype=dtype)
+        places = {id(slot): i for i, slot in enumerate(flat.span.slots)}
+        for part in flat.span.overlaps(flat.rank):
+            value = states[places[id(part.slot)]].get(key)
+            if value is None:
+                continue
+            flat_value = value.reshape(-1)[part.param_start : part.param_start + part.numel]
+            out[part.slice_start : part.slice_start + part.numel].copy_(flat_value)
+        return out
+
+
+def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """The class's own `load_state_dict`; the groups stay the same dicts."""
+    groups = list(optimizer.param_groups)
+    type(optimizer).load_state_dict(optimizer, state_dict)
+    for group, loaded in zip(groups, optimizer.param_groups):
+        group.update(loaded)
+    optimizer.param_groups[:] = groups
+
+
+def originals_of(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
+) -> list[list[nn.Parameter]]:
+    """The model's parameters in each group of an optimizer that is about to be bound.
+
+    Raises:
+        LayoutError: a parameter that the model does not have.
+    """
+    if previous is not None and previous.optimizer is optimizer:
+        groups = previous.current_originals()
+    else:
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        for place, param in enumerate(group):
+            if param not in names:
+                raise LayoutError(
+                    f"the optimizer's group {index} holds a parameter (number {place}, shape {tuple(param.shape)}) that "
+                    "the model does not have: build the optimizer over this model's parameters only"
+                )
+    return groups
+
+
+def take_state(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> dict[str, Any] | None:
+    """The state of a plain optimizer, before its parameters are replaced; None when it has none yet."""
+    if not any(param in optimizer.state for group in originals for param in group):
+        return None
+    flat = [param for group in originals for param in group]
+    state = {i: optimizer.state.pop(param) for i, param in enumerate(flat) if param in optimizer.state}
+    return {"state": state, "param_groups": numbered_groups(optimizer, originals)}
+
+
+def numbered_groups(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """The groups as `state_dict` has them: options, and under `params` running numbers of the original parameters."""
+    groups: list[dict[str, Any]] = []
+    start = 0
+    for group, params in zip(optimizer.param_groups, originals):
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": list(range(start, start + len(params)))})
+        start += len(params)
+    return groups
+
+
+def with_closure_followed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `step` with a closure that ends with `call`. None: it has no closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        return None
+
+    def followed() -> Any:
+        try:
+            return closure()
+        finally:
+            call()
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": followed}
+    return (args[0], followed, *args[2:]), kwargs
+
+
+def with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `step` after its closure was run, with one that only gives the loss in its place. None: it has none."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}

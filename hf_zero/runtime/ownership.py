@@ -1,0 +1,106 @@
+"""A parameter has one engine, and its memory is its own: what a model must be before it can be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, LayoutError
+from .deferred import HOLDERS, Birth, birth_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Where a parameter's elements lie: bytes [start, stop) of one device."""
+
+    name: str
+    values: Tensor
+    device: torch.device
+    start: int
+    stop: int
+
+
+def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
+    """Every parameter is free to be sharded.
+
+    Raises:
+        ConfigError: an engine has it already: it is a part of a sharded model, or shared with one.
+        LayoutError: it shares memory with another parameter of this model, or of a sharded one, without being the same
+            parameter.
+    """
+    for param, (name, *_) in names.items():
+        holder = HOLDERS.get(param)
+        if holder is None or isinstance(holder, Birth):
+            continue
+        engine = holder()
+        if engine is None:
+            raise ConfigError(
+                f"parameter {name!r} is of a sharded model that is gone, and its values with it: keep the whole model, or "
+                "call detach() on its engine before you take a part of it"
+            )
+        raise ConfigError(
+            f"parameter {name!r} belongs to a sharded {type(engine.model).__name__} already, and a parameter has one engine: "
+            "shard one module that holds everything, copy the part first (copy.deepcopy), or call detach() on that engine"
+        )
+    own = [memory for param, (name, *_) in names.items() if (memory := _memory_of(param, name)) is not None]
+    _refuse_shared(own, [])
+    theirs = []
+    for param, holder in list(HOLDERS.items()):
+        if not isinstance(holder, Birth) and holder() is not None:
+            memory = _memory_of(param, f"a parameter of the sharded {type(holder().model).__name__}")
+            if memory is not None:
+                theirs.append(memory)
+    _refuse_shared(own, theirs)
+
+
+def _memory_of(param: nn.Parameter, name: str) -> _Memory | None:
+    values = param.detach()
+    if birth_of(param) is not None or values.numel() == 0 or values.is_meta or values.layout != torch.strided:
+        return None
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride()))
+    storage = values.untyped_storage()
+    if (values.storage_offset() + extent) * values.element_size() > storage.nbytes():
+        raise LayoutError(
+            f"parameter {name!r} is a view of memory that was given back (of a sharded model, probably): give it values of "
+            "its own, p.data = tensor.clone()"
+        )
+    start = values.data_ptr()
+    return _Memory(name, values, values.device, start, start + extent * values.element_size())
+
+
+def _refuse_shared(own: Iterable[_Memory], theirs: Iterable[_Memory]) -> None:
+    """No two overlap: among `own` where `theirs` is empty, else of one and the other."""
+    mine = {id(memory) for memory in own}
+    among = not (others := list(theirs))
+    ordered = sorted([*own, *others], key=lambda memory: (str(memory.device), memory.start))
+    reach: list[_Memory] = []  # those that may go on beyond the start of the next
+    for memory in ordered:
+        reach = [other for other in reach if other.device == memory.device and other.stop > memory.start]
+        for other in reach:
+            if (among or (id(memory) in mine) != (id(other) in mine)) and _overlap(memory, other):
+                first, second = (memory, other) if id(memory) in mine else (other, memory)
+                raise LayoutError(
+                    f"parameter {first.name!r} shares memory with {second.name!r} and is another parameter (as after "
+                    "p.data = q.data): sharding would part them without a word. Tie them by assigning the Parameter itself "
+                    "(module.weight = other.weight), or give one a copy (p.data = p.data.clone())"
+                )
+        reach.append(memory)
+
+
+def _overlap(one: _Memory, other: _Memory) -> bool:
+    """Whether they have a byte in common: columns of one matrix, for instance, lie between one another and have none."""
+    if one.values.is_contiguous() and other.values.is_contiguous():
+        return True
+    low = min(one.start, other.start)
+    taken = torch.zeros(max(one.stop, other.stop) - low, dtype=torch.bool)
+    _bytes_in(taken, one, low).fill_(True)
+    return bool(_bytes_in(taken, other, low).any())
+
+
+def _bytes_in(space: Tensor, memory: _Memory, low: int) -> Tensor:
+    size = memory.values.element_size()
+    strides = [stride * size for stride in memory.values.stride()]
+    return space.as_strided((*memory.values.shape, size), (*strides, 1), memory.start - low)

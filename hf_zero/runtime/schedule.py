@@ -1,0 +1,1071 @@
+"""When a unit moves: hooks on its hosts, the order of a backward, prefetch, the end of a backward.
+
+Hooks stand on *nodes of the autograd graph*, not on tensors and not as autograd functions, so that the user's graph stays
+as it was (in-place use of a unit's inputs and outputs included):
+
+* pre-backward: a prehook on the nodes that made the host's outputs. It runs before the first backward operation of the
+  unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`graph.SavedTensors`);
+  that costs Python time per saved tensor, so it is on for the first backwards, and then for units that were seen to need it.
+* post-backward: a prehook on the node that made the host's *youngest* input. Autograd runs the ready node that was made
+  last, and AccumulateGrad before all others; so when the maker of the youngest input runs, every node made after it is
+  done: all of the unit's, and the gradients of its parameters. Release and reduce.
+* end of backward: an engine callback, for everything these miss: hosts whose inputs need no gradient (embeddings), units
+  that another rank used and this one did not.
+
+**All ranks reduce the same units in the same order, each once per backward.** At the start of a backward one small
+all-reduce tells every rank which units any of them has used in forward and when first (`_Agreement`). Units used first are
+reduced last. By autograd's rule a unit whose turn has passed is complete, so nobody waits for a unit that this rank did
+not use: what is there is sent, zeros otherwise. At the end a second small all-reduce tells which parameters have a gradient on
+any rank (the others have none, as in DDP), and which units got more gradients after their turn: these are reduced again.
+
+At stage 3 the order of gathers in backward is agreed as well: units used last come first. A rank whose backward leaves a unit
+out takes part in its gather and its reduce all the same (`_stand_in`), since the others may need both.
+
+Recomputation (activation checkpointing) runs the same forward hooks. In its non-reentrant form the unit is already in
+backward then, and its forward leaves no second trace; in its reentrant form the recomputed forward is the only one that
+has a graph, and its inputs are leaves: an engine callback of that inner backward ends the unit.
+
+Everything here costs Python time per unit, never per parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ..comm.wire import SoloWire
+from ..core.units import is_plain_embedding
+from ..errors import StateError
+from . import reads as on_read
+from .saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
+from .unit import State, Unit
+
+LEARNING = 4
+"""In so many backwards all saved tensors are looked at, to find units that a backward comes to by other ways than outputs."""
+
+
+class Order:
+    """The order in which units were needed in the last pass; only ever a hint."""
+
+    def __init__(self) -> None:
+        self._now: list[Unit] = []
+        self._last: list[Unit] = []
+
+    def note(self, unit: Unit) -> Unit | None:
+        """Record that `unit` is needed now; answers which one was needed next, last time."""
+        now, last = self._now, self._last
+        if not now or now[-1] is not unit:
+            now.append(unit)
+        place = len(now)
+        return last[place] if place < len(last) and last[place - 1] is unit else None
+
+    def close(self) -> None:
+        if self._now:
+            self._last, self._now = self._now, []
+
+
+class Host:
+    """One module whose forward uses one unit's parameters. The root is a host without a unit of its own here.
+
+    Attributes:
+        inputs, given: during its forward: its inputs, and the nodes that made them.
+        entry: during its forward: the youngest of them.
+        use: during its forward with a graph: what this forward adds to.
+        borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
+    """
+
+    __slots__ = ("acting", "borrowed", "entry", "given", "inputs", "is_embedding", "lent", "module", "trace", "use")
+
+    def __init__(self, module: nn.Module, trace: Trace | None) -> None:
+        self.module = module
+        self.trace = trace
+        self.acting = False  # of a guest: its own forward brought the unit in
+        self.given: list[Any] = []
+        self.inputs: Any = None
+        self.entry: Any = None
+        self.use: Use | None = None
+        self.borrowed: list[Trace] = []
+        self.lent: list[Use] = []
+        self.is_embedding = is_plain_embedding(module)
+
+
+class Lead:
+    """What hooks on a graph hold of a schedule: a weak reference, and whether backward may do without it.
+
+    Not the schedule itself: the garbage collector does not look into autograd's graph, so a module that keeps an activation
+    would keep itself, its engine and all memory of that alive for ever.
+    """
+
+    __slots__ = ("dispensable", "schedule")
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = weakref.ref(schedule)
+        self.dispensable = not schedule.frees  # else parameters may be released
+
+    def missing(self) -> None:
+        """A backward comes to a unit that is no more.
+
+        Raises:
+            StateError: it needs the unit's parameters.
+        """
+        if not self.dispensable:
+            raise StateError(
+                "a backward goes through a sharded model that no longer exists, or whose parameters were put into other units "
+                "since that forward: their values are gone. Keep the model (or its engine) until backward has ended, and run "
+                "the forward again after a step or a change of the optimizer's groups"
+            )
+
+
+class Use:
+    """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
+
+    Attributes:
+        trace: weakly, see `Lead`.
+        first: when it began.
+        events: hosts of it whose post-backward will come; `left` of them in the backward under way.
+        is_open: it has a host whose post-backward will not come, its inputs need no gradient.
+        done: a backward has been through it; with `retain_graph` there may be another.
+    """
+
+    __slots__ = ("__weakref__", "done", "events", "first", "is_open", "left", "trace")
+
+    def __init__(self, trace: Trace, first: int) -> None:
+        self.trace = weakref.ref(trace)
+        self.first = first
+        self.events = self.left = 0
+        self.is_open = self.done = False
+        trace.uses.append(first)
+
+    def finish(self) -> None:
+        trace = self.trace()
+        if not self.done and trace is not None:
+            self.done = True
+            trace.uses.remove(self.first)
+            trace.kept.append(self.first)
+            trace.pending -= bool(self.events)
+
+    def __del__(self) -> None:
+        self.finish()
+        trace = self.trace()
+        if trace is not None:
+            trace.kept.remove(self.first)
+
+
+class Trace:
+    """What the schedule remembers of one unit.
+
+    Attributes:
+        uses: when those began that have a graph and wait for its backward; `kept`: those that have had one.
+        pending: how many of `uses` will have a post-backward.
+        begun: when its use in this pass began; a count that only grows. `first`, `latest`: when its first use since the last
+            backward began, and its last one ended. A second backward over a kept graph reads them again.
+        agreed_first, agreed_latest: in the backward under way, the earliest first and the latest end on any rank.
+        noted: the last pass it ran in, maybe without a graph of its own (reentrant checkpointing); 0 after the next backward.
+        place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
+        held: not released. 1: until the next forward or step, 2: until the end of a backward.
+    """
+
+    __slots__ = (
+        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
+        "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed",
+        "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses",
+        "weightless",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
+        self.unit = unit
+        self.at = at  # its index
+        self.expected = len(modules)  # uses in a pass, as of the last one
+        self.seen = 0  # in this pass so far
+        self.running = 0  # hosts whose forward is under way
+        self.uses: list[int] = []
+        self.kept: list[int] = []
+        self.first = self.begun = self.latest = self.pending = 0
+        self.agreed_first = self.agreed_latest = 0
+        self.use: weakref.ref[Use] | None = None  # of the pass under way
+        self.noted = 0
+        self.noticed = False  # its parameters have hooks of their own
+        self.borrowed = False  # others than its hosts have read it
+        self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
+        self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
+        self.held = 0
+        self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
+        # In the backward under way:
+        self.place = self.step = -1
+        self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
+        self.everywhere = True  # every rank has used it: none makes the others wait for its part
+        self.in_backward = self.in_open = self.reduced = False
+        self.came = False  # gathered in it, also for other ranks alone
+        self.entered = False  # there for this rank's use
+        self.stepped = False  # who wants to know has been told that all gradients are there
+        self.local = False  # gradients wait on this rank, from a backward that did not send them
+
+
+class Schedule:
+    """Installs the hooks on one model and runs its units."""
+
+    def __init__(self, model: nn.Module, units: Iterable[tuple[Unit, list[nn.Module]]], wire: SoloWire) -> None:
+        self.model = model
+        self.wire = wire
+        self.sync = True
+        """False inside `no_sync`."""
+        self.unsynced = False
+        """Some local gradients wait for a reduce. The same on every rank, as `no_sync` is."""
+        self.before_backward: Callable[[], None] = lambda: None
+        self.after_backward: Callable[[], None] = lambda: None
+        self.before_forward: Callable[[], None] = lambda: None
+        self.ask: Callable[[], bool] = lambda: False
+        """Asked on every rank at the end of a backward that syncs."""
+        self.answered = False
+        """Whether it was true on any rank."""
+        self.after_reduce: Callable[[Unit], None] | None = None
+        """Called once per backward that syncs, when all of a unit's gradients are with their owners."""
+        self.heir: Schedule | None = None
+        """What was put in its place. That may be when a forward begins: torch goes on with the hooks that it found."""
+        self._handles: list[Any] = []
+        self._pass = self._clock = 0
+        self._forward, self._backward = Order(), Order()
+        self._in_backward = self._again = False  # _again: the backward under way makes a graph itself
+        self._seen_backward = False  # since the last step
+        self._task = -1
+        self._with_graph = False  # the root's forward under way makes a graph
+        self._running: list[Host] = []  # hosts whose forward is under way, innermost last
+        self._hooked: Host | None = None  # in whose forward saved tensors pass through `_saved` just now
+        self._learning = LEARNING
+        self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
+        self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
+        self._reducing: Trace | None = None
+        self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
+        self._blind: Trace | None = None  # and NaN came of it
+        self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
+        self._agreement: Callable[[], list[int]] | None = None
+        self._order: list[Trace] = []  # agreed: units in the order of their reduces
+        self._walk: list[Trace] = []  # and of their gathers, where units are released
+        self._walked_units: set[Unit] = set()
+        self._turn = self._walked = 0  # how far these have come
+        self.traces: list[Trace] = []
+        self._hosts: list[Host] = []
+        for unit, modules in units:
+            trace = Trace(unit, modules, len(self.traces))
+            self.traces.append(trace)
+            self._hosts += [Host(module, trace) for module in modules]
+        self.frees = any(not trace.unit.policy.keep_full for trace in self.traces)
+        self._lead = Lead(self)
+        # Alone, a reduce is an addition in place: nothing to put off.
+        self._defers = any(not t.unit.policy.reduce_each_backward for t in self.traces) and wire.size > 1
+        self._root = Host(model, None)
+        for host in self._hosts:
+            self._hook(host, self._pre_forward, self._post_forward)
+        self._dictionaries: list[on_read.ParameterDict] = []
+        self._trace_of: dict[nn.Module, Trace] = {}
+        self._opened: set[Trace] = set()
+        self._touched: list[Use] = []  # in the backward under way
+        if self.frees:
+            owner_of = {
+                flat.full.untyped_storage()._cdata: weakref.ref(trace)
+                for trace in self.traces
+                for flat in trace.unit.flats
+            }
+            self._saved = SavedTensors(owner_of, partial(_bring, self._lead))
+            self._watch_reads()
+        # The last to come first: the root may be a host, too, and its forward begins a new count.
+        self._hook(self._root, self._root_pre_forward, self._root_post_forward)
+
+    def _hook(self, host: Host, before: Callable[..., None], after: Callable[..., None]) -> None:
+        module, add = host.module, self._handles.append
+        add(module.register_forward_pre_hook(partial(before, host), prepend=True, with_kwargs=True))
+        add(module.register_forward_hook(partial(after, host), always_call=True))
+
+    def _watch_reads(self) -> None:
+        """Parameters of a released unit are gathered when they are read."""
+        unit_of = {param: trace for trace in self.traces for flat in trace.unit.flats for param in flat.params}
+        for module in self.model.modules():
+            traces = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
+            if not traces:
+                continue
+            trace = self._trace_of[module] = min(traces, key=lambda each: each.at)
+            found = on_read.put_on([module], self._read)
+            self._dictionaries += found
+            trace.unit.watch(found)
+        hosts = {host.module for host in self._hosts}
+        self._inner += [
+            (module, host.trace)
+            for host in self._hosts
+            if host.trace is not None
+            for module in host.module.modules()
+            if module not in hosts
+        ]
+        for trace in self.traces:
+            # Recurrent layers keep their parameters in lists: nobody sees those read.
+            inside = (module for host in self._hosts if host.trace is trace for module in host.module.modules())
+            if any(isinstance(module, nn.RNNBase) for module in inside):
+                self._host_inside(trace)
+
+    def _host_inside(self, trace: Trace) -> None:
+        """Someone calls modules inside this unit's hosts and goes around their forward: these act as hosts from now on."""
+        if trace in self._opened:
+            return
+        self._opened.add(trace)
+        known = {host.module for host in self._hosts}
+        for module, owner in self._trace_of.items():
+            if owner is trace and module not in known:
+                self._hook(Host(module, trace), self._guest_pre_forward, self._guest_post_forward)
+
+    def state(self) -> tuple[Any, ...]:
+        """What `take_over` gives to the schedule of the same units with other spans."""
+        learnt = [(trace.expected, trace.strict, trace.stays, trace in self._opened) for trace in self.traces]
+        return self.sync, self.unsynced, self._seen_backward, self._learning, learnt
+
+    def take_over(self, state: tuple[Any, ...]) -> None:
+        self.sync, self.unsynced, self._seen_backward, self._learning, learnt = state
+        for trace, (expected, strict, stays, is_open) in zip(self.traces, learnt):
+            trace.expected, trace.strict, trace.stays = expected, strict, stays
+            if is_open:
+                self._host_inside(trace)
+
+    def detach(self, *, whole: bool) -> None:
+        """Take all hooks off the model.
+
+        Args:
+            whole: parameters are plain ones afterwards, and a backward over an earlier graph needs no hooks.
+        """
+        self._lead.dispensable = self._lead.dispensable or whole
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        on_read.take_off(self._dictionaries)
+        self._dictionaries.clear()
+
+    @property
+    def units(self) -> Iterator[Unit]:
+        return (trace.unit for trace in self.traces)
+
+    # Forward --------------------------------------------------------------------------------------------------------
+
+    def _root_pre_forward(self, host: Host, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_backward:
+            if in_backward_of_any():
+                self._enter(host)
+                return  # the whole model is being recomputed
+            self.reset()
+        if self._root in self._running:  # an exception that no hook was told of
+            self._abandon()
+        if not self._running:
+            self.before_forward()
+            if self.heir is not None:
+                self.heir._begin_in_place(args, kwargs)
+                return
+        self._begin_root(host)
+
+    def _begin_root(self, host: Host) -> None:
+        self._look_over()
+        self._with_graph = torch.is_grad_enabled()
+        self._enter(host)
+        self._new_pass()
+        self._drop_holds(1)
+        if self.frees:
+            for trace in self.traces:
+                trace.seen = trace.running = 0
+
+    def _begin_in_place(self, args: Any, kwargs: Any) -> None:
+        """The model's forward began with the hooks of another schedule, whose units were cut anew then."""
+        self._begin_root(self._root)
+        for host in self._hosts:
+            if host.module is self.model:
+                self._pre_forward(host, self.model, args, kwargs)
+
+    def _guest_pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if host.trace is not None and not host.trace.running:
+            host.acting = True
+            self._pre_forward(host, module, args, kwargs)
+
+    def _guest_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
+        if host.acting:
+            host.acting = False
+            self._post_forward(host, module, args, output)
+
+    def _look_over(self) -> None:
+        """Between passes: no backward has come to these, and the user may have written to them."""
+        if self.frees:
+            for trace in self.traces:
+                trace.unit.look_over()
+
+    def _new_pass(self) -> None:
+        self._pass += 1
+        for trace in self.traces:
+            trace.use = None
+
+    def _enter(self, host: Host) -> None:
+        """A host's forward begins."""
+        if self.frees and self._hooked is None and torch.is_grad_enabled():
+            if not self._running:
+                # A hook of others on a module inside a host may record its tensors: a backward may begin there.
+                for module, trace in self._inner:
+                    if module._forward_hooks or module._forward_pre_hooks:
+                        trace.strict = True
+            strict = self._learning if host.trace is None else self._learning or host.trace.strict
+            if strict and self._saved.push():
+                self._hooked = host
+        self._running.append(host)
+
+    def _leave(self, host: Host) -> bool:
+        """It is over, or has raised. False where that was noticed before."""
+        if host not in self._running:
+            return False
+        while self._running.pop() is not host:  # an exception that no hook was told of
+            pass
+        if self._hooked is not None and self._hooked not in self._running:
+            self._hooked = None
+            self._saved.pop()
+        borrowed, host.borrowed = host.borrowed, []
+        for trace in borrowed:
+            trace.running = max(0, trace.running - 1)
+            if trace.noted:
+                self._end_use(trace)
+            if not trace.running and not self._in_backward and trace.seen >= trace.expected:
+                self._leave_tail(trace)
+                self._tail = trace
+        return True
+
+    def _abandon(self) -> None:
+        """No forward is under way."""
+        self._running.clear()
+        if self._hooked is not None:
+            self._hooked = None
+            self._saved.pop()
+
+    def _pre_forward(
+        self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        trace = host.trace
+        if trace is None or self.heir is not None:
+            return
+        if not self._running:  # a part of the model, called by itself
+            if self._in_backward and not in_backward_of_any():
+                self.reset()
+            self._with_graph = torch.is_grad_enabled()
+            if not self._in_backward:
+                self._look_over()
+                self._new_pass()
+        self._enter(host)
+        trace.running += 1
+        if self.frees:
+            if not self._in_backward:
+                self._leave_tail(trace)
+            self._need(trace)
+        if self._with_graph and not self._in_backward:
+            self._note(trace)
+        if not torch.is_grad_enabled() or not (self.frees or trace.unit.trained):
+            return
+        if self._in_backward and (trace.in_backward or trace.pending):
+            return  # a non-reentrant recomputation: the first forward's hooks stand
+        host.inputs = (args, kwargs) if self.frees else None
+        tensors = tensors_in((args, kwargs))
+        host.given = nodes_of(tensors)
+        host.entry = youngest_of(tensors)
+        host.use = self._used(trace, host.entry)
+
+    def _note(self, trace: Trace) -> None:
+        if trace.noted != self._pass:
+            self._begin_use(trace)
+            if not trace.noted:
+                trace.first = trace.begun
+            trace.noted = self._pass
+
+    def _begin_use(self, trace: Trace) -> None:
+        self._clock += 1
+        trace.begun = trace.latest = self._clock
+
+    def _end_use(self, trace: Trace) -> None:
+        self._clock += 1
+        trace.latest = self._clock
+
+    def _used(self, trace: Trace, entry: Any) -> Use:
+        """A forward with a graph; `entry` is the node whose backward comes right after it."""
+        use = None if trace.use is None else trace.use()
+        if use is None:
+            if trace.noted != self._pass:
+                self._begin_use(trace)
+            use = Use(trace, trace.begun)
+            trace.use = weakref.ref(use)
+        if entry is None:
+            use.is_open = True
+            self._notice(trace)
+        else:
+            if not use.events:
+                trace.pending += 1
+            use.events += 1
+            use.left += 1
+            entry.register_prehook(partial(_post_backward, self._lead, use))
+        return use
+
+    def _notice(self, trace: Trace) -> None:
+        """A backward may begin inside this unit and end there, past all nodes with hooks: its gradients tell of it."""
+        if trace.noticed:
+            return
+        trace.noticed = True
+        for flat in trace.unit.trained:
+            for param in flat.params:
+                if param.requires_grad:
+                    # Weakly: the collector does not look into a tensor's hooks, and the schedule has the parameter.
+                    hook = partial(_came_unnoticed, weakref.ref(self))
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def came_unnoticed(self) -> None:
+        """A parameter's gradient is there, and no node has told of a backward."""
+        if not self._in_backward:
+            self._begin_backward()
+
+    def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
+        trace = host.trace
+        if trace is None or not self._leave(host):
+            return
+        trace.running = max(0, trace.running - 1)
+        if trace.noted:
+            self._end_use(trace)
+        given, use, is_open, lent = host.given, host.use, host.entry is None, host.lent
+        inputs = host.inputs
+        host.given, host.use, host.entry, host.lent, host.inputs = [], None, None, [], None
+        if use is not None and (self.frees or is_open):
+            hook = partial(_pre_backward, self._lead, use, is_open, host.is_embedding, lent)
+            found = tensors_in(output)
+            nodes = nodes_of(found)
+            # What is handed on is no use of the unit; what was put into a container that was handed in is one.
+            for node in {*nodes, *nodes_of(tensors_in(inputs))}.difference(given):
+                node.register_prehook(hook)
+            if not nodes and self.frees and not self._in_backward and not (found and is_open and _is_frozen(module)):
+                # Nobody can look into its output.
+                trace.held = trace.held if self._hooked else 2
+                trace.strict = True
+            if trace.stays and not self._in_backward:
+                trace.held = 2
+        if trace.in_backward:
+            return
+        if self.frees and not self._in_backward:
+            trace.seen += 1
+            if trace.seen >= trace.expected and not trace.running:
+                self._leave_tail(trace)
+                self._tail = trace
+
+    def _root_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._leave(host) or self._in_backward:
+            return
+        graph = torch.is_grad_enabled()
+        lent, host.lent = host.lent, []
+        if graph:
+            hook = partial(_root_pre_backward, self._lead, lent)
+            for node in nodes_of(tensors_in(output)):
+                node.register_prehook(hook)
+        if self.frees:
+            self._forward.close()
+            # The unit that ran last is the first that backward needs.
+            self._tail = keep = self._tail if graph else None
+            for trace in self.traces:
+                if trace.seen:
+                    trace.expected = trace.seen
+                if trace is not keep:
+                    self._release(trace)
+
+    def _leave_tail(self, trace: Trace) -> None:
+        tail, self._tail = self._tail, None
+        if tail is not None and tail is not trace and not tail.running:
+            self._release(tail)
+
+    def _release(self, trace: Trace) -> None:
+        if not trace.held:
+            trace.unit.release()
+
+    def _drop_holds(self, least: int) -> None:
+        """Units that were held for no longer than that are released."""
+        for trace in self.traces:
+            if trace.held and trace.held <= least:
+                trace.held = 0
+                trace.unit.release()
+
+    def _need(self, trace: Trace) -> None:
+        """This unit now; and start on the one that comes next: at most two are gathered for use at any moment."""
+        if self._in_backward:
+            self._need_in_backward(trace)
+            return
+        following = self._forward.note(trace.unit)
+        trace.unit.gather()
+        if following is not None:
+            following.gather()
+        trace.unit.wait()
+
+    # Reads by others ------------------------------------------------------------------------------------------------
+
+    def _read(self, read: on_read.ParameterDict) -> None:
+        """A parameter of a released unit, or of one that others have read before, is read.
+
+        In a pass it is gathered, and stays until the forward of the innermost host under way is over (the reader, for all that
+        can be known), backward included. Outside of one nothing happens: code that looks at a weight on one rank would
+        wait for the others for ever. Between a forward and its backward with a graph (a loss function) counts as a pass.
+        """
+        trace = self._trace_of[read.module]
+        if self._running:
+            host = self._running[-1]
+            if trace is host.trace or trace in host.borrowed:
+                if trace.unit.state is not State.GATHERED:
+                    self._need(trace)
+                return
+            if trace.running and not trace.borrowed and trace.unit.state is State.GATHERED:
+                return  # inside one of its own hosts
+            if on_read.is_read_by_itself(read.module):
+                self._host_inside(trace)
+            self._borrow(host, trace)
+            return
+        if trace.unit.state is State.GATHERED:
+            return
+        itself = on_read.is_read_by_itself(read.module)
+        if itself:
+            self._host_inside(trace)
+        if self._in_backward or itself or (torch.is_grad_enabled() and any(each.uses for each in self.traces)):
+            graph = torch.is_grad_enabled() or self._in_backward
+            self._hold(trace, 2 if graph else 1)
+
+    def _borrow(self, host: Host, trace: Trace) -> None:
+        if not self._in_backward:
+            self._leave_tail(trace)
+        trace.borrowed = True
+        trace.weightless = False
+        trace.unit.always_asks = True
+        trace.running += 1
+        trace.seen += 1
+        host.borrowed.append(trace)
+        self._need(trace)
+        if self._with_graph and not self._in_backward:
+            self._note(trace)
+        if torch.is_grad_enabled() and not self._in_backward:
+            host.lent.append(self._used(trace, host.entry))
+
+    def _hold(self, trace: Trace, how: int) -> None:
+        trace.held = max(trace.held, how)
+        self._need(trace)
+        if how == 2:
+            self._note(trace)
+
+    def _bring(self, trace: Trace) -> None:
+        """Backward reads a saved parameter of this unit."""
+        gathered = trace.unit.state is State.GATHERED
+        if gathered and trace.came:
+            return
+        if in_backward_of_any():
+            trace.strict = True
+            if self._begin_backward():
+                self._need(trace)
+            else:
+                self._hold_inside_forward(trace)
+        elif not gathered:  # someone looks at a graph
+            self._hold(trace, 1)
+
+    # Backward -------------------------------------------------------------------------------------------------------
+
+    def _gather_lent(self, lent: list[Use]) -> None:
+        """Backward enters a host that has read parameters of other units."""
+        for use in lent:
+            trace = use.trace()
+            if self.frees and trace is not None and trace.unit.state is not State.GATHERED:
+                self._need(trace)
+
+    def _hold_inside_forward(self, trace: Trace) -> None:
+        """A backward inside a forward (forces from energies) needs this unit, and so does what is made of it."""
+        trace.held = 2 if torch.is_grad_enabled() else max(trace.held, 1)
+        trace.unit.gather()
+        trace.unit.wait()
+
+    def _begin_backward(self) -> bool:
+        """The first event of a backward. False for one inside a forward: that one sends nothing and ends nothing."""
+        if self._in_backward:
+            return True
+        if self._running:
+            return False
+        self._in_backward = self._seen_backward = True
+        self._task = torch._C._current_graph_task_id()
+        self._again = torch.is_grad_enabled()
+        self.before_backward()
+        self._begin_order()
+        if self._again and self.frees:  # what it saves of parameters is not told to `_saved`
+            for trace in self.traces:
+                if trace.uses or trace.kept or trace.noted:
+                    trace.held = 2
+        Variable._execution_engine.queue_callback(self._end_backward)
+        return True
+
+    def _begin_order(self) -> None:
+        """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
+        for trace in self.traces:
+            trace.reduced = trace.stepped = False
+            # Kept from forward, on every rank: it is not gathered again.
+            trace.came = trace.entered = trace.unit.state is not State.SHARDED
+            trace.place = trace.step = -1
+        self._turn = self._walked = 0
+        self._order, self._walk = [], []
+        self._unseen = None
+        if not self.frees and (self.wire.size == 1 or (self._defers and not self.sync)):
+            self._agreement = None
+            return
+        waiting = any(trace.uses or trace.noted or trace.local for trace in self.traces)
+        firsts, lasts, passes = [], [], []
+        for trace in self.traces:
+            uses = (
+                trace.uses if waiting else trace.kept
+            )  # all have had a backward: this is one over a graph that was kept
+            first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
+            firsts.append(first)
+            lasts.append(max(first, trace.latest) if first else 0)
+            passes.append(len(uses))
+        base = min([first for first in firsts if first], default=1) - 1
+        numbers = [first and first - base for first in firsts]
+        numbers += [latest and latest - base for latest in lasts]
+        numbers += passes
+        numbers += [int(not first) for first in firsts]
+        self._agreement = self.wire.start_maximum(numbers)
+
+    def _agreed(self) -> list[Trace]:
+        """The units in the order of their reduces; the last to be used first."""
+        answer, self._agreement = self._agreement, None
+        if answer is not None:
+            numbers, count = answer(), len(self.traces)
+            first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
+            used = [trace for trace in self.traces if first[trace.at]]
+            for trace in used:
+                trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
+                trace.everywhere = not unused[trace.at]
+                trace.joinable = passes[trace.at] == 1 and not trace.weightless
+            self._order = sorted(used, key=lambda trace: (-trace.agreed_first, trace.at))
+            for place, trace in enumerate(self._order):
+                trace.place = place
+            if self.frees:
+                self._walk = sorted(used, key=lambda trace: (-trace.agreed_latest, trace.at))
+                self._walked_units = {trace.unit for trace in used}
+                for step, trace in enumerate(self._walk):
+                    trace.step = step
+        return self._order
+
+    def _need_in_backward(self, trace: Trace) -> None:
+        self._agreed()
+        following = self._backward.note(trace.unit)
+        if following is not None and following not in self._walked_units:
+            following = None  # other ranks may not need it in this backward
+        if trace.joinable:
+            while self._walked < trace.step:
+                self._stand_in(self._walk[self._walked])
+            self._walked = max(self._walked, trace.step + 1)
+            following = self._next_in_walk() or following
+        self._make_way(trace)
+        trace.came = trace.entered = True
+        trace.unit.gather()
+        if following is not None:
+            following.gather()
+        trace.unit.wait()
+
+    def _next_in_walk(self) -> Unit | None:
+        """What all ranks gather next in this backward."""
+        for trace in self._walk[self._walked :]:
+            if trace.joinable and not trace.came:
+                return trace.unit
+            if not trace.weightless and not trace.came:
+                return None
+        return None
+
+    def _stand_in(self, trace: Trace) -> None:
+        """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
+        self._walked = max(self._walked, trace.step + 1)
+        if not trace.joinable or self.wire.size == 1:
+            return
+        stays, trace.came = trace.came, True
+        following = self._next_in_walk()
+        self._make_way(trace)  # collectives in the order in which `_need_in_backward` has them on other ranks
+        if not stays:
+            trace.unit.gather()
+        if following is not None:
+            following.gather()
+        if not stays:
+            self._release(trace)
+        if self._walked < len(self._walk):
+            self._leave_used_after(self._walk[self._walked])
+
+    def _make_way(self, trace: Trace) -> None:
+        """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
+        trace.unit.settle_read()
+        self._leave_used_after(trace)
+
+    def _leave_used_after(self, trace: Trace) -> None:
+        """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
+        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
+            self._reduce_up_to(self._turn)
+
+    def _end_inner(self, use: Use) -> None:
+        """The end of an inner backward (reentrant checkpointing), which an open use ran in."""
+        trace = use.trace()
+        if trace is None:
+            return
+        trace.in_backward = trace.in_open = False
+        if self._in_backward and not trace.pending:
+            self._release(trace)
+            self._passed(trace)
+
+    def _passed(self, trace: Trace) -> None:
+        """Backward has come to where this unit was first used: its gradients are complete, and those of all used after it."""
+        if not self.sync and self._defers:
+            trace.unit.hold()
+        elif self.wire.size == 1:
+            if trace.unit.has_grads():
+                self._reduce(trace)
+        else:
+            self._agreed()
+            self._reduce_up_to(trace.place)
+
+    def _reduce_up_to(self, place: int) -> None:
+        while self._turn <= place:
+            trace = self._order[self._turn]
+            self._turn += 1
+            trace.in_backward = trace.in_open = False
+            self._release(trace)
+            if trace.unit.trained and (self.wire.size > 1 or trace.unit.has_grads()):
+                self._reduce(trace)
+
+    def _reduce(self, trace: Trace) -> None:
+        if self.frees:
+            self._suspect(trace)
+        previous, self._reducing = self._reducing, trace
+        if previous is not None:
+            if previous.everywhere:
+                self._finish_reduce(previous)
+            else:
+                self._late.append(previous)
+        trace.unit.reduce()
+        trace.reduced, trace.stepped = True, False
+
+    def _suspect(self, trace: Trace) -> None:
+        """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
+        if self._unseen is None and not trace.entered and not trace.weightless and trace.unit.has_grads():
+            self._unseen = trace
+        if self._unseen is not None and self._blind is None and trace.unit.has_nan_grads():
+            self._blind = self._unseen
+            self._blind.stays = True
+
+    def _finish_reduce(self, trace: Trace) -> None:
+        trace.unit.finish_reduce()
+        # With another pass of it to come there may be more. Whether other ranks have gradients of it is known at the end.
+        if trace.unit.has_arrived and not trace.pending:
+            self._step(trace)
+
+    def _step(self, trace: Trace) -> None:
+        if self.after_reduce is not None and self.sync and trace.reduced and not trace.stepped:
+            trace.stepped = True
+            self.after_reduce(trace.unit)
+
+    def _finish_reduces(self) -> None:
+        late, self._late = self._late, []
+        if self._reducing is not None:
+            late.append(self._reducing)
+            self._reducing = None
+        for trace in late:
+            self._finish_reduce(trace)
+
+    def _reduce_rest(self) -> None:
+        """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""
+        if self.wire.size == 1:
+            for trace in reversed(self.traces):
+                if trace.unit.has_grads():
+                    self._reduce(trace)
+                trace.unit.set_present(trace.unit.arrived(), 0)
+            self._finish_reduces()
+        else:
+            self._agreed()
+            while self._walked < len(self._walk):
+                self._stand_in(self._walk[self._walked])
+            self._reduce_up_to(len(self._order) - 1)
+            self._finish_reduces()
+            self._agree_on_gradients()
+        for trace in self.traces:
+            trace.local = False
+            self._step(trace)
+
+    def _agree_on_gradients(self) -> None:
+        """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
+        asked = self.ask()
+        while True:
+            blind = self._blind
+            flags: list[int] = [trace.unit.has_grads() for trace in self.traces]
+            for trace in self.traces:
+                flags += trace.unit.arrived()
+            flags += (asked, 0 if blind is None else 1 + blind.at)
+            found = self.wire.start_maximum(flags)()
+            more = [trace for trace in self.traces if found[trace.at]]
+            if not more:
+                break
+            for trace in more:
+                self._reduce(trace)
+            self._finish_reduces()
+        self.answered = bool(found[-2])
+        if found[-1]:
+            self._blind = self.traces[found[-1] - 1]
+        start = len(self.traces)
+        for trace in self.traces:
+            start = trace.unit.set_present(found, start)
+
+    def _end_backward(self) -> None:
+        """Whatever the node hooks missed; then every owner's gradient is complete."""
+        self._backward.close()
+        self._tail = None
+        for trace in self.traces:
+            trace.in_backward = trace.in_open = False
+            if not self._again:
+                trace.held = 0
+            self._release(trace)
+        if self._defers and not self.sync:
+            for trace in self.traces:
+                trace.local = trace.local or trace.unit.has_grads()
+                trace.unit.hold()
+        else:
+            self._reduce_rest()
+        for trace in self.traces:
+            trace.noted = trace.noted if self._again else 0
+        self._learning = max(0, self._learning - 1)
+        for use in self._touched:  # of a graph that is kept, in its next backward
+            use.left = use.events
+            use.finish()
+        self._touched.clear()
+        self._in_backward = False
+        self.unsynced = self._defers and (not self.sync)
+        self.after_backward()
+        blind, self._blind = self._blind, None
+        if blind is not None:
+            raise StateError(
+                f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not "
+                "see, while its parameters were released (a custom autograd Function that keeps a weight as an attribute of "
+                "ctx? use ctx.save_for_backward). Call zero_grad() and run the step again: from now on this unit stays "
+                "gathered until the end of backward"
+            )
+
+    def stepped(self) -> None:
+        """The optimizer has used this step's gradients."""
+        self._seen_backward = False
+
+    def flush(self) -> None:
+        """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook; a collective then."""
+        missed = not self._seen_backward and any(trace.unit.has_grads() for trace in self.traces)
+        if not self.unsynced and not missed:
+            return
+        self.unsynced, self._seen_backward = False, True
+        sync, self.sync = self.sync, True
+        try:
+            for trace in self.traces:
+                trace.local = trace.local or trace.unit.has_grads()
+            self._begin_order()
+            self._agreed()
+            self._walked = len(self._walk)
+            self._reduce_rest()
+        finally:
+            self.sync = sync
+        self.after_backward()
+
+    def quiesce(self) -> None:
+        """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""
+        if self._in_backward and not in_backward_of_any():
+            self.reset()
+        self._tail = None
+        self._look_over()
+        for trace in self.traces:
+            trace.held = 0
+            trace.unit.release()
+            trace.unit.close()
+
+    def reset(self) -> None:
+        """Forget the pass under way, after an exception in it: local gradients, hooks' counts, transfers."""
+        self._in_backward = False
+        self._tail = None
+        self._reducing = None
+        self._late.clear()
+        self._touched.clear()
+        self._agreed()
+        self._abandon()
+        self._learning = LEARNING  # the exception may have come from a way to a unit that nobody knew
+        self._forward, self._backward = Order(), Order()
+        for trace in self.traces:
+            trace.in_backward = trace.in_open = trace.reduced = trace.local = False
+            trace.running = trace.held = trace.noted = 0
+            trace.use = None
+            trace.unit.settle()
+            trace.unit.drop_grads(shards=False)
+            trace.unit.release()
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(param.requires_grad for param in module.parameters())
+
+
+def _came_unnoticed(schedule: weakref.ref[Schedule], _: nn.Parameter) -> None:
+    there = schedule()
+    if there is not None:
+        there.came_unnoticed()
+
+
+# What hangs on a graph -------------------------------------------------------------------------------------------------
+
+
+def _root_pre_backward(lead: Lead, lent: list[Use], *_: Any) -> None:
+    schedule = lead.schedule()
+    if schedule is None:
+        return
+    if schedule._in_backward and schedule._task != torch._C._current_graph_task_id():
+        schedule.reset()  # the backward before this one raised
+    if schedule._begin_backward():
+        schedule._gather_lent(lent)
+
+
+def _pre_backward(lead: Lead, use: Use, is_open: bool, is_embedding: bool, lent: list[Use], *_: Any) -> None:
+    schedule, trace = lead.schedule(), use.trace()
+    if schedule is None or trace is None:
+        lead.missing()
+        return
+    if not schedule._begin_backward():
+        schedule._hold_inside_forward(trace)
+        return
+    if is_open:
+        schedule._touched.append(use)
+    if is_open and torch._C._current_graph_task_id() != schedule._task:
+        Variable._execution_engine.queue_callback(partial(schedule._end_inner, use))
+    if is_embedding or not schedule.frees:
+        return
+    trace.in_backward = True
+    trace.in_open = trace.in_open or is_open
+    schedule._need(trace)
+    if lent:
+        schedule._gather_lent(lent)
+
+
+def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
+    schedule, trace = lead.schedule(), use.trace()
+    if schedule is None or trace is None:
+        return
+    if not schedule._begin_backward():
+        return
+    if use.left == use.events:
+        schedule._touched.append(use)
+    use.left -= 1
+    if use.left > 0:
+        return
+    use.finish()
+    trace.in_backward = trace.in_open
+    if not trace.in_open:
+        schedule._release(trace)
+    if not use.is_open and not trace.pending:
+        schedule._passed(trace)
+
+
+def _bring(lead: Lead, owner: weakref.ref[Trace]) -> None:
+    schedule, trace = lead.schedule(), owner()
+    if schedule is None or trace is None:
+        lead.missing()
+        return
+    schedule._bring(trace)

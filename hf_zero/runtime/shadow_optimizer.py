@@ -1,0 +1,138 @@
+"""The user's optimizer, stepping over other tensors than its groups'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from ..errors import UnsupportedOptimizerError
+from .state_shard import Fields, is_elementwise
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(master, gradient, exp_avg, exp_avg_sq, step count): one update of the first and of the moments, in place."""
+
+
+class Twin:
+    """Steps of an optimizer over other tensors than its groups': same class, same options as of now, no hooks.
+
+    Args:
+        fuse: use the fused kernel where the optimizer has one and its user left that open.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, fuse: bool) -> None:
+        skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+        self._kind = type(optimizer)
+        self._twin: Any = object.__new__(self._kind)
+        self._twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
+        self._options = [_host_options(group, fuse) for group in optimizer.param_groups]
+        torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
+        # A loss scaler may ask the optimizer's own step to unscale, or to pass.
+        scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        self._kernels = [None if scaled else _adam(self._kind, options) for options in self._options]
+
+    def kernel(self, group: int) -> Kernel | None:
+        """What the group's step ends in once there is state, where that is one call; None: call `step`."""
+        return self._kernels[group]
+
+    def is_fused(self, group: int) -> bool:
+        """Whether an update reads and writes memory once."""
+        return bool(self._options[group].get("fused"))
+
+    def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""
+        param = nn.Parameter(master, requires_grad=True)
+        param.grad = grad
+        twin = self._twin
+        twin.param_groups = [{**self._options[group], "params": [param]}]
+        twin.state.clear()
+        if state:
+            twin.state[param] = state
+        self._kind.step(twin)
+        found: dict[str, Any] = twin.state.get(param, {})
+        return found
+
+
+def _adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel | None:
+    """The function that Adam's and AdamW's `step` ends in. What comes before it takes as long as a small block in the cache.
+
+    None where they would do anything else, and for other optimizers.
+    """
+    if kind not in (torch.optim.Adam, torch.optim.AdamW) or "decoupled_weight_decay" not in options:
+        return None
+    if options["amsgrad"] or options["differentiable"] or options["foreach"]:
+        return None
+    settings = {name: options[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+    settings |= {"amsgrad": False, "grad_scale": None, "found_inf": None}
+    beta1, beta2 = options["betas"]
+    decoupled = options["decoupled_weight_decay"]
+    if not options["fused"]:
+        settings |= {
+            "beta1": beta1,
+            "beta2": beta2,
+            "decoupled_weight_decay": decoupled,
+            "foreach": False,
+            "fused": False,
+        }
+
+        def loop(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
+            adam([master], [grad], [exp_avg], [exp_avg_sq], [], [count - 1], **settings)  # it counts by itself
+
+        return loop
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    settings |= {"beta1": float(beta1), "beta2": float(beta2)}
+
+    def step(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
+        kernel([master], [grad], [exp_avg], [exp_avg_sq], [], [count], **settings)
+
+    return step
+
+
+def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for key, value in options.items():
+        if isinstance(value, Tensor):  # a copy: a scheduler writes to it while the step goes on
+            options[key] = value.detach().to("cpu", copy=True)
+    if options.get("capturable"):
+        options["capturable"] = False  # of graphs on the device
+    if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
+        options["fused"] = not options.get("differentiable")
+    return options
+
+
+def state_names_of(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """What its state has after a step, by a step on a few elements; None where that cannot be tried."""
+    try:
+        with torch.no_grad():
+            return {
+                str(key)
+                for index in range(len(optimizer.param_groups))
+                for key in Twin(optimizer, fuse=False).step(index, torch.zeros(7), torch.ones(7), {})
+            }
+    except Exception:  # whatever a user's optimizer raises on a stretch that is no parameter of its own
+        return None
+
+
+def fields_of(optimizer: torch.optim.Optimizer) -> list[Fields]:
+    """The element-wise states of each group, by a step on a few elements.
+
+    Raises:
+        UnsupportedOptimizerError: the step cannot be tried.
+    """
+    out: list[Fields] = []
+    for index in range(len(optimizer.param_groups)):
+        numel = 7
+        try:
+            with torch.no_grad():
+                state = Twin(optimizer, fuse=False).step(index, torch.zeros(numel), torch.ones(numel), {})
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} could not be tried on {numel} elements ({error}), so there is no telling what "
+                "state it has: use another optimizer with offload_optimizer, or none of it on disk"
+            ) from error
+        sliced = [(key, value.dtype) for key, value in state.items() if is_elementwise(key, value, numel)]
+        out.append(tuple(sorted(sliced)))
+    return out

@@ -1,0 +1,359 @@
+"""One unit: its parameters brought in, waited for and released together, its gradients sent to their owners.
+
+    SHARDED --gather--> GATHERING --wait--> GATHERED --release--> SHARDED
+
+`gather` is a no-op unless SHARDED, so it may be called early (prefetch), late (on demand) or twice. `reduce` sends the
+gradients to their owners and is independent of these states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.inflight import Inflight
+from ..comm.wire import SoloWire
+from ..config import StagePolicy
+from ..core.layout import UnitLayout
+from ..errors import StateError, TierError
+from ..tiers.tier import Tier
+from . import writes as edits
+from .flat_param import Flat
+from .reads import GatherOnRead, ParameterDict
+
+
+class Step(Protocol):
+    """An update under way in another thread."""
+
+    def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class State(Enum):
+    SHARDED = "SHARDED"
+    GATHERING = "GATHERING"
+    GATHERED = "GATHERED"
+
+
+class Unit:
+    """Parameters that move together."""
+
+    def __init__(self, layout: UnitLayout, flats: Sequence[Flat], wire: SoloWire, policy: StagePolicy) -> None:
+        self.layout = layout
+        self.name = layout.name
+        self.flats = list(flats)
+        self.trained = [flat for flat in flats if flat.span.trainable]
+        self.wire = wire
+        self.policy = policy
+        self.gathered_bytes = layout.gathered_bytes
+        self.state = State.GATHERED
+        self._sends_late = any(flat.rest is Tier.DISK for flat in flats)
+        """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
+        where this rank has moved something since: collectives have one order."""
+        self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
+        self.stepping: Step | None = None
+        """The update of this unit that another thread is busy with."""
+        self.failure: TierError | None = None
+        """Parameters could not be read from disk: what was computed since is worthless."""
+        self.always_asks = False
+        """Every access to a parameter is told to the schedule, also while the unit is gathered."""
+        self._dictionaries: list[ParameterDict] = []
+        self._brings: list[tuple[Flat, Inflight]] = []
+        self._arrivals: list[Inflight] = []
+        self._gathers: list[Inflight] = []
+        self._unsent: list[Inflight] = []
+        self._lent: list[Inflight] = []
+        """Copies up that have arrived here; what they read in host memory may not be written before they are closed."""
+        self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
+        for flat in self.flats:
+            flat.point(flat.views)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value}, {self.layout.numel} elements)"
+
+    def gather(self) -> None:
+        """Start to bring the full parameters in."""
+        if self.state is not State.SHARDED:
+            return
+        if self._unsent:
+            self._close_sends()
+        if self._lent:
+            self._lent = [inflight for inflight in self._lent if not inflight.ready]
+        if self.stepping is not None:
+            self.finish_step()
+        if not self.policy.keep_full:
+            for flat in self.flats:
+                edits.released(flat, self.name)
+                if self._check_on_gather:
+                    flat.guards.check(self.name)
+        for flat in self.flats:
+            if not flat.resident:
+                flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
+        for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
+            if flat.rest is not Tier.DEVICE:
+                self._brings.append((flat, flat.bring()))
+        if not self._sends_late:
+            self._send()
+        self.state = State.GATHERING
+
+    def _send(self) -> None:
+        """Start the gathers, once what rests on disk has arrived; what comes from host memory may still be on its way."""
+        for flat, inflight in self._brings:
+            if flat.rest is Tier.HOST:
+                self._arrivals.append(inflight)
+                continue
+            try:
+                inflight.wait()
+            except TierError as error:
+                # Peers wait for this rank's part: they get NaN, and all ranks are told at the end of the pass.
+                flat.place.fill_(float("nan") if flat.place.is_floating_point() else 0)
+                flat.unread = True
+                self.failure = self.failure or error
+        if self._brings:
+            self._brings.clear()
+        for flat in self.flats:
+            if flat.span.shards == 1 or (flat.resident and not flat.stale):
+                continue
+            if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):
+                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index))
+                continue
+            with flat.storage.link.behind_up():
+                self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index))
+
+    def wait(self) -> None:
+        """Full parameters are readable afterwards."""
+        if self.state is State.GATHERED:
+            return
+        if self.state is not State.GATHERING:
+            raise StateError(
+                f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
+            )
+        if self._sends_late:
+            self._send()
+        for inflight in self._arrivals:
+            inflight.wait()
+        self._lent += self._arrivals
+        self._arrivals = []
+        for inflight in self._gathers:
+            inflight.wait()
+        self._unsent += self._gathers
+        self._gathers = []
+        for flat in self.flats:
+            flat.point(flat.views)
+            if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
+                flat.note()
+            if not self.policy.keep_full:
+                edits.note_watched(flat)
+            flat.stale = False
+        self.state = State.GATHERED
+        if not self.always_asks:
+            for each in self._dictionaries:
+                each.__class__ = ParameterDict
+
+    def settle_read(self) -> None:
+        """What is read from disk for it has arrived afterwards, its host buffers can serve others. By the plan, too."""
+        if self._sends_late and self.state is State.GATHERING:
+            self.wait()
+
+    def release(self) -> None:
+        """Full parameters go away, unless the stage keeps them."""
+        if self.state is State.SHARDED or self.policy.keep_full:
+            return
+        if self.state is State.GATHERING:
+            self.wait()
+        for flat in self.flats:
+            if flat.rest is not Tier.DEVICE:
+                self._close_sends()  # peers are still being sent what `full` holds
+                break
+        for flat in self.flats:
+            try:
+                edits.in_use(flat, self)
+            except TierError as error:  # on this rank alone: told to all at the end of the pass
+                self.failure = self.failure or error
+            flat.point(flat.guards.shown)
+            flat.close()
+        self.state = State.SHARDED
+        for each in self._dictionaries:
+            each.__class__ = GatherOnRead
+
+    def look_over(self) -> None:
+        """Where it stayed gathered after a forward, what was written since, also through `.data`, is carried over."""
+        if self.state is not State.GATHERED or self.policy.keep_full:
+            return
+        self.close()
+        for flat in self.flats:
+            if not flat.in_files and not flat.unread:
+                try:
+                    edits.carry(flat)
+                except TierError as error:  # on this rank alone: told to all at the end of the pass
+                    self.failure = self.failure or error
+
+    def watch(self, dictionaries: Sequence[ParameterDict]) -> None:
+        """These modules' parameters belong to this unit: while it is released, a read of one is told to the schedule."""
+        self._dictionaries += dictionaries
+        if self.state is not State.GATHERED:
+            for each in dictionaries:
+                each.__class__ = GatherOnRead
+
+    def gather_if_kept(self) -> None:
+        """After the slices have been elsewhere: whole again, where the stage keeps that. A collective there."""
+        if self.policy.keep_full:
+            self.gather()
+            self.wait()
+
+    def close(self) -> None:
+        """Wait until the peers, and the device, have taken what they are given: `own` may be written again."""
+        if self._unsent:
+            self._close_sends()
+        if self._lent:
+            lent, self._lent = self._lent, []
+            for inflight in lent:
+                inflight.close()
+
+    def _close_sends(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for inflight in unsent:
+            inflight.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is gathered for a pass, on its way or in a bucket: its optimizer state may change tiers."""
+        gathered = self.state is State.GATHERED and not self.policy.keep_full
+        if gathered or self.state is State.GATHERING or self._reduces:
+            return False
+        return not any(flat.in_use for flat in self.flats)
+
+    @property
+    def in_memory(self) -> bool:
+        """All optimizer state rests on the device, undivided."""
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
+            if not flat.in_memory:
+                return False
+        return True
+
+    def finish_step(self) -> None:
+        """An update that another thread is busy with is done afterwards.
+
+        Raises:
+            TierError: it failed.
+        """
+        step, self.stepping = self.stepping, None
+        if step is not None:
+            step.wait()
+
+    def stepped(self) -> None:
+        """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way."""
+        self.close()
+        for flat in self.trained:
+            flat.refresh_device()
+            flat.stale = flat.stale or flat.span.is_updated
+        if self.policy.keep_full:
+            for flat in self.flats:
+                if flat.stale:
+                    self.state = State.SHARDED
+
+    def updated(self) -> None:
+        """The masters were written, here or on another rank: what is gathered is old. On every rank alike."""
+        self.finish_step()
+        self.close()
+        for flat in self.flats:
+            flat.refresh()
+            flat.stale = True
+        if self.policy.keep_full:
+            self.state = State.SHARDED
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def has_grads(self) -> bool:
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
+            if flat.has_grads():
+                return True
+        return False
+
+    def has_nan_grads(self) -> bool:
+        """Whether a local gradient, not reduced yet, has a NaN."""
+        return any(flat.has_nan_grads() for flat in self.trained)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this rank has had a gradient of it since the last `drop_grads`."""
+        for flat in self.trained:  # noqa: SIM110 -- asked for often
+            if True in flat.arrived:
+                return True
+        return False
+
+    def arrived(self) -> list[bool]:
+        """By parameter, span by span: whether this rank has had a gradient of it since the last `drop_grads`."""
+        return [each for flat in self.trained for each in flat.arrived]
+
+    def set_present(self, found: Sequence[int], start: int) -> int:
+        """What `arrived` is on any rank, from `found[start]` on; returns where the next unit's begins."""
+        for flat in self.trained:
+            stop = start + len(flat.params)
+            flat.set_present([bool(each) for each in found[start:stop]])
+            start = stop
+        return start
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """The end of a backward inside `no_sync`, where nothing is sent."""
+        for flat in self.trained:
+            flat.hold()
+
+    def reduce(self) -> None:
+        """Start to send the local gradients to their owners; `finish_reduce` ends it."""
+        if torch.is_grad_enabled():  # a backward may be building a graph of itself
+            with torch.no_grad():
+                self.reduce()
+            return
+        if self._reduces:
+            self.finish_reduce()
+        if self.stepping is not None:
+            self.finish_step()
+        for flat in self.trained:
+            if self.wire.size == 1:
+                flat.add_local()
+                continue
+            source = flat.source(self.wire)
+            mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
+            move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
+            self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
+
+    def finish_reduce(self) -> None:
+        """The owners' gradients are up to date afterwards."""
+        if not self._reduces:
+            return
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.finish_reduce()
+            return
+        for flat, inflight, mean, _ in self._reduces:
+            inflight.close()
+            flat.add_reduced(mean)
+            flat.drop_bucket()
+        self._reduces.clear()
+
+    def drop_grads(self, shards: bool) -> None:
+        """Forget local gradients, and with `shards` also the reduced ones."""
+        for flat in self.trained:
+            flat.drop_grads(local=not shards)
+            if shards:
+                flat.drop_master_grad()
+                if self.wire.size == 1:
+                    flat.drop_bucket()
+
+    def settle(self) -> None:
+        """Nothing of this unit is on the move afterwards."""
+        for inflight in chain(self._gathers, (move for _, move, _, _ in self._reduces)):
+            inflight.close()
+        self._reduces.clear()
+        if self.state is State.GATHERING:
+            self.wait()
+        self.close()

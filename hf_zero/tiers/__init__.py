@@ -1,0 +1,1 @@
+"""Where bytes rest: device, host memory, disk."""

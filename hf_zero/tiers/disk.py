@@ -1,0 +1,320 @@
+"""One file of this rank: its regions, positional reads and writes, around the page cache where possible (O_DIRECT)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..comm.inflight import Inflight
+from ..errors import ConfigError, StateError
+from .host import Bytes, Link, pages
+from .tier import ALIGN_BYTES, PIECE_BYTES, Meter, padded
+from .transfer import bytes_of, failed, inflight, move, submit
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of the file: first byte and length, multiples of `ALIGN_BYTES`."""
+
+    offset: int
+    nbytes: int
+
+
+def _allocate(fd: int, offset: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError as error:
+        # File systems that cannot: the C library's substitute writes single bytes, which O_DIRECT refuses.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        os.ftruncate(fd, offset + nbytes)
+
+
+class _Descriptor:
+    """An open file, closed when the last transfer and the last owner let go of it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number).atexit = False  # type: ignore[misc]
+
+
+class Disk:
+    """The file of one rank. It is there to be looked at while the process lives, locked, and gone when the process ends.
+
+    What killed processes left in the folder is removed first. Overlapping transfers must not be under way at the same
+    time if one of them writes; any others may.
+
+    Args:
+        folder: None: a folder of this user in the system's temporary one. Made, for this user only, where it is missing.
+        job: part of the file's name.
+        link: its memory is used for `Records.buffer`.
+
+    Attributes:
+        path: the file.
+        direct: transfers go around the page cache; found out by trying.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or is no folder.
+    """
+
+    def __init__(self, folder: str | None, job: str, rank: int, meter: Meter, link: Link | None = None) -> None:
+        self.meter = meter
+        self.link = link or Link(torch.device("cpu"), meter)
+        self.rank = rank
+        self.folder = _make_folder(folder)
+        try:
+            _remove_left_overs(self.folder)
+            self.path, number = _create(self.folder, f"hf_zero-{re.sub(r'[^A-Za-z0-9_.]', '_', job)}-rank{rank}")
+        except OSError as error:
+            raise ConfigError(
+                f"offload_dir {self.folder} cannot be used on rank {rank}: {error.strerror or error}; expected a folder on a "
+                "local disk that this user may write to"
+            ) from error
+        self._file: _Descriptor | None = _Descriptor(number)
+        self._remove = weakref.finalize(self, _unlink, self.path, os.getpid())
+        self._end = 0
+        self._free: list[Region] = []  # in order of offset, no two adjacent, none at the end
+        self._lock = threading.Lock()
+        self._edges = threading.Lock()
+        self.direct = self._takes_direct()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of disk that the file takes."""
+        return self._end
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that this user may still write to the folder's file system."""
+        about = os.fstatvfs(self._open().number)
+        return about.f_bavail * about.f_frsize
+
+    def close(self) -> None:
+        """Remove the file; what rests in it is lost. Transfers under way still end as they should. Safe to call again."""
+        self._remove()
+        self._file = None
+
+    # Space ------------------------------------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> Region:
+        """A stretch of at least `nbytes`, its blocks allocated now, its content undefined.
+
+        Raises:
+            TierError: no space, with what is needed and what is free.
+        """
+        nbytes = padded(nbytes)
+        with self._lock:
+            for index, hole in enumerate(self._free):
+                if hole.nbytes >= nbytes:
+                    rest = Region(hole.offset + nbytes, hole.nbytes - nbytes)
+                    self._free[index : index + 1] = [rest] if rest.nbytes else []
+                    return Region(hole.offset, nbytes)
+            region = Region(self._end, nbytes)
+            self._grow(nbytes)
+            return region
+
+    def _grow(self, nbytes: int) -> None:
+        fd = self._open().number
+        try:
+            if self.free_bytes < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if nbytes:
+                _allocate(fd, self._end, nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self._end)  # of a failed allocation a part may be there
+            raise failed(
+                error,
+                f"{self.path}: rank {self.rank} needs {nbytes} bytes more for the disk tier beside its {self._end}, "
+                f"{self.free_bytes} are free in {self.folder}",
+            ) from error
+        self._end += nbytes
+
+    def give_back(self, region: Region) -> None:
+        """For later use by `take`; at the file's end it shrinks the file. No transfer of it may be under way."""
+        if not region.nbytes or self._file is None:
+            return
+        with self._lock:
+            merged: list[Region] = []
+            for hole in sorted([*self._free, region], key=lambda hole: hole.offset):
+                if merged and merged[-1].offset + merged[-1].nbytes == hole.offset:
+                    hole = Region(merged[-1].offset, merged.pop().nbytes + hole.nbytes)
+                merged.append(hole)
+            if merged[-1].offset + merged[-1].nbytes == self._end:
+                self._end = merged.pop().offset
+                os.ftruncate(self._file.number, self._end)
+            self._free = merged
+
+    # Transfers --------------------------------------------------------------------------------------------------------
+
+    def read(self, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None = None) -> Inflight:
+        """Fill `buffer` (CPU, contiguous, any type) from byte `offset` of the file. Waiting raises what went wrong.
+
+        Args:
+            tell: called from another thread when a part has ended, the last one among them.
+
+        Raises:
+            TierError: (when waiting) the read failed or the file is too short.
+            StateError: closed, not such a buffer, or not within the file.
+        """
+        return self._start("read", offset, buffer, tell)
+
+    def write(self, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None = None) -> Inflight:
+        """Write `buffer` (CPU, contiguous, any type), which must not change until waited for, to byte `offset` of the file.
+
+        Raises:
+            TierError: (when waiting) the write failed.
+            StateError: closed, not such a buffer, or not within the file.
+        """
+        return self._start("write", offset, buffer, tell)
+
+    def _start(
+        self, kind: str, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None
+    ) -> Inflight:
+        file = self._open()
+        array = bytes_of(buffer)
+        if offset < 0 or offset + len(array) > self._end:
+            raise StateError(
+                f"{self.path}: a {kind} of {len(array)} bytes at byte {offset} is not within the {self._end} taken"
+            )
+        self.meter.moved(kind, len(array))
+        grain = ALIGN_BYTES if self.direct else 1
+        fits = offset % grain == 0 and array.ctypes.data % grain == 0
+        straight = len(array) - len(array) % grain if fits else 0
+        futures = []
+        for start in range(0, len(array), PIECE_BYTES):
+            piece = array[start : min(start + PIECE_BYTES, len(array))]
+            body = max(0, min(len(piece), straight - start))
+            if body:
+                futures.append(submit(self._piece, file, kind, piece[:body], offset + start))
+            if body < len(piece):
+                futures.append(submit(self._uneven, file, kind, piece[body:], offset + start + body))
+        return inflight(futures, self.meter, kind, tell)
+
+    def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
+        move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, f"{self.path} (rank {self.rank})")
+
+    def _uneven(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
+        """O_DIRECT moves whole aligned blocks: through memory that covers them.
+
+        A second descriptor without O_DIRECT would be shorter, but the page cache works in units larger than our blocks, and
+        its late writing can undo a direct write to the block beside.
+        """
+        low, high = offset - offset % ALIGN_BYTES, padded(offset + len(array))
+        cover = pages(high - low)
+        inner = cover[offset - low :][: len(array)]
+        if kind == "read":
+            self._piece(file, "read", cover, low)
+            array[:] = inner
+            return
+        with self._edges:  # two writes to one block would each bring back the other's old bytes
+            if offset > low:
+                self._piece(file, "read", cover[:ALIGN_BYTES], low)
+            if offset + len(array) < high:
+                self._piece(file, "read", cover[-ALIGN_BYTES:], high - ALIGN_BYTES)
+            inner[:] = array
+            self._piece(file, "write", cover, low)
+
+    def _open(self) -> _Descriptor:
+        if self._file is None:
+            raise StateError(f"{self.path}: the disk tier is closed")
+        return self._file
+
+    def _takes_direct(self) -> bool:
+        """Whether an aligned write and read with O_DIRECT succeed here; if so the file stays in that mode."""
+        fd = self._open().number
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL)
+        region = self.take(ALIGN_BYTES)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, mode | os.O_DIRECT)
+            written, back = pages(ALIGN_BYTES), pages(ALIGN_BYTES)
+            written[:] = 0xA5
+            done = os.pwritev(fd, [written.data], region.offset), os.preadv(fd, [back.data], region.offset)
+            if done == (ALIGN_BYTES, ALIGN_BYTES) and bool((back == written).all()):
+                return True
+        except OSError:
+            pass
+        finally:
+            self.give_back(region)
+        fcntl.fcntl(fd, fcntl.F_SETFL, mode)
+        return False
+
+
+def _make_folder(folder: str | None) -> Path:
+    path = Path(folder or f"{tempfile.gettempdir()}/hf_zero-{os.getuid()}").expanduser().absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"offload_dir {path} is a file, expected a folder: remove it or choose another") from None
+    except OSError as error:
+        raise ConfigError(
+            f"offload_dir {path} cannot be made: {error.strerror or error}; choose a folder on a local disk that this user may "
+            "write to"
+        ) from error
+    owner = os.lstat(path)
+    if folder is None and (stat.S_ISLNK(owner.st_mode) or owner.st_uid != os.getuid()):
+        raise ConfigError(f"{path} belongs to another user: set offload_dir to a folder of your own")
+    return path
+
+
+def _create(folder: Path, stem: str) -> tuple[Path, int]:
+    """A new locked file. Another process may take it for a left-over between its making and its locking: then once more."""
+    taken = 0
+    while True:
+        path = folder / f"{stem}-{os.getpid()}{f'.{taken}' if taken else ''}.tier"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            taken += 1
+            continue
+        _lock(fd)
+        if _is_at(fd, path):
+            return path, fd
+        os.close(fd)
+
+
+def _remove_left_overs(folder: Path) -> None:
+    for path in folder.glob("hf_zero-*-rank*-*.tier"):
+        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living process
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, path):
+                    os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        # Without locks nobody can tell a left-over, so none is removed.
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves the parent's file alone
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,152 @@
+"""Host memory, and copies between it and the device."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import warnings
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..comm.inflight import DONE, Inflight
+from ..errors import StateError, TierError
+from .tier import Meter, Waiting
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def pages(nbytes: int) -> Bytes:
+    """Zeroed memory of whole pages, given back to the system when the last tensor on it is gone."""
+    try:
+        memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise TierError(
+            f"{nbytes} bytes of host memory were refused: {error.strerror or error}; free host memory, raise this "
+            "process's limit (ulimit -v), or let less rest on the host (host_memory, offload to disk)"
+        ) from error
+    return np.frombuffer(memory, np.uint8)[:nbytes]
+
+
+class Link:
+    """The road between host memory and `device`. On a CPU device both ends are host memory and copies are made at once."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self.device = device
+        self.meter = meter
+        self.page_locked_bytes = 0
+        self._locks_pages = device.type == "cuda"
+        self._lock = threading.Lock()
+        if device.type == "cuda":
+            self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def empty(self, numel: int, dtype: torch.dtype, travels: bool = True) -> Tensor:
+        """Host memory, 1-D, of exactly the size asked for, page-aligned; page-locked for CUDA, so that copies run on their own.
+
+        torch's allocator of page-locked memory rounds up to powers of two and keeps what it has.
+
+        Args:
+            travels: it is copied from or to the device.
+        """
+        memory = pages(numel * dtype.itemsize)
+        if travels and self._locks_pages and memory.nbytes:
+            self._lock_pages(memory)
+        return torch.from_numpy(memory).view(dtype)
+
+    def _lock_pages(self, memory: Bytes) -> None:
+        address, nbytes = memory.ctypes.data, memory.nbytes
+        cudart = torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            answer = cudart.cudaHostRegister(address, nbytes, 0)
+            if int(answer) == 0:
+                with self._lock:
+                    self.page_locked_bytes += nbytes
+                weakref.finalize(memory, self._unlock_pages, address, nbytes).atexit = False  # type: ignore[misc]
+                return
+            # CUDA also keeps the error for whoever launches the next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.ones((), device=self.device)
+        self._locks_pages = False
+        warnings.warn(
+            f"{nbytes} bytes of host memory could not be page-locked ({cudart.cudaGetErrorString(answer)}; "
+            f"{self.page_locked_bytes} are): from here on pageable memory is used, copies to and from {self.device} are slower "
+            "and do not overlap with computing. "
+            "Raise the limit of locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1) or free host memory",
+            stacklevel=3,
+        )
+
+    def _unlock_pages(self, address: int, nbytes: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+        with self._lock:
+            self.page_locked_bytes -= nbytes
+
+    def behind_up(self) -> AbstractContextManager[object]:
+        """What is started inside comes after all copies up so far, without the current stream's waiting for them."""
+        return torch.cuda.stream(self._up) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def mark(self) -> Any:
+        """A point in the current stream's work, for `up(after=)` from another thread; None on a CPU device."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def down(self, source: Tensor, target: Tensor) -> Inflight:
+        """Copy `source` (device) to `target` (host) after what the current stream has to do. Waiting holds the host up.
+
+        The memory of `source` may be given back at once, and comes to use again when it has been read.
+
+        Raises:
+            StateError: of different type or length.
+        """
+        self._count("down", source, target)
+        if self.device.type != "cuda":
+            target.copy_(source)
+            return DONE
+        event = self._copy(self._down, source, target, None)
+        source.record_stream(self._down)
+        return Inflight((Waiting(event.synchronize, self.meter, "down", target),), ready=event.query)
+
+    def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
+        """Copy `source` (host) to `target` (device) after `after`, or after what the current stream has to do.
+
+        Waiting holds up the current stream only; closing holds the host up until `source` may be written again.
+        The memory of `target` must not be given back before one of them. (The allocator could be told of the copy by
+        `record_stream`, but would then keep every block given back while the host runs ahead of the device.)
+
+        Raises:
+            StateError: of different type or length.
+        """
+        self._count("up", source, target)
+        if self.device.type != "cuda":
+            target.copy_(source)
+            return DONE
+        event = self._copy(self._up, source, target, after)
+        arrived = Waiting(lambda: torch.cuda.current_stream(self.device).wait_event(event), None, "up")
+        return Inflight((arrived,), (Waiting(event.synchronize, self.meter, "up", source),), ready=event.query)
+
+    def _count(self, kind: str, source: Tensor, target: Tensor) -> None:
+        if source.dtype != target.dtype or source.numel() != target.numel():
+            raise StateError(
+                f"a copy {kind} the link needs equal types and lengths, found {source.numel()} x {source.dtype} and "
+                f"{target.numel()} x {target.dtype}"
+            )
+        self.meter.moved(kind, source.numel() * source.element_size())
+
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: Any) -> torch.cuda.Event:
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        event: torch.cuda.Event = stream.record_event()
+        return event
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that torch keeps for later back to the device, for others to use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,145 @@
+"""What the tiers of one engine share: the link, the file, scratch memory, and what is done where device memory is short."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfMemoryError
+from .disk import Disk
+from .host import Link
+from .tier import SIZES, Meter, Sizes
+
+T = TypeVar("T")
+
+KEPT_BUFFERS = 2
+"""Scratch buffers that stay for later, the largest."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch, on any device, could not allocate."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+class Landing(Protocol):
+    """A shard whose gradient is on its way into scratch memory."""
+
+    def land(self) -> None: ...
+
+
+class Storage:
+    """What the tiers of one engine share: the link to the device, the file on disk (made when first needed), scratch memory.
+
+    Attributes:
+        meter: bytes moved and time waited, by road.
+        sizes: of blocks and records, the same on all ranks.
+        wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
+        uses_disk: something may rest on disk, here or on another rank; the same on all of them.
+        transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        offload_dir: str | None,
+        open_link: Callable[[torch.device, Meter], Link] = Link,
+        sizes: Sizes = SIZES,
+    ) -> None:
+        self.device = device
+        self.sizes = sizes
+        self.meter = Meter()
+        self.link = open_link(device, self.meter)
+        self.wide = False
+        self.uses_disk = False
+        self.transient = False
+        self._rank = rank
+        self._folder = offload_dir
+        self._disk: Disk | None = None
+        self._landing: Landing | None = None
+        self._free: list[Tensor] = []
+        self._lent: dict[int, int] = {}  # address -> bytes
+        self.scratch_peak_bytes = 0
+        """The highest of `scratch_bytes`, until someone sets it back."""
+        self._lock = threading.Lock()
+        self.make_room: Callable[[int], None] = lambda bytes_: None
+        """Asked to free device memory before an allocation is tried a second time."""
+        self.explain: Callable[[], str] = lambda: ""
+        """What would have fitted, for the message of one that failed twice."""
+
+    @property
+    def disk(self) -> Disk:
+        """Raises:
+        ConfigError: the folder cannot be used.
+        """
+        if self._disk is None:
+            self._disk = Disk(self._folder, "engine", self._rank, self.meter, self.link)
+        return self._disk
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def allocate(self, what: str, bytes_: int, make: Callable[[], T]) -> T:
+        """`make()`, which allocates device memory; once more, after making room, where there was none.
+
+        Raises:
+            OutOfMemoryError: there is none.
+        """
+        try:
+            return make()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.make_room(bytes_)
+        try:
+            return make()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"{what}: {bytes_} bytes could not be had on {self.device}. {self.explain()}"
+            ) from error
+
+    def land(self, shard: Landing | None) -> None:
+        """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""
+        before, self._landing = self._landing, shard
+        if before is not None and before is not shard:
+            before.land()
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory to hand back with `give_back`."""
+        needed = numel * dtype.itemsize
+        with self._lock:
+            fitting = [memory for memory in self._free if memory.numel() >= needed]
+            memory = min(fitting, key=Tensor.numel) if fitting else None
+            if memory is not None:
+                self._free = [other for other in self._free if other is not memory]
+        if memory is None:
+            memory = self.link.empty(needed, torch.uint8)
+        with self._lock:
+            self._lent[memory.data_ptr()] = memory.numel()
+            self.scratch_peak_bytes = max(self.scratch_peak_bytes, self.scratch_bytes)
+        return memory[:needed].view(dtype)
+
+    def give_back(self, memory: Tensor) -> None:
+        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        with self._lock:  # the largest stay: they fit whatever comes
+            self._lent.pop(whole.data_ptr(), None)
+            self._free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)[:KEPT_BUFFERS]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Lent or free."""
+        return sum(memory.numel() for memory in self._free) + sum(self._lent.values())
+
+    def close(self) -> None:
+        """The file goes away. What rests in it is lost."""
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+        self._free.clear()
