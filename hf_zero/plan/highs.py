@@ -253,7 +253,7 @@ class Highs:
     def _coming_bytes(self, unit: Unit) -> int:
         """Fresh gradients that are there while `unit` ends its reduce: of the unit that is to be sent now, too."""
         total = self._fresh_bytes()
-        coming = self._engine._schedule._reducing
+        coming = self._engine._schedule.order.reducing
         if coming is not None and coming.unit is not unit and coming.unit not in self._late | self._there:
             total += sum(_fresh_by_flat(coming.unit, self._units[coming.unit]))
         return total

@@ -589,11 +589,11 @@ class Engine:
         schedule = Schedule(self.model, self._assembly.hosts(), self._wire)
         schedule.before_forward = self._before_forward
         if self.buffers.watched:
-            schedule.ask = self.buffers.changed
+            schedule.order.ask = self.buffers.changed
         schedule.before_backward = self._before_backward
         schedule.after_backward = self._after_backward
         if self.config.step_in_backward:
-            schedule.after_reduce = self._step_unit
+            schedule.order.after_reduce = self._step_unit
         return schedule
 
     # What hooks call ------------------------------------------------------------------------------------------------
@@ -647,7 +647,7 @@ class Engine:
 
     def _after_backward(self) -> None:
         if self._schedule.sync and self.buffers.watched:
-            self.buffers.agree(changed=self._schedule.answered)
+            self.buffers.agree(changed=self._schedule.order.answered)
         self.offload.agree_on_reads()
         if self._schedule.sync:
             self.offload.land()

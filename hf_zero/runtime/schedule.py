@@ -4,7 +4,7 @@ Hooks stand on *nodes of the autograd graph*, not on tensors and not as autograd
 as it was (in-place use of a unit's inputs and outputs included):
 
 * pre-backward: a prehook on the nodes that made the host's outputs. It runs before the first backward operation of the
-  unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`graph.SavedTensors`);
+  unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`saved_tensors.SavedTensors`);
   that costs Python time per saved tensor, so it is on for the first backwards, and then for units that were seen to need it.
 * post-backward: a prehook on the node that made the host's *youngest* input. Autograd runs the ready node that was made
   last, and AccumulateGrad before all others; so when the maker of the youngest input runs, every node made after it is
@@ -13,13 +13,13 @@ as it was (in-place use of a unit's inputs and outputs included):
   that another rank used and this one did not.
 
 **All ranks reduce the same units in the same order, each once per backward.** At the start of a backward one small
-all-reduce tells every rank which units any of them has used in forward and when first (`_Agreement`). Units used first are
+all-reduce tells every rank which units any of them has used in forward and when first (`BackwardOrder`). Units used first are
 reduced last. By autograd's rule a unit whose turn has passed is complete, so nobody waits for a unit that this rank did
 not use: what is there is sent, zeros otherwise. At the end a second small all-reduce tells which parameters have a gradient on
 any rank (the others have none, as in DDP), and which units got more gradients after their turn: these are reduced again.
 
 At stage 3 the order of gathers in backward is agreed as well: units used last come first. A rank whose backward leaves a unit
-out takes part in its gather and its reduce all the same (`_stand_in`), since the others may need both.
+out takes part in its gather and its reduce all the same (`backward_order`), since the others may need both.
 
 Recomputation (activation checkpointing) runs the same forward hooks. In its non-reentrant form the unit is already in
 backward then, and its forward leaves no second trace; in its reentrant form the recomputed forward is the only one that
@@ -40,59 +40,15 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..comm.wire import SoloWire
-from ..core.units import is_plain_embedding
 from ..errors import StateError
 from . import reads as on_read
+from .backward_order import BackwardOrder
 from .saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
+from .uses import Host, Order, Trace, Use
 
 LEARNING = 4
 """In so many backwards all saved tensors are looked at, to find units that a backward comes to by other ways than outputs."""
-
-
-class Order:
-    """The order in which units were needed in the last pass; only ever a hint."""
-
-    def __init__(self) -> None:
-        self._now: list[Unit] = []
-        self._last: list[Unit] = []
-
-    def note(self, unit: Unit) -> Unit | None:
-        """Record that `unit` is needed now; answers which one was needed next, last time."""
-        now, last = self._now, self._last
-        if not now or now[-1] is not unit:
-            now.append(unit)
-        place = len(now)
-        return last[place] if place < len(last) and last[place - 1] is unit else None
-
-    def close(self) -> None:
-        if self._now:
-            self._last, self._now = self._now, []
-
-
-class Host:
-    """One module whose forward uses one unit's parameters. The root is a host without a unit of its own here.
-
-    Attributes:
-        inputs, given: during its forward: its inputs, and the nodes that made them.
-        entry: during its forward: the youngest of them.
-        use: during its forward with a graph: what this forward adds to.
-        borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
-    """
-
-    __slots__ = ("acting", "borrowed", "entry", "given", "inputs", "is_embedding", "lent", "module", "trace", "use")
-
-    def __init__(self, module: nn.Module, trace: Trace | None) -> None:
-        self.module = module
-        self.trace = trace
-        self.acting = False  # of a guest: its own forward brought the unit in
-        self.given: list[Any] = []
-        self.inputs: Any = None
-        self.entry: Any = None
-        self.use: Use | None = None
-        self.borrowed: list[Trace] = []
-        self.lent: list[Use] = []
-        self.is_embedding = is_plain_embedding(module)
 
 
 class Lead:
@@ -122,91 +78,6 @@ class Lead:
             )
 
 
-class Use:
-    """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
-
-    Attributes:
-        trace: weakly, see `Lead`.
-        first: when it began.
-        events: hosts of it whose post-backward will come; `left` of them in the backward under way.
-        is_open: it has a host whose post-backward will not come, its inputs need no gradient.
-        done: a backward has been through it; with `retain_graph` there may be another.
-    """
-
-    __slots__ = ("__weakref__", "done", "events", "first", "is_open", "left", "trace")
-
-    def __init__(self, trace: Trace, first: int) -> None:
-        self.trace = weakref.ref(trace)
-        self.first = first
-        self.events = self.left = 0
-        self.is_open = self.done = False
-        trace.uses.append(first)
-
-    def finish(self) -> None:
-        trace = self.trace()
-        if not self.done and trace is not None:
-            self.done = True
-            trace.uses.remove(self.first)
-            trace.kept.append(self.first)
-            trace.pending -= bool(self.events)
-
-    def __del__(self) -> None:
-        self.finish()
-        trace = self.trace()
-        if trace is not None:
-            trace.kept.remove(self.first)
-
-
-class Trace:
-    """What the schedule remembers of one unit.
-
-    Attributes:
-        uses: when those began that have a graph and wait for its backward; `kept`: those that have had one.
-        pending: how many of `uses` will have a post-backward.
-        begun: when its use in this pass began; a count that only grows. `first`, `latest`: when its first use since the last
-            backward began, and its last one ended. A second backward over a kept graph reads them again.
-        agreed_first, agreed_latest: in the backward under way, the earliest first and the latest end on any rank.
-        noted: the last pass it ran in, maybe without a graph of its own (reentrant checkpointing); 0 after the next backward.
-        place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
-        held: not released. 1: until the next forward or step, 2: until the end of a backward.
-    """
-
-    __slots__ = (
-        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
-        "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed",
-        "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses",
-        "weightless",
-    )  # fmt: skip
-
-    def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
-        self.unit = unit
-        self.at = at  # its index
-        self.expected = len(modules)  # uses in a pass, as of the last one
-        self.seen = 0  # in this pass so far
-        self.running = 0  # hosts whose forward is under way
-        self.uses: list[int] = []
-        self.kept: list[int] = []
-        self.first = self.begun = self.latest = self.pending = 0
-        self.agreed_first = self.agreed_latest = 0
-        self.use: weakref.ref[Use] | None = None  # of the pass under way
-        self.noted = 0
-        self.noticed = False  # its parameters have hooks of their own
-        self.borrowed = False  # others than its hosts have read it
-        self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
-        self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
-        self.held = 0
-        self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
-        # In the backward under way:
-        self.place = self.step = -1
-        self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
-        self.everywhere = True  # every rank has used it: none makes the others wait for its part
-        self.in_backward = self.in_open = self.reduced = False
-        self.came = False  # gathered in it, also for other ranks alone
-        self.entered = False  # there for this rank's use
-        self.stepped = False  # who wants to know has been told that all gradients are there
-        self.local = False  # gradients wait on this rank, from a backward that did not send them
-
-
 class Schedule:
     """Installs the hooks on one model and runs its units."""
 
@@ -220,17 +91,11 @@ class Schedule:
         self.before_backward: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
-        self.ask: Callable[[], bool] = lambda: False
-        """Asked on every rank at the end of a backward that syncs."""
-        self.answered = False
-        """Whether it was true on any rank."""
-        self.after_reduce: Callable[[Unit], None] | None = None
-        """Called once per backward that syncs, when all of a unit's gradients are with their owners."""
         self.heir: Schedule | None = None
         """What was put in its place. That may be when a forward begins: torch goes on with the hooks that it found."""
         self._handles: list[Any] = []
         self._pass = self._clock = 0
-        self._forward, self._backward = Order(), Order()
+        self._forward = Order()
         self._in_backward = self._again = False  # _again: the backward under way makes a graph itself
         self._seen_backward = False  # since the last step
         self._task = -1
@@ -240,15 +105,6 @@ class Schedule:
         self._learning = LEARNING
         self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
-        self._reducing: Trace | None = None
-        self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
-        self._blind: Trace | None = None  # and NaN came of it
-        self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
-        self._agreement: Callable[[], list[int]] | None = None
-        self._order: list[Trace] = []  # agreed: units in the order of their reduces
-        self._walk: list[Trace] = []  # and of their gathers, where units are released
-        self._walked_units: set[Unit] = set()
-        self._turn = self._walked = 0  # how far these have come
         self.traces: list[Trace] = []
         self._hosts: list[Host] = []
         for unit, modules in units:
@@ -259,6 +115,7 @@ class Schedule:
         self._lead = Lead(self)
         # Alone, a reduce is an addition in place: nothing to put off.
         self._defers = any(not t.unit.policy.reduce_each_backward for t in self.traces) and wire.size > 1
+        self.order = BackwardOrder(self.traces, wire, frees=self.frees, defers=self._defers)
         self._root = Host(model, None)
         for host in self._hosts:
             self._hook(host, self._pre_forward, self._post_forward)
@@ -570,16 +427,12 @@ class Schedule:
                 if trace.seen:
                     trace.expected = trace.seen
                 if trace is not keep:
-                    self._release(trace)
+                    trace.release()
 
     def _leave_tail(self, trace: Trace) -> None:
         tail, self._tail = self._tail, None
         if tail is not None and tail is not trace and not tail.running:
-            self._release(tail)
-
-    def _release(self, trace: Trace) -> None:
-        if not trace.held:
-            trace.unit.release()
+            tail.release()
 
     def _drop_holds(self, least: int) -> None:
         """Units that were held for no longer than that are released."""
@@ -591,7 +444,7 @@ class Schedule:
     def _need(self, trace: Trace) -> None:
         """This unit now; and start on the one that comes next: at most two are gathered for use at any moment."""
         if self._in_backward:
-            self._need_in_backward(trace)
+            self.order.need(trace)
             return
         following = self._forward.note(trace.unit)
         trace.unit.gather()
@@ -690,117 +543,13 @@ class Schedule:
         self._task = torch._C._current_graph_task_id()
         self._again = torch.is_grad_enabled()
         self.before_backward()
-        self._begin_order()
+        self.order.begin(self.sync)
         if self._again and self.frees:  # what it saves of parameters is not told to `_saved`
             for trace in self.traces:
                 if trace.uses or trace.kept or trace.noted:
                     trace.held = 2
         Variable._execution_engine.queue_callback(self._end_backward)
         return True
-
-    def _begin_order(self) -> None:
-        """Start to tell all ranks which units this one has used, and when; `_agreed` has the answer."""
-        for trace in self.traces:
-            trace.reduced = trace.stepped = False
-            # Kept from forward, on every rank: it is not gathered again.
-            trace.came = trace.entered = trace.unit.state is not State.SHARDED
-            trace.place = trace.step = -1
-        self._turn = self._walked = 0
-        self._order, self._walk = [], []
-        self._unseen = None
-        if not self.frees and (self.wire.size == 1 or (self._defers and not self.sync)):
-            self._agreement = None
-            return
-        waiting = any(trace.uses or trace.noted or trace.local for trace in self.traces)
-        firsts, lasts, passes = [], [], []
-        for trace in self.traces:
-            uses = (
-                trace.uses if waiting else trace.kept
-            )  # all have had a backward: this is one over a graph that was kept
-            first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
-            firsts.append(first)
-            lasts.append(max(first, trace.latest) if first else 0)
-            passes.append(len(uses))
-        base = min([first for first in firsts if first], default=1) - 1
-        numbers = [first and first - base for first in firsts]
-        numbers += [latest and latest - base for latest in lasts]
-        numbers += passes
-        numbers += [int(not first) for first in firsts]
-        self._agreement = self.wire.start_maximum(numbers)
-
-    def _agreed(self) -> list[Trace]:
-        """The units in the order of their reduces; the last to be used first."""
-        answer, self._agreement = self._agreement, None
-        if answer is not None:
-            numbers, count = answer(), len(self.traces)
-            first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
-            used = [trace for trace in self.traces if first[trace.at]]
-            for trace in used:
-                trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
-                trace.everywhere = not unused[trace.at]
-                trace.joinable = passes[trace.at] == 1 and not trace.weightless
-            self._order = sorted(used, key=lambda trace: (-trace.agreed_first, trace.at))
-            for place, trace in enumerate(self._order):
-                trace.place = place
-            if self.frees:
-                self._walk = sorted(used, key=lambda trace: (-trace.agreed_latest, trace.at))
-                self._walked_units = {trace.unit for trace in used}
-                for step, trace in enumerate(self._walk):
-                    trace.step = step
-        return self._order
-
-    def _need_in_backward(self, trace: Trace) -> None:
-        self._agreed()
-        following = self._backward.note(trace.unit)
-        if following is not None and following not in self._walked_units:
-            following = None  # other ranks may not need it in this backward
-        if trace.joinable:
-            while self._walked < trace.step:
-                self._stand_in(self._walk[self._walked])
-            self._walked = max(self._walked, trace.step + 1)
-            following = self._next_in_walk() or following
-        self._make_way(trace)
-        trace.came = trace.entered = True
-        trace.unit.gather()
-        if following is not None:
-            following.gather()
-        trace.unit.wait()
-
-    def _next_in_walk(self) -> Unit | None:
-        """What all ranks gather next in this backward."""
-        for trace in self._walk[self._walked :]:
-            if trace.joinable and not trace.came:
-                return trace.unit
-            if not trace.weightless and not trace.came:
-                return None
-        return None
-
-    def _stand_in(self, trace: Trace) -> None:
-        """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
-        self._walked = max(self._walked, trace.step + 1)
-        if not trace.joinable or self.wire.size == 1:
-            return
-        stays, trace.came = trace.came, True
-        following = self._next_in_walk()
-        self._make_way(trace)  # collectives in the order in which `_need_in_backward` has them on other ranks
-        if not stays:
-            trace.unit.gather()
-        if following is not None:
-            following.gather()
-        if not stays:
-            self._release(trace)
-        if self._walked < len(self._walk):
-            self._leave_used_after(self._walk[self._walked])
-
-    def _make_way(self, trace: Trace) -> None:
-        """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
-        trace.unit.settle_read()
-        self._leave_used_after(trace)
-
-    def _leave_used_after(self, trace: Trace) -> None:
-        """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
-        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
-            self._reduce_up_to(self._turn)
 
     def _end_inner(self, use: Use) -> None:
         """The end of an inner backward (reentrant checkpointing), which an open use ran in."""
@@ -809,7 +558,7 @@ class Schedule:
             return
         trace.in_backward = trace.in_open = False
         if self._in_backward and not trace.pending:
-            self._release(trace)
+            trace.release()
             self._passed(trace)
 
     def _passed(self, trace: Trace) -> None:
@@ -818,116 +567,26 @@ class Schedule:
             trace.unit.hold()
         elif self.wire.size == 1:
             if trace.unit.has_grads():
-                self._reduce(trace)
+                self.order.reduce(trace)
         else:
-            self._agreed()
-            self._reduce_up_to(trace.place)
-
-    def _reduce_up_to(self, place: int) -> None:
-        while self._turn <= place:
-            trace = self._order[self._turn]
-            self._turn += 1
-            trace.in_backward = trace.in_open = False
-            self._release(trace)
-            if trace.unit.trained and (self.wire.size > 1 or trace.unit.has_grads()):
-                self._reduce(trace)
-
-    def _reduce(self, trace: Trace) -> None:
-        if self.frees:
-            self._suspect(trace)
-        previous, self._reducing = self._reducing, trace
-        if previous is not None:
-            if previous.everywhere:
-                self._finish_reduce(previous)
-            else:
-                self._late.append(previous)
-        trace.unit.reduce()
-        trace.reduced, trace.stepped = True, False
-
-    def _suspect(self, trace: Trace) -> None:
-        """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
-        if self._unseen is None and not trace.entered and not trace.weightless and trace.unit.has_grads():
-            self._unseen = trace
-        if self._unseen is not None and self._blind is None and trace.unit.has_nan_grads():
-            self._blind = self._unseen
-            self._blind.stays = True
-
-    def _finish_reduce(self, trace: Trace) -> None:
-        trace.unit.finish_reduce()
-        # With another pass of it to come there may be more. Whether other ranks have gradients of it is known at the end.
-        if trace.unit.has_arrived and not trace.pending:
-            self._step(trace)
-
-    def _step(self, trace: Trace) -> None:
-        if self.after_reduce is not None and self.sync and trace.reduced and not trace.stepped:
-            trace.stepped = True
-            self.after_reduce(trace.unit)
-
-    def _finish_reduces(self) -> None:
-        late, self._late = self._late, []
-        if self._reducing is not None:
-            late.append(self._reducing)
-            self._reducing = None
-        for trace in late:
-            self._finish_reduce(trace)
-
-    def _reduce_rest(self) -> None:
-        """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""
-        if self.wire.size == 1:
-            for trace in reversed(self.traces):
-                if trace.unit.has_grads():
-                    self._reduce(trace)
-                trace.unit.set_present(trace.unit.arrived(), 0)
-            self._finish_reduces()
-        else:
-            self._agreed()
-            while self._walked < len(self._walk):
-                self._stand_in(self._walk[self._walked])
-            self._reduce_up_to(len(self._order) - 1)
-            self._finish_reduces()
-            self._agree_on_gradients()
-        for trace in self.traces:
-            trace.local = False
-            self._step(trace)
-
-    def _agree_on_gradients(self) -> None:
-        """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
-        asked = self.ask()
-        while True:
-            blind = self._blind
-            flags: list[int] = [trace.unit.has_grads() for trace in self.traces]
-            for trace in self.traces:
-                flags += trace.unit.arrived()
-            flags += (asked, 0 if blind is None else 1 + blind.at)
-            found = self.wire.start_maximum(flags)()
-            more = [trace for trace in self.traces if found[trace.at]]
-            if not more:
-                break
-            for trace in more:
-                self._reduce(trace)
-            self._finish_reduces()
-        self.answered = bool(found[-2])
-        if found[-1]:
-            self._blind = self.traces[found[-1] - 1]
-        start = len(self.traces)
-        for trace in self.traces:
-            start = trace.unit.set_present(found, start)
+            self.order.agreed()
+            self.order.reduce_up_to(trace.place)
 
     def _end_backward(self) -> None:
         """Whatever the node hooks missed; then every owner's gradient is complete."""
-        self._backward.close()
+        self.order.close()
         self._tail = None
         for trace in self.traces:
             trace.in_backward = trace.in_open = False
             if not self._again:
                 trace.held = 0
-            self._release(trace)
+            trace.release()
         if self._defers and not self.sync:
             for trace in self.traces:
                 trace.local = trace.local or trace.unit.has_grads()
                 trace.unit.hold()
         else:
-            self._reduce_rest()
+            self.order.finish()
         for trace in self.traces:
             trace.noted = trace.noted if self._again else 0
         self._learning = max(0, self._learning - 1)
@@ -938,7 +597,7 @@ class Schedule:
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
         self.after_backward()
-        blind, self._blind = self._blind, None
+        blind, self.order.blind = self.order.blind, None
         if blind is not None:
             raise StateError(
                 f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not "
@@ -961,10 +620,9 @@ class Schedule:
         try:
             for trace in self.traces:
                 trace.local = trace.local or trace.unit.has_grads()
-            self._begin_order()
-            self._agreed()
-            self._walked = len(self._walk)
-            self._reduce_rest()
+            self.order.begin(self.sync)
+            self.order.skip_gathers()
+            self.order.finish()
         finally:
             self.sync = sync
         self.after_backward()
@@ -984,13 +642,11 @@ class Schedule:
         """Forget the pass under way, after an exception in it: local gradients, hooks' counts, transfers."""
         self._in_backward = False
         self._tail = None
-        self._reducing = None
-        self._late.clear()
         self._touched.clear()
-        self._agreed()
+        self.order.forget()
         self._abandon()
         self._learning = LEARNING  # the exception may have come from a way to a unit that nobody knew
-        self._forward, self._backward = Order(), Order()
+        self._forward = Order()
         for trace in self.traces:
             trace.in_backward = trace.in_open = trace.reduced = trace.local = False
             trace.running = trace.held = trace.noted = 0
@@ -1058,7 +714,7 @@ def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
     use.finish()
     trace.in_backward = trace.in_open
     if not trace.in_open:
-        schedule._release(trace)
+        trace.release()
     if not use.is_open and not trace.pending:
         schedule._passed(trace)
 

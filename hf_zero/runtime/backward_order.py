@@ -1,0 +1,257 @@
+"""The order of one backward, which all ranks share: who is gathered and reduced next, and what the ranks tell each other.
+
+Units are reduced in the order of their first use, the last one first, each once. Where parameters are released, units
+are gathered in the order of their last use. A rank whose backward leaves a unit out takes part in both all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..comm.wire import SoloWire
+from .unit import State, Unit
+from .uses import Order, Trace
+
+
+class BackwardOrder:
+    """Of one schedule.
+
+    Attributes:
+        ask: asked on every rank at the end of a backward that syncs; `answered`: whether it was true on any rank.
+        after_reduce: called once per backward that syncs, when all of a unit's gradients are with their owners.
+        reducing: the unit whose gradients are on their way.
+        blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
+    """
+
+    def __init__(self, traces: Sequence[Trace], wire: SoloWire, *, frees: bool, defers: bool) -> None:
+        self._traces, self._wire, self._frees, self._defers = traces, wire, frees, defers
+        self.ask: Callable[[], bool] = lambda: False
+        self.answered = False
+        self.after_reduce: Callable[[Unit], None] | None = None
+        self.blind: Trace | None = None
+        self._sync = True
+        self._backward = Order()
+        self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
+        self.reducing: Trace | None = None
+        self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
+        self._agreement: Callable[[], list[int]] | None = None
+        self._order: list[Trace] = []  # agreed: units in the order of their reduces
+        self._walk: list[Trace] = []  # and of their gathers, where units are released
+        self._walked_units: set[Unit] = set()
+        self._turn = self._walked = 0  # how far these have come
+
+    def begin(self, sync: bool) -> None:
+        """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
+
+        Args:
+            sync: gradients are reduced in this backward.
+        """
+        self._sync = sync
+        for trace in self._traces:
+            trace.reduced = trace.stepped = False
+            # Kept from forward, on every rank: it is not gathered again.
+            trace.came = trace.entered = trace.unit.state is not State.SHARDED
+            trace.place = trace.step = -1
+        self._turn = self._walked = 0
+        self._order, self._walk = [], []
+        self._unseen = None
+        if not self._frees and (self._wire.size == 1 or (self._defers and not sync)):
+            self._agreement = None
+            return
+        waiting = any(trace.uses or trace.noted or trace.local for trace in self._traces)
+        firsts, lasts, passes = [], [], []
+        for trace in self._traces:
+            uses = (
+                trace.uses if waiting else trace.kept
+            )  # all have had a backward: this is one over a graph that was kept
+            first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
+            firsts.append(first)
+            lasts.append(max(first, trace.latest) if first else 0)
+            passes.append(len(uses))
+        base = min([first for first in firsts if first], default=1) - 1
+        numbers = [first and first - base for first in firsts]
+        numbers += [latest and latest - base for latest in lasts]
+        numbers += passes
+        numbers += [int(not first) for first in firsts]
+        self._agreement = self._wire.start_maximum(numbers)
+
+    def agreed(self) -> list[Trace]:
+        """The units in the order of their reduces; the last to be used first."""
+        answer, self._agreement = self._agreement, None
+        if answer is not None:
+            numbers, count = answer(), len(self._traces)
+            first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
+            used = [trace for trace in self._traces if first[trace.at]]
+            for trace in used:
+                trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
+                trace.everywhere = not unused[trace.at]
+                trace.joinable = passes[trace.at] == 1 and not trace.weightless
+            self._order = sorted(used, key=lambda trace: (-trace.agreed_first, trace.at))
+            for place, trace in enumerate(self._order):
+                trace.place = place
+            if self._frees:
+                self._walk = sorted(used, key=lambda trace: (-trace.agreed_latest, trace.at))
+                self._walked_units = {trace.unit for trace in used}
+                for step, trace in enumerate(self._walk):
+                    trace.step = step
+        return self._order
+
+    def need(self, trace: Trace) -> None:
+        """Backward enters this unit: it is there afterwards, and the one that comes next is on its way."""
+        self.agreed()
+        following = self._backward.note(trace.unit)
+        if following is not None and following not in self._walked_units:
+            following = None  # other ranks may not need it in this backward
+        if trace.joinable:
+            while self._walked < trace.step:
+                self._stand_in(self._walk[self._walked])
+            self._walked = max(self._walked, trace.step + 1)
+            following = self._next_in_walk() or following
+        self._make_way(trace)
+        trace.came = trace.entered = True
+        trace.unit.gather()
+        if following is not None:
+            following.gather()
+        trace.unit.wait()
+
+    def _next_in_walk(self) -> Unit | None:
+        """What all ranks gather next in this backward."""
+        for trace in self._walk[self._walked :]:
+            if trace.joinable and not trace.came:
+                return trace.unit
+            if not trace.weightless and not trace.came:
+                return None
+        return None
+
+    def _stand_in(self, trace: Trace) -> None:
+        """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
+        self._walked = max(self._walked, trace.step + 1)
+        if not trace.joinable or self._wire.size == 1:
+            return
+        stays, trace.came = trace.came, True
+        following = self._next_in_walk()
+        self._make_way(trace)  # collectives in the order in which `need` has them on other ranks
+        if not stays:
+            trace.unit.gather()
+        if following is not None:
+            following.gather()
+        if not stays:
+            trace.release()
+        if self._walked < len(self._walk):
+            self._leave_used_after(self._walk[self._walked])
+
+    def _make_way(self, trace: Trace) -> None:
+        """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
+        trace.unit.settle_read()
+        self._leave_used_after(trace)
+
+    def _leave_used_after(self, trace: Trace) -> None:
+        """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
+        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
+            self.reduce_up_to(self._turn)
+
+    def reduce_up_to(self, place: int) -> None:
+        while self._turn <= place:
+            trace = self._order[self._turn]
+            self._turn += 1
+            trace.in_backward = trace.in_open = False
+            trace.release()
+            if trace.unit.trained and (self._wire.size > 1 or trace.unit.has_grads()):
+                self.reduce(trace)
+
+    def reduce(self, trace: Trace) -> None:
+        if self._frees:
+            self._suspect(trace)
+        previous, self.reducing = self.reducing, trace
+        if previous is not None:
+            if previous.everywhere:
+                self._finish_reduce(previous)
+            else:
+                self._late.append(previous)
+        trace.unit.reduce()
+        trace.reduced, trace.stepped = True, False
+
+    def _suspect(self, trace: Trace) -> None:
+        """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
+        if self._unseen is None and not trace.entered and not trace.weightless and trace.unit.has_grads():
+            self._unseen = trace
+        if self._unseen is not None and self.blind is None and trace.unit.has_nan_grads():
+            self.blind = self._unseen
+            self.blind.stays = True
+
+    def _finish_reduce(self, trace: Trace) -> None:
+        trace.unit.finish_reduce()
+        # With another pass of it to come there may be more. Whether other ranks have gradients of it is known at the end.
+        if trace.unit.has_arrived and not trace.pending:
+            self._step(trace)
+
+    def _step(self, trace: Trace) -> None:
+        if self.after_reduce is not None and self._sync and trace.reduced and not trace.stepped:
+            trace.stepped = True
+            self.after_reduce(trace.unit)
+
+    def _finish_reduces(self) -> None:
+        late, self._late = self._late, []
+        if self.reducing is not None:
+            late.append(self.reducing)
+            self.reducing = None
+        for trace in late:
+            self._finish_reduce(trace)
+
+    def finish(self) -> None:
+        """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""
+        if self._wire.size == 1:
+            for trace in reversed(self._traces):
+                if trace.unit.has_grads():
+                    self.reduce(trace)
+                trace.unit.set_present(trace.unit.arrived(), 0)
+            self._finish_reduces()
+        else:
+            self.agreed()
+            while self._walked < len(self._walk):
+                self._stand_in(self._walk[self._walked])
+            self.reduce_up_to(len(self._order) - 1)
+            self._finish_reduces()
+            self._agree_on_gradients()
+        for trace in self._traces:
+            trace.local = False
+            self._step(trace)
+
+    def _agree_on_gradients(self) -> None:
+        """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
+        asked = self.ask()
+        while True:
+            blind = self.blind
+            flags: list[int] = [trace.unit.has_grads() for trace in self._traces]
+            for trace in self._traces:
+                flags += trace.unit.arrived()
+            flags += (asked, 0 if blind is None else 1 + blind.at)
+            found = self._wire.start_maximum(flags)()
+            more = [trace for trace in self._traces if found[trace.at]]
+            if not more:
+                break
+            for trace in more:
+                self.reduce(trace)
+            self._finish_reduces()
+        self.answered = bool(found[-2])
+        if found[-1]:
+            self.blind = self._traces[found[-1] - 1]
+        start = len(self._traces)
+        for trace in self._traces:
+            start = trace.unit.set_present(found, start)
+
+    def close(self) -> None:
+        """The last node of a backward has run."""
+        self._backward.close()
+
+    def skip_gathers(self) -> None:
+        """Nothing is to be gathered in this backward: it has been already, or gradients alone are sent."""
+        self.agreed()
+        self._walked = len(self._walk)
+
+    def forget(self) -> None:
+        """After an exception in a backward. Its agreement is read, for other ranks may wait for this one's part."""
+        self.reducing = None
+        self._late.clear()
+        self.agreed()
+        self._backward = Order()
