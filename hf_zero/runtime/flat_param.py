@@ -668,7 +668,7 @@ class Flat:
         _add(self._bucket_views, grads)
 
     def add_reduced(self, mean: Tensor) -> None:
-        if self.in_memory and self.shards[0].device_grad is None:
+        if self.in_memory and self.shards[0].master.grad is None:
             self.shards[0].device_grad = mean
             return
         for shard in self.shards:

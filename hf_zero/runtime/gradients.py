@@ -574,7 +574,8 @@ class Slice(Tensor):
     @property
     def at_rest(self) -> Tensor | None:
         """The plain tensor, of one on the device."""
-        return self.origin.local
+        root = self.root
+        return self.local if root is None else root.local
 
     @property
     def own(self) -> Tensor:

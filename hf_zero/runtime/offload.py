@@ -108,7 +108,7 @@ class Offload:
         """
         self.check()
         self._is_due = True
-        offloaded = [unit for unit in self._units if not unit.in_memory]
+        offloaded = [unit for unit in self._units if not unit.in_memory] if self._config.offloads else []
         self._mark = self.storage.link.mark() if offloaded else None
         for unit in offloaded:
             for flat in unit.trained:
@@ -126,6 +126,8 @@ class Offload:
         if not self._is_due:
             return
         self._is_due = False
+        if not self._config.offloads:
+            return
         left = [unit for unit in self._units if not unit.in_memory and unit not in self._stepped]
         self._stepped.clear()
         self._before = None

@@ -592,7 +592,8 @@ class Schedule:
         self._learning = max(0, self._learning - 1)
         for use in self._touched:  # of a graph that is kept, in its next backward
             use.left = use.events
-            use.finish()
+            if not use.done:
+                use.finish()
         self._touched.clear()
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)

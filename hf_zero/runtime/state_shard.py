@@ -345,7 +345,9 @@ class Shard:
             place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
         """
         on_device = self.tier is Tier.DEVICE
-        grad = self.device_grad if on_device else None
+        grad = self.master.grad if on_device else None
+        if type(grad) is Slice:
+            grad = grad.at_rest
         # With `step_in_backward` what is offloaded is used up already.
         has = grad is not None if on_device else self.has_grad and not self.storage.transient
         shown = self.shown
@@ -364,8 +366,11 @@ class Shard:
 
     def hide_slice(self) -> None:
         """Before the optimizer's own step: what rests on the device shows the gradient itself."""
-        if type(self.master.grad) is Slice and self.tier is Tier.DEVICE:
-            self.device_grad = self.device_grad
+        grad = self.master.grad
+        if type(grad) is Slice and self.tier is Tier.DEVICE:
+            self.master.grad = grad.at_rest
+            if self.shown is not None:
+                self.shown.local = None
 
     def show_grad(self) -> None:
         """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""

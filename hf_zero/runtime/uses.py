@@ -85,7 +85,8 @@ class Use:
             trace.pending -= bool(self.events)
 
     def __del__(self) -> None:
-        self.finish()
+        if not self.done:
+            self.finish()
         trace = self.trace()
         if trace is not None:
             trace.kept.remove(self.first)
