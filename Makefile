@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := hf_zero scripts tests
+SOURCES := benchmarks hf_zero scripts tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -58,12 +58,12 @@ style: $(READY) ## format, and mend what can be mended without a person
 quality: lint types ## lint and types
 
 .PHONY: benchmark
-benchmark: $(READY) ## compare with peers on a small model, in minutes; JSON in runs/ (scripts/benchmark.py does more)
-	$(BIN)/python scripts/benchmark.py --model-size 7m --engines ddp zero1 zero2 zero3 fsdp2 --blocks 4 \
+benchmark: $(READY) ## compare with peers on a small model, in minutes; JSON in runs/ (benchmarks/compare.py does more)
+	$(BIN)/python benchmarks/compare.py --model-size 7m --engines ddp zero1 zero2 zero3 fsdp2 --blocks 4 \
 	--output runs/benchmark.json $(ARGS)
 
 .PHONY: peers
-peers: $(READY) ## add DeepSpeed to the environment, without compiled operators, for scripts/benchmark.py
+peers: $(READY) ## add DeepSpeed to the environment, without compiled operators, for benchmarks/
 	$(PIP) install --quiet --upgrade setuptools wheel
 	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[bench]'
 

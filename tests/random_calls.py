@@ -696,7 +696,7 @@ def write_inplace(u: User) -> Program:
             case 0:
                 p.mul_(0.5)
             case 1 if p.numel() == 1 and u.case.setting.stage == 3:
-                p.clamp_(-0.1, 0.1)  # through `.data` NaN stays NaN, and nothing tells of it: README, Limits
+                p.clamp_(-0.1, 0.1)  # through `.data` NaN stays NaN, and nothing tells of it: docs/LIMITS.md
             case 1:
                 p.data.clamp_(-0.1, 0.1)
             case 2:

@@ -297,11 +297,11 @@ def test_house_rules(module: str) -> None:
 
 
 def test_nothing_is_dead() -> None:
-    """Every function, class and constant of a module is named by the library or a script; what is written is read somewhere.
+    """The library, a script or a benchmark names every function, class and constant of a module; what is written is read.
 
     Names are compared, not what they stand for: what is dead under the name of something alive is not found.
     """
-    paths = [path for folder in ("hf_zero", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for folder in ("hf_zero", "scripts", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
     used: set[str] = {*hf_zero.__all__, "_at_exit"}  # that one is called by atexit
     read: set[str] = {"_tensor", "__array_interface__"}  # numpy
     read |= {"daemon", "atexit", "should_training_stop", "_n_gpu"}  # threading, weakref, transformers
@@ -359,7 +359,7 @@ def test_the_design_lists_every_file() -> None:
         name = line.split()[0]
         parents[depth:] = [name]
         listed.add("".join(part if part.endswith("/") else "" for part in parents[:depth]) + name)
-    paths = [*MODULES.values(), *(ROOT / "scripts").glob("*.py")]
+    paths = [*MODULES.values(), *(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     wanted = {str(path.relative_to(ROOT)) for path in paths}
     assert not wanted - listed, "not in the tree of docs/DESIGN.md"
     assert not {name for name in listed if name.endswith(".py")} - wanted - {"hf_zero/__init__.py"}, (

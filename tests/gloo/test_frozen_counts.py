@@ -1,7 +1,7 @@
 """What one steady step costs, as counts that no busy machine changes: Python calls, collectives, bytes on the wire.
 
-The model is the one whose calls `scripts/benchmark.py --measure calls` counts: twelve small blocks, so that what an engine does
-per unit is most of what there is.
+The model is the one whose calls `benchmarks/compare.py --measure calls` counts: twelve small blocks, so that what an engine
+does per unit is most of what there is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure offloading: the step over host memory and disk against what the hardware gives, training steps, the plan.
 
-    python scripts/benchmark.py --offload                                      # all kinds; what cannot run here is told
-    python scripts/benchmark.py --offload step-disk --folder /data/scratch --output runs/offload.json
+    python benchmarks/offload.py                                    # all kinds; what cannot run here is told
+    python benchmarks/offload.py --kinds step-disk --folder /data/scratch --output runs/offload.json
 
-`benchmark_offload_worker.py` says how each number is taken. Quote the ratios: they are medians over turns next to each
+`offload_worker.py` says how each number is taken. Quote the ratios: they are medians over turns next to each
 other; absolute figures differ from machine to machine and from hour to hour.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import LaunchError, launch, machine
-from benchmark_engines import SIZES
-from benchmark_offload_worker import LLAMAS, OffloadJob, available_bytes
+from common import LaunchError, launch, machine
+from engines import SIZES
+from offload_worker import LLAMAS, OffloadJob, available_bytes
 from rich.console import Console
 from rich.table import Table
 
-WORKER = Path(__file__).with_name("benchmark_offload_worker.py")
+WORKER = Path(__file__).with_name("offload_worker.py")
 GPU_MARGIN_BYTES = 12 << 30
 """Of device memory, beside states: activations and what libraries take."""
 
@@ -35,6 +36,7 @@ GPU_MARGIN_BYTES = 12 << 30
 @dataclass(frozen=True)
 class Options:
     kinds: Sequence[str]
+    peers: bool
     dtypes: Sequence[str]
     ranks: Sequence[int]
     steps: int
@@ -55,6 +57,12 @@ Cases = Iterator[OffloadJob | str]
 """Launches, and lines about those that cannot be made here."""
 
 
+def _why_not_deepspeed(options: Options) -> str | None:
+    if not options.peers:
+        return "--no-peers"
+    return None if find_spec("deepspeed") else "it is not installed (make peers)"
+
+
 def _step_host(options: Options) -> Cases:
     places = {"in place": ("cpu", 3), "to the device": ("none", 2)}
     for ranks in options.ranks:
@@ -68,8 +76,8 @@ def _step_disk(options: Options) -> Cases:
     config = {"stage": 2, "offload_optimizer": "disk", "offload_params": "none"}
     for ranks in options.ranks:
         yield options.job("step-disk", "hf_zero", config, world_size=ranks)
-    if find_spec("deepspeed") is None:
-        yield "step-disk: DeepSpeed left out, it is not installed (make peers)"
+    if reason := _why_not_deepspeed(options):
+        yield f"step-disk: DeepSpeed left out, {reason}"
     else:  # on one rank: on two it trains to other numbers
         yield options.job("step-disk", "against deepspeed", config, world_size=1)
 
@@ -113,9 +121,10 @@ def _gpu(options: Options) -> Cases:
     yield options.job("gpu", "hf_zero optimizer on cpu", on_host, model=peers, batch=1, **shared)
     in_backward = {**on_host, "step_in_backward": True}
     yield options.job("gpu", "hf_zero optimizer on cpu, in backward", in_backward, model=peers, batch=1, **shared)
-    yield options.job("gpu", "fsdp2 on cpu", {}, model=peers, batch=1, **shared)
-    if find_spec("deepspeed") is None:
-        yield "gpu: DeepSpeed left out, it is not installed (make peers)"
+    if options.peers:
+        yield options.job("gpu", "fsdp2 on cpu", {}, model=peers, batch=1, **shared)
+    if reason := _why_not_deepspeed(options):
+        yield f"gpu: DeepSpeed left out, {reason}"
     else:
         yield options.job("gpu", "deepspeed on cpu", {}, model=peers, batch=1, **shared)
 
@@ -222,12 +231,23 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--offload", nargs="*", choices=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}; none: all"
+        "--kinds",
+        nargs="+",
+        choices=list(KINDS),
+        default=list(KINDS),
+        metavar="KIND",
+        help=f"any of: {', '.join(KINDS)}",
+    )
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure the others that are installed, too; DeepSpeed compiles for minutes in its first launch",
     )
     parser.add_argument(
         "--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"], help="of step-host and train"
@@ -254,7 +274,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
         if least <= 0:
             parser.error(f"--{name} must be positive, got {least}")
     return Options(
-        kinds=values.offload or list(KINDS),
+        kinds=values.kinds,
+        peers=values.peers,
         dtypes=values.dtype,
         ranks=values.ranks,
         steps=values.steps,
@@ -274,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def tell(line: str, style: str = "dim") -> None:
         console.print(line, highlight=False, markup=False, style=style)
 
-    here = machine(OffloadJob(engine="", measure="", config={}))
+    here = machine(max(options.ranks))
     results: dict[str, list[dict[str, Any]]] = {}
     skipped: list[str] = []
     failures: dict[str, str] = {}
@@ -316,3 +337,7 @@ def launch_in(job: OffloadJob, options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="benchmark-offload-", dir=options.folder) as folder:
         ranks = launch(job.but(folder=os.path.abspath(folder)), options.timeout, worker=WORKER, environment=threads)
     return ranks[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""One rank of one launch of `benchmark.py`: build an engine, measure it, write what was seen as JSON.
+"""One rank of one launch of `compare.py`: build an engine, measure it, write what was seen as JSON.
 
 How each number is taken, and why so:
 
@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from benchmark_engines import BUILDERS, Job, Step, build_model, setup
+from engines import BUILDERS, Job, Step, build_model, setup
 from torch import Tensor
 
 LOSSES = 10

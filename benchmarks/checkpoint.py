@@ -1,7 +1,7 @@
 """Compare saving and loading with the raw disk and with the peers: the same model on the same ranks, in turns.
 
-    python scripts/benchmark_checkpoint.py --folder /data/scratch                     # 124M, everything that is installed
-    python scripts/benchmark_checkpoint.py --folder /data/scratch --only raw hf_zero --output runs/ck.json
+    python benchmarks/checkpoint.py --folder /data/scratch                     # 124M, everything that is installed
+    python benchmarks/checkpoint.py --folder /data/scratch --only raw hf_zero --output runs/ck.json
 
 Each rank is a process of its own. A round does every measurement once, in an order that turns from round to round; ratios are
 taken within a round. `raw` is the ceiling: all ranks write the same number of bytes from memory at the same time, each into a
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import free_port, threads, versions
 
 WEIGHTS = ("raw weights", "hf_zero weights", "torch.save weights", "safetensors on rank 0", "dcp weights")
 STATES = ("raw all", "hf_zero all", "hf_zero async", "copy to host", "dcp all", "deepspeed all")
@@ -33,7 +34,7 @@ LOADS = ("raw read", "hf_zero load", "hf_zero load, no digests", "hf_zero verify
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/checkpoint"), help="on the disk to be measured")
-    parser.add_argument("--size", default="124m", help="as in benchmark.py")
+    parser.add_argument("--size", default="124m", help="as in compare.py")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="measurements that begin with one of these words")
@@ -44,20 +45,21 @@ def parse() -> argparse.Namespace:
 
 def launch(options: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, wait for them, and give back rank 0's result."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     options.folder.mkdir(parents=True, exist_ok=True)
     result = options.folder / "result.json"
     result.unlink(missing_ok=True)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
-    threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.ranks)}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:]],
             env=os.environ
             | common
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads, "_RANK_OF": "1"},
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": str(threads(options.ranks)),
+                "_RANK_OF": "1",
+            },
         )
         for rank in range(options.ranks)
     ]
@@ -83,7 +85,7 @@ class Rank:
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
         import torch.distributed as dist
-        from benchmark_engines import build_model
+        from engines import build_model
 
         import hf_zero as zero
 
@@ -416,8 +418,6 @@ def main() -> int:
     result = launch(options)
     report(result)
     if options.output:
-        from benchmark import versions
-
         result["options"] = {key: getattr(options, key) for key in ("size", "ranks", "rounds", "only")}
         result["versions"] = versions()
         options.output.parent.mkdir(parents=True, exist_ok=True)

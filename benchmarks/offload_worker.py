@@ -1,4 +1,4 @@
-"""One rank of one launch of `benchmark_offload.py`: measure one case, write what was seen as JSON.
+"""One rank of one launch of `offload.py`: measure one case, write what was seen as JSON.
 
 A measurement is a list of *subjects* that take turns in the same processes, in the order A B B A, so that what else the
 machine does hits all alike. In a turn all ranks start together, and the slowest rank's time counts. Each subject comes
@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_engines import LEARNING_RATE, Job, Step, build_model
-from benchmark_worker import Batches, synchronize, work
+from compare_worker import Batches, synchronize, work
+from engines import LEARNING_RATE, Job, Step, build_model
 from torch import Tensor, nn
 
 import hf_zero as zero

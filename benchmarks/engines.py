@@ -1,4 +1,4 @@
-"""The engines that `benchmark.py` compares, each as one function from a model to a training step.
+"""The engines that `compare.py` compares, each as one function from a model to a training step.
 
 Every engine gets the same model, the same fused AdamW, the same clipping and the same micro-batches, and is driven by
 its own public interface. FSDP2 is driven through `fully_shard` itself: accelerate turns it into plain DDP on CPU.

@@ -1,54 +1,35 @@
 """Compare hf_zero with its peers on one machine: the same GPT-2-class model, the same batches, the same optimizer.
 
-    python scripts/benchmark.py                                   # every engine that is installed, 50M parameters, fp32
-    python scripts/benchmark.py --engines zero3 fsdp2 --dtype bf16 --output runs/benchmark.json
-    python scripts/benchmark.py --offload                         # optimizer and parameters elsewhere (benchmark_offload.py)
+    python benchmarks/compare.py                                 # every engine that is installed, 50M parameters, fp32
+    python benchmarks/compare.py --engines zero3 fsdp2 --dtype bf16 --output runs/benchmark.json
 
-Each measurement is a launch of its own (`benchmark_worker.py` says how each number is taken and why so). Step times are
+Each measurement is a launch of its own (`compare_worker.py` says how each number is taken and why so). Step times are
 ratios to DDP, which runs in turn with each engine in the same processes; DDP's own row is such a pair too, so how far
 it is from 1 shows the noise. Quote ratios: absolute times differ from machine to machine and from hour to hour.
+Offloading has a script of its own, `offload.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from benchmark_engines import BUILDERS, SIZES, Job, missing
+from common import MALLOC, LaunchError, launch, machine
+from engines import BUILDERS, SIZES, Job, missing
 from rich.console import Console
 from rich.table import Table
 
-WORKER = Path(__file__).with_name("benchmark_worker.py")
-MALLOC = {
-    "default": {},
-    # glibc raises these two thresholds as it goes and then keeps freed blocks, which hides what an engine gives back.
-    # Naming them, with the values that glibc starts from, stops that.
-    "pinned": {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"},
-}
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "hf-zero")
+WORKER = Path(__file__).with_name("compare_worker.py")
 TIMES = ("seconds", "cpu_seconds")
 MEASURES = ("time", "memory", "calls")
-
-
-class LaunchError(RuntimeError):
-    """A launch ended without a result from every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,82 +43,6 @@ class Options:
     """What every launch has in common."""
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def threads(world_size: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // world_size)
-
-
-def launch(
-    job: Job,
-    timeout: float,
-    malloc: str = "default",
-    *,
-    worker: Path = WORKER,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
-    """Run `job` on its ranks and return each rank's result; if one rank fails or time is up, none is left behind."""
-    common = (
-        os.environ
-        | MALLOC[malloc]
-        | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(job.world_size),
-            "LOCAL_WORLD_SIZE": str(job.world_size),
-            "OMP_NUM_THREADS": str(threads(job.world_size)),
-            "HF_HUB_OFFLINE": "1",
-        }
-        | dict(environment)
-    )
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        ranks: list[subprocess.Popen[bytes]] = []
-        results = [Path(folder, f"{rank}.json") for rank in range(job.world_size)]
-        logs = [Path(folder, f"{rank}.log") for rank in range(job.world_size)]
-        try:
-            for rank, (result, log) in enumerate(zip(results, logs)):
-                command = [sys.executable, str(worker), json.dumps(asdict(job)), str(result)]
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with log.open("wb") as stream:
-                    # A rank ends when the pipe that is its stdin closes, so none outlives this process.
-                    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stream, "stderr": stream}
-                    ranks.append(subprocess.Popen(command, env=common | own, start_new_session=True, **streams))
-            await_ranks(job, ranks, logs, timeout)
-            return [json.loads(result.read_text()) for result in results]
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                if process.stdin:
-                    process.stdin.close()
-
-
-def await_ranks(job: Job, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout: float) -> None:
-    """Return when every rank has ended well; raise as soon as one has not, or when time is up."""
-    deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in ranks):
-        if time.monotonic() > deadline:
-            raise LaunchError(f"{job.engine} ({job.measure}): not done after {timeout:.0f} s (--timeout)\n{tail(logs)}")
-        if any(process.poll() for process in ranks):
-            time.sleep(1.0)  # the others may still be writing down why
-            break
-        time.sleep(0.05)
-    failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-    if failed:
-        codes = ", ".join(f"rank {rank}: exit status {ranks[rank].returncode}" for rank in failed)
-        raise LaunchError(f"{job.engine} ({job.measure}): {codes}\n{tail(logs[rank] for rank in failed)}")
-
-
-def tail(logs: Iterable[Path], lines: int = 15) -> str:
-    return "\n".join(line for log in logs for line in log.read_text(errors="replace").splitlines()[-lines:])
-
-
 def measure(options: Options, console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Every launch of the run; returns the results by engine, and what failed or was left out with the reason."""
     results: dict[str, dict[str, Any]] = {}
@@ -147,7 +52,7 @@ def measure(options: Options, console: Console) -> tuple[dict[str, dict[str, Any
         what = job.measure + (f", {malloc} malloc" if job.measure == "memory" and job.device == "cpu" else "")
         start = time.monotonic()
         try:
-            ranks = launch(job, options.timeout, malloc)
+            ranks = launch(job, options.timeout, malloc, worker=WORKER)
         except LaunchError as error:
             failures[f"{job.engine} {what}"] = str(error)
             console.print(str(error), highlight=False, markup=False, style="red")
@@ -290,41 +195,6 @@ def memory_cells(results: dict[str, dict[str, Any]], engine: str) -> dict[str, s
     return cells
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on and that are installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine(job: Job) -> dict[str, Any]:
-    """Where and with what the numbers were taken."""
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ]
-        processor = names[0] if names else processor
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "threads_per_rank": threads(job.world_size),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "versions": versions(),
-    }
-
-
 def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -358,12 +228,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a row")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a launch is given up")
     parser.add_argument("--output", type=Path, help="write the results as JSON to this file")
-    parser.add_argument(
-        "--offload",
-        nargs="*",
-        metavar="KIND",
-        help="measure offloading instead, with options of its own: --offload --help",
-    )
     values = parser.parse_args(arguments)
     for name in ("world_size", "rounds", "blocks", "steps", "accumulation", "batch", "sequence", "timeout"):
         if getattr(values, name) <= 0:
@@ -399,10 +263,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    if "--offload" in (sys.argv[1:] if arguments is None else arguments):
-        import benchmark_offload
-
-        return benchmark_offload.main(arguments)
     options = parse(arguments)
     console = Console(width=max(140, Console().width))
     skipped = {engine: f"{module} is not installed" for engine in options.engines if (module := missing(engine))}
@@ -410,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{engine}: left out, {reason}", highlight=False)
     chosen = [engine for engine in options.engines if engine not in skipped]
     options = Options(**(vars(options) | {"engines": chosen}))
-    here = machine(options.job)
+    here = machine(options.job.world_size)
     results, failures = measure(options, console)
     for table in tables(results, options.job):
         console.print(table)

@@ -1,7 +1,7 @@
 """Measure the birth of a model under `zero.Init`: memory and time, against the plain constructor and the raw disk.
 
-    python scripts/benchmark_init.py --folder /data/scratch                # a 1.3 GB Llama-class model, 2 ranks
-    python scripts/benchmark_init.py --folder /data/scratch --layers 32 --output runs/init.json
+    python benchmarks/birth.py --folder /data/scratch                # a 1.3 GB Llama-class model, 2 ranks
+    python benchmarks/birth.py --folder /data/scratch --layers 32 --output runs/init.json
 
 Every measurement is a launch of its own, all ranks at once. Memory is the high-water mark of resident anonymous memory over
 what was there after the imports; glibc's thresholds are pinned, so that what is freed is given back. Before each load the page
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import MALLOC, free_port, threads
 
 KINDS = (
     "raw",
@@ -58,19 +59,14 @@ def config_of(options: argparse.Namespace) -> Any:
 
 def launch(options: argparse.Namespace, kind: str) -> list[dict[str, float]]:
     """All ranks of one measurement, each a process; their results in rank order."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(options.ranks),
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // options.ranks)),
+        "OMP_NUM_THREADS": str(threads(options.ranks)),
         "HF_HUB_OFFLINE": "1",
-        "MALLOC_MMAP_THRESHOLD_": "131072",
-        "MALLOC_TRIM_THRESHOLD_": "131072",
         "_KIND": kind,
-    }
+    } | MALLOC["pinned"]
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:]],

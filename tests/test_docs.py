@@ -1,0 +1,91 @@
+"""The pages that users read: links lead somewhere, commands name what there is, and every setting is described."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import hf_zero
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose_of(page: Path) -> str:
+    """Without fenced code, in which `#` is no heading and brackets are no links."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Headings as GitHub makes link targets of them."""
+    headings = re.findall(r"^#+ (.*)", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for link in LINK.findall(prose_of(page)):
+        if re.match(r"[a-z]+:", link):
+            continue  # of another site
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and (target.is_dir() or anchor not in anchors_of(target))):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    """The test above is not passed by being blind."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `heading`, here\n[a](gone.md) [b](#a-heading-here) [c](#a-heading) [d](page.md#a-heading-here)\n"
+    )
+    assert broken_links(page) == ["gone.md", "#a-heading"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_name_what_there_is(page: Path) -> None:
+    """Scripts and targets of make, in code blocks and in code between the words."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    text = page.read_text(encoding="utf-8")
+    scripts = set(re.findall(r"\b(?:scripts|benchmarks|tests)/[\w/]+\.py\b", text))
+    assert not {script for script in scripts if not (ROOT / script).is_file()}
+    lines = [line for block in blocks_of(page, "bash") for line in block.splitlines()]
+    lines += re.findall(r"`([^`]+)`", prose_of(page))
+    made = [shlex.split(line, comments=True)[1] for line in lines if re.match(r"make [a-z]", line)]
+    assert not set(made) - targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_snippets_are_python(page: Path) -> None:
+    for block in blocks_of(page, "python"):
+        ast.parse(block)
+
+
+def test_every_setting_is_described() -> None:
+    (table,) = re.findall(r"^## All settings\n(.*?)^## ", (ROOT / "docs" / "USAGE.md").read_text("utf-8"), re.S | re.M)
+    described = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert described == [field.name for field in dataclasses.fields(hf_zero.ZeroConfig)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
