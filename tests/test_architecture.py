@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -326,6 +327,16 @@ def test_nothing_is_dead() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in read:
                 found.append(f"{at(module, node)} {node.attr}")
     assert not found, f"nobody uses {', '.join(found)}: remove it"
+
+
+def test_requirements_are_what_is_imported() -> None:
+    """What the package does not import is an extra, or no requirement at all."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.S | re.M)
+    required = set(re.findall(r'^ *"([A-Za-z0-9_-]+)', listed[1], re.M)) if listed else set()
+    found = {name.partition(".")[0] for module, tree in TREES.items() for name, _ in imports(module, tree)}
+    found -= {"hf_zero", *sys.stdlib_module_names}
+    assert found - {"matplotlib", "peft"} == required - {"jinja2"}  # huggingface_hub imports that one for us
 
 
 def test_public_names() -> None:

@@ -18,7 +18,7 @@ from ..comm.wire import open_wire
 from ..config import OFFLOADS, STAGES, ZeroConfig, parse_bytes
 from ..core.layout import Layout
 from ..core.precision import Precision
-from ..errors import ConfigError
+from ..errors import ConfigError, needs
 from ..plan.activations import Architecture, Batch
 from ..plan.costs import KINDS, TIERS, paper_states_bytes
 from ..plan.machine import Machine, here, host_name, kept, probe
@@ -343,6 +343,8 @@ def _sweep(options: argparse.Namespace, model: _Model, precision: Precision) -> 
                         "zero_paper_states_bytes_per_rank": _paper(made.layout.numel, stage, ranks),
                     }
                 )
+    if options.plot:
+        _draw(rows, model, options.plot)
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
@@ -350,8 +352,6 @@ def _sweep(options: argparse.Namespace, model: _Model, precision: Precision) -> 
         # As wide as its figures are: cut off they are wrong, broken over lines by a narrow terminal they are not.
         width = Console(width=1000).measure(table).maximum
         Console(width=max(Console().width, width)).print(table)
-    if options.plot:
-        _draw(rows, model, options.plot)
     return 0
 
 
@@ -386,7 +386,8 @@ def _gb(value: float) -> str:
 
 
 def _draw(rows: Sequence[dict[str, Any]], model: _Model, path: str) -> None:
-    from matplotlib.figure import Figure
+    with needs("plot"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
