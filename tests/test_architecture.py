@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -356,6 +357,17 @@ def test_settings() -> None:
     assert flags == {f"zero_{name}" for name in SETTINGS}
     plugin = {field.name for field in dataclasses.fields(hf_zero.ZeroPlugin)}
     assert plugin >= set(SETTINGS)
+    hints, plugged, typed = map(get_type_hints, (hf_zero.ZeroConfig, hf_zero.ZeroPlugin, hf_zero.ZeroTrainingArguments))
+    for field in dataclasses.fields(hf_zero.ZeroConfig):
+        name = field.name
+        assert field.metadata["help"]
+        for cls, other in ((hf_zero.ZeroPlugin, name), (hf_zero.ZeroTrainingArguments, f"zero_{name}")):
+            again = cls.__dataclass_fields__[other]
+            assert (again.default, again.metadata) == (field.default, field.metadata), other
+        assert plugged[name] == hints[name], name
+        # On a command line, what may be text is text.
+        plain = {kind for kind in get_args(hints[name]) if kind in (str, type(None))} or {hints[name]}
+        assert set(get_args(typed[f"zero_{name}"]) or [typed[f"zero_{name}"]]) == plain, name
 
 
 def test_the_design_lists_every_file() -> None:
