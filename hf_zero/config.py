@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .errors import ConfigError
@@ -76,33 +76,74 @@ def _patterns(given: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """Settings of one engine.
+    """Settings of one engine. Flags and plugins take defaults and metadata from here.
+
+    Metadata are keywords of `ArgumentParser.add_argument`: `HfArgumentParser` passes on all that it finds.
 
     Raises:
         ConfigError: a value outside its set; the message names the field and the values allowed.
     """
 
-    stage: int = 2
-    """0 plain data parallel (for comparison), 1 shards optimizer state, 2 also gradients, 3 also parameters."""
-    reduce_dtype: str | None = None
-    """Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."""
-    full_precision: str | tuple[str, ...] = ""
-    """Names or patterns (`*.gate.*,*.router.*`) of weights that bf16 and fp16 leave in float32, as the model itself uses them.
-    A tuple afterwards."""
-    async_save: bool = False
-    """Checkpoints of the Trainer and of `save_state` are copied to host memory and written while training goes on."""
-    offload_optimizer: str = "none"
-    """Where fp32 masters, gradients and optimizer state rest: `none` (device), `cpu`, `disk`, or `auto`: what the plan says."""
-    offload_params: str = "none"
-    """Where parameters rest between their uses: `none` (device), `cpu`, `disk`, or `auto`."""
-    offload_dir: str | None = None
-    """Folder of the disk tier, on a fast local disk. None: a folder of this user in the system's temporary one."""
-    device_memory: int | str | None = None
-    """Budget of this rank for `auto`: bytes, or text such as `24GiB`. None: what is free, less a margin."""
-    host_memory: int | str | None = None
-    """Budget of this rank for `auto`, host memory. None: this rank's share of what is free, less a margin."""
-    step_in_backward: bool = False
-    """Update offloaded units in backward, as soon as their gradients are there. Nothing can be clipped then."""
+    stage: int = field(
+        default=2,
+        metadata={
+            "help": "0: plain data parallel, for comparison. 1: each rank keeps its part of the optimizer state. "
+            "2: and of the gradients. 3: and of the parameters."
+        },
+    )
+    reduce_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."},
+    )
+    full_precision: str | tuple[str, ...] = field(  # a tuple once it is checked
+        default="",
+        metadata={
+            "help": "With bf16 or fp16: weights that stay in float32, by names or patterns with commas between, such as "
+            "'*.gate.*,*.router.*': those that the model itself uses in float32."
+        },
+    )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Copy a checkpoint to host memory (what this rank writes of it), go on training, and write behind. The "
+            "next save and the end of training wait for it; callbacks' on_save runs before the folder is there."
+        },
+    )
+    offload_optimizer: str = field(
+        default="none",
+        metadata={
+            "help": "Where fp32 masters, gradients and optimizer state rest: none (on the device), cpu, disk, or auto (what "
+            "fits and is fastest).",
+            "choices": OFFLOADS,
+        },
+    )
+    offload_params: str = field(
+        default="none",
+        metadata={
+            "help": "Where parameters rest between uses (stage 3, or one rank): none (on the device), cpu, disk, or auto.",
+            "choices": OFFLOADS,
+        },
+    )
+    offload_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder of the disk tier, on a fast local disk. Default: in the temporary folder."},
+    )
+    device_memory: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Device memory that auto may use per rank, such as 24GiB. Default: what is free, less a margin."
+        },
+    )
+    host_memory: int | str | None = field(
+        default=None,
+        metadata={"help": "Host memory that auto may use per rank, such as 64GiB. Default: a share of what is free."},
+    )
+    step_in_backward: bool = field(
+        default=False,
+        metadata={
+            "help": "Update offloaded units during backward, as their gradients come; needs --max_grad_norm 0 and no fp16."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
@@ -165,3 +206,9 @@ class ZeroConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def setting(name: str) -> Any:
+    """A dataclass field with the default and metadata of `ZeroConfig`'s; its class says name and type, for type checkers."""
+    origin = ZeroConfig.__dataclass_fields__[name]
+    return field(default=origin.default, metadata=origin.metadata)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ZeroError(Exception):
     """Base of every exception that hf_zero raises on purpose."""
@@ -37,3 +40,17 @@ class TierError(ZeroError, RuntimeError):
 
 class OutOfMemoryError(ZeroError, MemoryError):
     """Memory that the engine could not have. Says what was needed and which setting would have fit."""
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Around imports of what only an extra of this package installs.
+
+    Raises:
+        ConfigError: a package is missing; the message says what to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise ConfigError(f"{package} is not installed: pip install 'hf-zero[{extra}]'") from error

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import datasets
 import torch
 from finetune_console import (
     UserError,
     check_output,
     check_space,
     everywhere,
+    examples,
     highest,
     human,
     number,
@@ -62,6 +62,9 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_zero as zero
+
+with examples():
+    import datasets
 
 TINY_STEPS = 150  # of a tiny model on the embedded corpus: a minute or two on two CPU ranks
 

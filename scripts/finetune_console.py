@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_zero as zero
+from hf_zero.errors import needs
 
 GRACE = 2.0  # seconds
 SETTLE = 0.1  # seconds
@@ -28,6 +29,16 @@ MESSAGE_LIMIT = 400  # characters; some libraries put a page into an exception
 
 class UserError(ValueError):
     """Something the person who typed the command can put right. The message is shown alone, without its type."""
+
+
+@contextmanager
+def examples() -> Iterator[None]:
+    """Around imports of what only the scripts need: where a package is missing, the script ends with what to install."""
+    try:
+        with needs("examples"):
+            yield
+    except zero.ConfigError as error:
+        sys.exit(f"error: {error}")
 
 
 def run(main: Callable[[], object]) -> None:

@@ -20,10 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, Features, Value, load_dataset
-from finetune_console import UserError
+from finetune_console import UserError, examples
 from huggingface_hub.constants import HF_HOME
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -32,6 +30,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     default_data_collator,
 )
+
+with examples():
+    from datasets import Dataset, DatasetDict, Features, Value, load_dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CACHE = Path(HF_HOME) / "hf_zero"
 CORPUS_SIZE = 4 << 20  # characters of the standard library's sources

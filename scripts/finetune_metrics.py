@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 import torch
+from finetune_console import examples
 from transformers import EvalPrediction
+
+with examples():
+    import datasets
+    import evaluate
 
 IGNORED = -100  # the label value that transformers' losses leave out
 

@@ -1,7 +1,7 @@
 """The same causal language modelling as `finetune.py`, as a plain accelerate loop: the only line about ZeRO is marked.
 
-torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --stage 3 --save-steps 50
-torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --stage 3 --save-steps 50 --resume   # any number of ranks
+torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50
+torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50 --resume   # any number of ranks
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from finetune_data import embedded_corpus, language_modeling, load_text, load_to
 from finetune_models import load_config, load_model, max_positions
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
 
-import hf_zero as zero
-from hf_zero.config import OFFLOADS
+from hf_zero.huggingface.callback import ZeroFlags
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -63,11 +62,7 @@ def perplexity(accelerator: Accelerator, model: PreTrainedModel, loader: DataLoa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage, 0 to 3; 0 is plain data parallel")
-    parser.add_argument("--offload-optimizer", choices=OFFLOADS, default="none", help="where optimizer state rests")
-    parser.add_argument("--offload-params", choices=OFFLOADS, default="none", help="where parameters rest (stage 3)")
-    parser.add_argument("--offload-dir", help="folder of the disk tier, on a fast local disk")
+    parser = HfArgumentParser(ZeroFlags, description=__doc__, formatter_class=Help)
     parser.add_argument("--model", default="gpt2-tiny")
     parser.add_argument("--dataset", help="Hub id or local file; without it, Python's standard library")
     parser.add_argument("--output-dir", default="runs/no-trainer")
@@ -79,6 +74,7 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: none")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, if there is one")
     args = parser.parse_args()
+    (flags,) = parser.parse_dict(vars(args), allow_extra_keys=True)
     check_output(args.output_dir)
 
     accelerator = Accelerator(
@@ -87,12 +83,7 @@ def main() -> None:
         step_scheduler_with_optimizer=False,  # it counts steps of this loop, at any number of ranks
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # an order to come back to
-        parallelism_config=zero.ZeroPlugin(  # <- all there is to ZeRO
-            stage=args.stage,
-            offload_optimizer=args.offload_optimizer,
-            offload_params=args.offload_params,
-            offload_dir=args.offload_dir,
-        ),
+        parallelism_config=flags.plugin(),  # <- all there is to ZeRO: zero.ZeroPlugin(stage=…)
     )
     saved = highest(len(list(Path(args.output_dir, "checkpoints").glob("checkpoint_*"))))
     if saved and args.save_steps and not args.resume:
@@ -158,7 +149,7 @@ def main() -> None:
     rate = (progress.step - began) / max(bar.format_dict["elapsed"], 1e-9) * args.batch_size * args.accumulation
     if accelerator.is_main_process:
         print_summary(
-            f"{args.model} · stage {args.stage} · {args.steps} steps on {accelerator.num_processes} rank(s)",
+            f"{args.model} · stage {flags.zero_stage} · {args.steps} steps on {accelerator.num_processes} rank(s)",
             {
                 "perplexity": f"{number(before)} → {number(after)}",
                 "tokens/s": number(rate * accelerator.num_processes * args.block_size),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -328,6 +330,16 @@ def test_nothing_is_dead() -> None:
     assert not found, f"nobody uses {', '.join(found)}: remove it"
 
 
+def test_requirements_are_what_is_imported() -> None:
+    """What the package does not import is an extra, or no requirement at all."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.S | re.M)
+    required = set(re.findall(r'^ *"([A-Za-z0-9_-]+)', listed[1], re.M)) if listed else set()
+    found = {name.partition(".")[0] for module, tree in TREES.items() for name, _ in imports(module, tree)}
+    found -= {"hf_zero", *sys.stdlib_module_names}
+    assert found - {"matplotlib", "peft"} == required - {"jinja2"}  # huggingface_hub imports that one for us
+
+
 def test_public_names() -> None:
     assert sorted(hf_zero.__all__) == PUBLIC
     for name in PUBLIC:
@@ -345,6 +357,17 @@ def test_settings() -> None:
     assert flags == {f"zero_{name}" for name in SETTINGS}
     plugin = {field.name for field in dataclasses.fields(hf_zero.ZeroPlugin)}
     assert plugin >= set(SETTINGS)
+    hints, plugged, typed = map(get_type_hints, (hf_zero.ZeroConfig, hf_zero.ZeroPlugin, hf_zero.ZeroTrainingArguments))
+    for field in dataclasses.fields(hf_zero.ZeroConfig):
+        name = field.name
+        assert field.metadata["help"]
+        for cls, other in ((hf_zero.ZeroPlugin, name), (hf_zero.ZeroTrainingArguments, f"zero_{name}")):
+            again = cls.__dataclass_fields__[other]
+            assert (again.default, again.metadata) == (field.default, field.metadata), other
+        assert plugged[name] == hints[name], name
+        # On a command line, what may be text is text.
+        plain = {kind for kind in get_args(hints[name]) if kind in (str, type(None))} or {hints[name]}
+        assert set(get_args(typed[f"zero_{name}"]) or [typed[f"zero_{name}"]]) == plain, name
 
 
 def test_the_design_lists_every_file() -> None:

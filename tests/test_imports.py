@@ -1,8 +1,9 @@
-"""What a process loads because of hf_zero: nothing that it would not load without, but torch."""
+"""What a process loads because of hf_zero: nothing that it would not load without, but torch. What works without extras."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,64 @@ with tempfile.TemporaryDirectory() as folder:
     Trainer(Model(), args, train_dataset=data).train()
 """
 
+# A process in which these cannot be found, as in an environment without the extras. `tokenizers` is transformers' own need.
+WITHOUT_EXTRAS = """
+import importlib, runpy, sys
+from importlib.machinery import PathFinder
+
+EXTRAS = ("datasets", "evaluate", "matplotlib")
+
+class WithoutExtras(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in EXTRAS else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutExtras
+for name in EXTRAS:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        continue
+    sys.exit(name + " is still found")
+"""
+WITHOUT_EXTRAS_WORKS = """
+import hf_zero as zero, hf_zero.cli.main, tempfile, torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+before = model.weight.detach().clone()
+accelerator.backward(model(torch.ones(2, 3)).sum())
+optimizer.step()
+assert not torch.equal(model.weight, before)
+print("LOOP")
+AcceleratorState._reset_state(True)
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+options = dict(n_layer=1, n_embd=8, n_head=1, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0)
+with tempfile.TemporaryDirectory() as folder:
+    args = zero.ZeroTrainingArguments(folder, zero_stage=3, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    data = [{"input_ids": torch.ones(3, dtype=torch.long), "labels": torch.ones(3, dtype=torch.long)}] * 8
+    trainer = Trainer(GPT2LMHeadModel(GPT2Config(**options)), args, train_dataset=data)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.state.global_step == 1
+    print("TRAINER")
+    assert hf_zero.cli.main.main(["plan", folder, "--zero-stage", "3"]) == 0
+"""
+
+
+def without_extras(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS + code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}", "HF_HUB_OFFLINE": "1"},
+    )
+
 
 def loaded(code: str) -> set[str]:
     """The heavy modules that are there after `code`."""
@@ -120,3 +179,25 @@ def test_plain_accelerate_loop(hub: bool) -> None:
 def test_stock_trainer() -> None:
     found = loaded(TRAINER.format(ours=True))
     assert found <= loaded(TRAINER.format(ours=False))
+
+
+def test_works_without_the_extras() -> None:
+    ended = without_extras(WITHOUT_EXTRAS_WORKS)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"LOOP.*TRAINER.*1,040 parameters", ended.stdout, re.S), ended.stdout
+
+
+def test_a_plot_says_which_extra_is_missing() -> None:
+    code = "from hf_zero.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    ended = without_extras(code, "plan", "--parameters", "1B", "--sweep", "--plot", os.devnull)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"
+
+
+@pytest.mark.parametrize("name", ["finetune", "finetune_no_trainer"])
+def test_a_script_says_which_extra_is_missing(name: str) -> None:
+    ended = without_extras(f"runpy.run_path({str(ROOT / 'scripts' / name) + '.py'!r}, run_name='__main__')")
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == "error: datasets is not installed: pip install 'hf-zero[examples]'\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_pictures(recorded: tuple[Path, zero.Report], tmp_path: Path) -> None:
     assert "data:image/png;base64," in page
     assert "host, optimizer" in page
     assert not re.search(r"(src|href)=\"(?!data:)", page), "the page needs no other file"
+
+
+def test_pictures_need_an_extra(
+    recorded: tuple[Path, zero.Report],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what Python itself takes for "not to be found"
+    assert main(["report", str(recorded[0]), "--png", str(tmp_path / "a.png")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"
 
 
 def test_damaged_lines_are_passed_over(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.wire import open_wire
-from ..config import OFFLOADS, STAGES, ZeroConfig, parse_bytes
+from ..config import STAGES, ZeroConfig, parse_bytes
 from ..core.layout import Layout
 from ..core.precision import Precision
-from ..errors import ConfigError
+from ..errors import ConfigError, needs
 from ..plan.activations import Architecture, Batch
 from ..plan.costs import KINDS, TIERS, paper_states_bytes
 from ..plan.machine import Machine, here, host_name, kept, probe
@@ -41,17 +42,18 @@ def add_commands(commands: Any, cache: Path) -> None:
     out.add_argument("model", nargs="?", help="Hub id, local folder, or .safetensors file; no weights are read")
     out.add_argument("--parameters", metavar="N", help="in place of a model: a number of parameters, such as 7.5B")
     out.add_argument("--world-size", type=int, default=8, help="number of ranks (default 8)")
-    out.add_argument("--zero-stage", type=int, choices=sorted(STAGES), help="this stage alone, with all details")
-    out.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), default="no")
-    out.add_argument("--zero-offload-optimizer", choices=OFFLOADS, default="none")
-    out.add_argument("--zero-offload-params", choices=OFFLOADS, default="none")
-    out.add_argument("--zero-step-in-backward", action="store_true", help="update offloaded units in backward")
-    out.add_argument("--zero-reduce-dtype", metavar="DTYPE", help="type in which gradients travel (default float32)")
-    out.add_argument(
-        "--zero-full-precision", metavar="NAMES", default="", help="weights that stay in float32: '*.gate.*'"
+    _add_setting(
+        out, "stage", help="this stage alone, with all details", type=int, choices=sorted(STAGES), default=None
     )
-    out.add_argument("--device-memory", metavar="SIZE", help="bytes per rank on the device, such as 24GiB")
-    out.add_argument("--host-memory", metavar="SIZE", help="bytes per rank of host memory")
+    out.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), default="no")
+    _add_setting(out, "offload_optimizer")
+    _add_setting(out, "offload_params")
+    _add_setting(out, "step_in_backward", help="update offloaded units in backward", action="store_true")
+    _add_setting(out, "reduce_dtype", help="type in which gradients travel (default float32)", metavar="DTYPE")
+    _add_setting(out, "full_precision", help="weights that stay in float32: '*.gate.*'", metavar="NAMES")
+    # No --zero: they are figures of the machine here, with or without `auto`.
+    _add_setting(out, "device_memory", "", help="bytes per rank on the device, such as 24GiB", metavar="SIZE")
+    _add_setting(out, "host_memory", "", help="bytes per rank of host memory", metavar="SIZE")
     out.add_argument("--disk-space", metavar="SIZE", help="bytes per rank in the offload folder")
     out.add_argument("--optimizer-tensors", type=int, default=2, help="state tensors per parameter (default 2: Adam)")
     out.add_argument("--batch", type=int, metavar="ROWS", help="sequences per rank and forward; counts activations")
@@ -73,6 +75,19 @@ def add_commands(commands: Any, cache: Path) -> None:
     measure.add_argument("--offload-dir", metavar="DIR", help="the disk to measure (default: the temporary folder)")
     measure.add_argument("--json", action="store_true", help="print JSON instead of a table")
     measure.set_defaults(run=_probe, cache=cache)
+
+
+def _add_setting(out: argparse.ArgumentParser, name: str, prefix: str = "zero-", **said: Any) -> None:
+    """The flag of one field of `ZeroConfig`, with its default and choices; `said` is what plan says in its own way."""
+    origin = ZeroConfig.__dataclass_fields__[name]
+    own = {"default": origin.default, **origin.metadata, "help": None, **said}
+    out.add_argument(f"--{prefix}{name.replace('_', '-')}", dest=f"zero_{name}", **own)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the fields of `ZeroConfig` that have a flag."""
+    given = vars(options)
+    return {item.name: given[f"zero_{item.name}"] for item in fields(ZeroConfig) if f"zero_{item.name}" in given}
 
 
 # plan ---------------------------------------------------------------------------------------------------------------
@@ -166,19 +181,7 @@ def _make(
 ) -> Plan:  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--world-size must be at least 1, found {ranks}")
-    config = ZeroConfig(
-        **{
-            "stage": stage,
-            "reduce_dtype": options.zero_reduce_dtype,
-            "full_precision": options.zero_full_precision,
-            "offload_optimizer": options.zero_offload_optimizer,
-            "offload_params": options.zero_offload_params,
-            "device_memory": options.device_memory,
-            "host_memory": options.host_memory,
-            "step_in_backward": options.zero_step_in_backward,
-            **changes,
-        }
-    )
+    config = ZeroConfig(**{**_settings(options), "stage": stage, **changes})
     batch = None
     if options.batch is not None:
         checkpointing = options.gradient_checkpointing or options.offload_activations
@@ -205,7 +208,7 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, str]:
         device = _device()
         wants = "auto" in (options.zero_offload_optimizer, options.zero_offload_params)
         present = here(device, ranks=max(1, min(options.world_size, torch.cuda.device_count() or options.world_size)))
-        if wants and (options.device_memory is None or options.host_memory is None):
+        if wants and None in (options.zero_device_memory, options.zero_host_memory):
             sizes = {"device_memory": present.device_memory, "host_memory": present.host_memory}
             source = f"{source}; " if source else ""
             source += "memory that is free on this machine"
@@ -343,6 +346,8 @@ def _sweep(options: argparse.Namespace, model: _Model, precision: Precision) -> 
                         "zero_paper_states_bytes_per_rank": _paper(made.layout.numel, stage, ranks),
                     }
                 )
+    if options.plot:
+        _draw(rows, model, options.plot)
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
@@ -350,8 +355,6 @@ def _sweep(options: argparse.Namespace, model: _Model, precision: Precision) -> 
         # As wide as its figures are: cut off they are wrong, broken over lines by a narrow terminal they are not.
         width = Console(width=1000).measure(table).maximum
         Console(width=max(Console().width, width)).print(table)
-    if options.plot:
-        _draw(rows, model, options.plot)
     return 0
 
 
@@ -386,7 +389,8 @@ def _gb(value: float) -> str:
 
 
 def _draw(rows: Sequence[dict[str, Any]], model: _Model, path: str) -> None:
-    from matplotlib.figure import Figure
+    with needs("plot"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import ConfigError
+from ..errors import ConfigError, needs
 from ..plan.costs import KINDS, TIERS
 from ..plan.plan import size_text
 from ..plan.record import FORMAT
@@ -308,14 +308,15 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
 def _report(options: argparse.Namespace) -> int:
     runs = read_all(Path(options.folder))
     out = summary(runs)
+    png = picture(runs) if options.png or options.html else b""
     if options.json:
         print(json.dumps(out, indent=1))
     else:
         _print(out)
     if options.png:
-        Path(options.png).write_bytes(picture(runs))
+        Path(options.png).write_bytes(png)
     if options.html:
-        Path(options.html).write_text(page(out, picture(runs)), encoding="utf-8")
+        Path(options.html).write_text(page(out, png), encoding="utf-8")
     return 0
 
 
@@ -411,7 +412,8 @@ def _print(out: dict[str, Any]) -> None:
 
 def picture(runs: Sequence[Run]) -> bytes:
     """PNG of the first run: memory by tier over the steps, predicted peaks dashed; below it, where each step's time went."""
-    from matplotlib.figure import Figure
+    with needs("plot"):
+        from matplotlib.figure import Figure
 
     run = runs[0]
     figure = Figure(figsize=(10, 8), layout="constrained")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..config import ZeroConfig
+from ..config import ZeroConfig, setting
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
 from ..runtime.deferred import birth_of
@@ -60,16 +60,16 @@ class ZeroPlugin(ParallelismConfig):
             would ignore the plugin.
     """
 
-    stage: int = ZeroConfig().stage
-    reduce_dtype: str | None = None
-    full_precision: str | tuple[str, ...] = ""
-    async_save: bool = False
-    offload_optimizer: str = "none"
-    offload_params: str = "none"
-    offload_dir: str | None = None
-    device_memory: int | str | None = None
-    host_memory: int | str | None = None
-    step_in_backward: bool = False
+    stage: int = setting("stage")
+    reduce_dtype: str | None = setting("reduce_dtype")
+    full_precision: str | tuple[str, ...] = setting("full_precision")
+    async_save: bool = setting("async_save")
+    offload_optimizer: str = setting("offload_optimizer")
+    offload_params: str = setting("offload_params")
+    offload_dir: str | None = setting("offload_dir")
+    device_memory: int | str | None = setting("device_memory")
+    host_memory: int | str | None = setting("host_memory")
+    step_in_backward: bool = setting("step_in_backward")
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):

@@ -12,14 +12,14 @@ parallel. The other way only the weights go: plain data parallel stops at the `o
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..config import OFFLOADS, ZeroConfig
+from ..config import ZeroConfig, setting
 from ..errors import ConfigError
 from ..runtime.engine import Engine, engine_of
 from .accelerator import ZeroPlugin, put_in_front
@@ -30,73 +30,31 @@ from .trainer import ZeroTrainerMixin, check_arguments
 
 
 @dataclass
-class ZeroTrainingArguments(TrainingArguments):
+class ZeroFlags:
+    """Every field of `ZeroConfig` as `zero_<field>`, for `HfArgumentParser`: what may be text is typed as text."""
+
+    zero_stage: int = setting("stage")
+    zero_reduce_dtype: str | None = setting("reduce_dtype")
+    zero_full_precision: str = setting("full_precision")
+    zero_async_save: bool = setting("async_save")
+    zero_offload_optimizer: str = setting("offload_optimizer")
+    zero_offload_params: str = setting("offload_params")
+    zero_offload_dir: str | None = setting("offload_dir")
+    zero_device_memory: str | None = setting("device_memory")
+    zero_host_memory: str | None = setting("host_memory")
+    zero_step_in_backward: bool = setting("step_in_backward")
+
+    def plugin(self) -> ZeroPlugin:
+        return ZeroPlugin(**{item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)})
+
+
+@dataclass
+class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
     """`TrainingArguments` with every field of `ZeroConfig` as `zero_<field>`; for code and for `HfArgumentParser`.
 
     Raises:
         ConfigError: a bad value, or DeepSpeed, FSDP or another parallelism_config in the same arguments.
     """
-
-    zero_stage: int = field(
-        default=ZeroConfig().stage,
-        metadata={
-            "help": "0: plain data parallel, for comparison. 1: each rank keeps its part of the optimizer state. "
-            "2: and of the gradients. 3: and of the parameters."
-        },
-    )
-    zero_reduce_dtype: str | None = field(
-        default=None,
-        metadata={"help": "Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."},
-    )
-    zero_full_precision: str = field(
-        default="",
-        metadata={
-            "help": "With bf16 or fp16: weights that stay in float32, by names or patterns with commas between, such as "
-            "'*.gate.*,*.router.*': those that the model itself uses in float32."
-        },
-    )
-    zero_async_save: bool = field(
-        default=False,
-        metadata={
-            "help": "Copy a checkpoint to host memory (what this rank writes of it), go on training, and write behind. The "
-            "next save and the end of training wait for it; callbacks' on_save runs before the folder is there."
-        },
-    )
-    zero_offload_optimizer: str = field(
-        default="none",
-        metadata={
-            "help": "Where fp32 masters, gradients and optimizer state rest: none (on the device), cpu, disk, or auto (what "
-            "fits and is fastest).",
-            "choices": OFFLOADS,
-        },
-    )
-    zero_offload_params: str = field(
-        default="none",
-        metadata={
-            "help": "Where parameters rest between uses (stage 3, or one rank): none (on the device), cpu, disk, or auto.",
-            "choices": OFFLOADS,
-        },
-    )
-    zero_offload_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder of the disk tier, on a fast local disk. Default: in the temporary folder."},
-    )
-    zero_device_memory: str | None = field(
-        default=None,
-        metadata={
-            "help": "Device memory that auto may use per rank, such as 24GiB. Default: what is free, less a margin."
-        },
-    )
-    zero_host_memory: str | None = field(
-        default=None,
-        metadata={"help": "Host memory that auto may use per rank, such as 64GiB. Default: a share of what is free."},
-    )
-    zero_step_in_backward: bool = field(
-        default=False,
-        metadata={
-            "help": "Update offloaded units during backward, as their gradients come; needs --max_grad_norm 0 and no fp16."
-        },
-    )
 
     def __post_init__(self) -> None:
         for name in ("deepspeed", "fsdp"):
@@ -109,9 +67,7 @@ class ZeroTrainingArguments(TrainingArguments):
             raise ConfigError(f"ZeroTrainingArguments sets parallelism_config itself, found {given!r}: remove it")
         super().__post_init__()
         # After super(): it resets accelerate's state, so that an Accelerator from before cannot shadow the plugin.
-        self.parallelism_config = ZeroPlugin(
-            **{item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)}
-        )
+        self.parallelism_config = self.plugin()
 
 
 ZeroTrainingArguments.__module__ = "hf_zero"  # as ZeroPlugin: training_args.bin names the place that stays

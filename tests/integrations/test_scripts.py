@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import datasets
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import finetune
 import finetune_data
+import finetune_no_trainer
 
 import hf_zero as zero
 
@@ -212,6 +214,31 @@ def test_the_best_model_needs_no_more_than_the_steps() -> None:
     assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
 
 
+def zero_flags(text: str) -> dict[str, str]:
+    """Of a `--help`: the spellings of every flag that is a setting of the engine, each with its help."""
+    names = {field.name for field in fields(zero.ZeroConfig)}
+    found = {}
+    for entry in re.split(r"\n  (?=-)", text.partition("\noptions:")[2]):
+        spelled = re.findall(r"(?:^|, )--([\w-]+)", entry)
+        if any(name.startswith("zero") or name.replace("-", "_") in names for name in spelled):
+            found[" ".join(spelled)] = " ".join(entry.split())
+    return found
+
+
+def test_both_scripts_take_the_same_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune", "--help"])
+    found = []
+    for main in (finetune.main, finetune_no_trainer.main):
+        with pytest.raises(SystemExit):
+            main()
+        found.append(zero_flags(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert set(found[0]) == {
+        " ".join(dict.fromkeys((f"zero_{name}", f"zero-{name.replace('_', '-')}")))
+        for name in (field.name for field in fields(zero.ZeroConfig))
+    }
+
+
 def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
     (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
     small = [
@@ -222,14 +249,14 @@ def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
         "--output-dir=loop",
         "--save-steps=2",
     ]
-    output = torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--stage=3"], place)
+    output = torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=3"], place)
     before, after = (float(word.replace(",", "")) for word in output.split("perplexity")[1].split("│")[1].split("→"))
     assert after < before
     AutoModelForCausalLM.from_pretrained(place / "loop")
     AutoTokenizer.from_pretrained(place / "loop")
     weights = (place / "loop" / "model.safetensors").read_bytes()
     shutil.rmtree(place / "loop" / "checkpoints" / "checkpoint_4")
-    torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--stage=2", "--resume"], place)
+    torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=2", "--resume"], place)
     assert (place / "loop" / "model.safetensors").read_bytes() == weights
 
 
