@@ -20,7 +20,6 @@ from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from .flat_param import Flat
-from .pieces import extents
 from .unit import Unit
 
 
@@ -188,9 +187,8 @@ class FullState:
 
     def _take(self, param: nn.Parameter, landing: Tensor) -> None:
         flat, slot = self._flat[param]
-        parts = [part for rank, part in flat.span.owners(flat.span.slots[slot]) if rank == flat.rank]
-        for _, inside, shard, where in extents(parts, flat.shards):
-            shard.values[where].copy_(landing.view(-1)[inside])
+        for shard, at, numel, start in flat.pieces(slot):
+            shard.values[at : at + numel].copy_(landing.view(-1)[start : start + numel])
         param.data = flat.guards.shown[slot]
         flat.uncount(slot)
 
