@@ -25,16 +25,6 @@ FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "plan", "runtime", "params
 # Imports to the right that are still there, each with what it waits for. The list only gets shorter: an entry that is
 # not needed any more fails the test as a new import does.
 UPWARD = {
-    # Checkpoints walk units and shards themselves, until a unit gives its pieces as (name, start, array).
-    ("checkpoint.pieces", "runtime.flat_param"),
-    ("checkpoint.pieces", "runtime.state_shard"),
-    ("checkpoint.pieces", "runtime.unit"),
-    ("checkpoint.save", "runtime.state_shard"),
-    ("checkpoint.save", "runtime.unit"),
-    ("checkpoint.load", "runtime.flat_param"),
-    ("checkpoint.load", "runtime.shadow_optimizer"),
-    ("checkpoint.load", "runtime.state_shard"),
-    ("checkpoint.load", "runtime.unit"),
     # Values are compared where ranks agree, until the caller hands in (name, tensor).
     ("comm.agree", "runtime.deferred"),
     ("comm.agree", "tiers.pool"),

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,9 @@ from torch import Tensor, nn
 
 from ..comm.agree import arriving, together
 from ..comm.wire import SoloWire
+from ..core.layout import ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
-from ..runtime.flat_param import Flat
-from ..runtime.shadow_optimizer import state_names_of
-from ..runtime.state_shard import MASTER, Shard, cut
-from ..runtime.unit import Unit
-from ..tiers.array import Values
 from .folder import recover
 from .manifest import (
     MANIFEST,
@@ -37,6 +33,7 @@ from .manifest import (
     read_bounded,
     share,
 )
+from .pieces import MASTER, OptimizerState, Parameters, ParameterState
 from .reader import Reader, Wanted
 from .safetensors import read_header
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
@@ -98,7 +95,7 @@ class Loading:
     # Weights --------------------------------------------------------------------------------------------------------
 
     def weights(
-        self, units: list[Unit], model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
+        self, parameters: Parameters, model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
     ) -> Located:
         """Parameters into the masters, buffers into the model. The caller refreshes what is made of the masters.
 
@@ -120,11 +117,14 @@ class Loading:
         stored, located = together(self._wire, self._what, plan, answer=False)[0]
 
         def read() -> None:
-            self._reader.read(w for unit in units for flat in unit.flats for w in _wanted(flat, located, stored))
+            self._reader.read(_wanted(parameters, located, stored))
             buffers = persistent_buffers(model)
             for conversion in located.conversions:
                 made = conversion.convert({key: self._reader.whole(stored[key]) for key in conversion.sources})
-                _spread(units, made)
+                for param, piece in parameters.held():
+                    if param in made:
+                        start, numel = piece.param_start, piece.values.numel()
+                        piece.values.copy_(made[param].reshape(-1)[start : start + numel])
                 for name in buffers.keys() & made.keys():
                     buffers[name].copy_(made[name])
             for name, key in located.buffers.items():
@@ -148,17 +148,8 @@ class Loading:
         """Whether the checkpoint holds optimizer state; the same on every rank."""
         return self.manifest is not None and f"{folder}/{OPTIMIZER_INDEX}" in self.manifest.files
 
-    def optimizer(
-        self,
-        units: list[Unit],
-        optimizer: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
-        *,
-        folder: str = OPTIMIZER_FOLDER,
-    ) -> None:
+    def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
         """The optimizer's state and its groups' options."""
-        fresh: list[tuple[Shard, dict[str, Any]]] = []
-        whole: list[tuple[nn.Parameter, dict[str, Any]]] = []
 
         def read() -> dict[str, Any]:
             if not self.has_optimizer(folder) or self.manifest is None:
@@ -168,12 +159,12 @@ class Loading:
                 )
             path = self.folder / folder / OPTIMIZER_INDEX
             index = self._index(path)
-            if [group["params"] for group in index["groups"]] != [group["params"] for group in groups]:
+            if [group["params"] for group in index["groups"]] != [group["params"] for group in optimizer.groups]:
                 raise CheckpointError(
                     f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, or of one "
                     "with other parameters frozen"
                 )
-            self._check_kind(path, index, optimizer, groups)
+            self._check_kind(path, index, optimizer)
             prefix = f"{folder}/"
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
@@ -181,38 +172,30 @@ class Loading:
                     state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
                     file = self.manifest.files[name] if self.verifies else None
                     states.setdefault(state, {}).update(_stored(self.folder / name, file))
-            wanted: list[Wanted] = []
-            for unit in units:
-                for flat in unit.trained:
-                    saved = index["parameters"]
-                    if flat.wholes:
-                        found, more = _wholes_of(flat, saved, states, path, optimizer)
-                        whole.extend(found)
-                        wanted += more
-                        saved = {name: _master_only(entry) for name, entry in saved.items()}
-                    for shard in flat.shards:
-                        kept = shard.entries(optimizer)
-                        entries, more = _state_of(flat, shard, saved, states, path, kept)
-                        fresh.append((shard, entries))
-                        wanted += more
-            self._reader.read(wanted)
+            entries = index["parameters"]
+            saved = {
+                spec.name: _saved(path, spec, entries[spec.name], states, is_whole)
+                for spec, is_whole in optimizer.parameters()
+                if entries.get(spec.name) is not None
+            }
+            room = optimizer.room(saved)
+            self._reader.read(
+                Wanted(states[state][name], piece.param_start, piece.values) for name, state, piece in room
+            )
             return index
 
         with torch.no_grad():
             index = together(self._wire, self._what, read, answer=False)[0]
-            for shard, entries in fresh:
-                entries.pop(MASTER, None)
-                shard.put(optimizer, entries)
-            for param, entries in whole:
-                optimizer.state[param] = entries
-        for group, packed in zip(optimizer.param_groups, index["groups"]):
-            group.update({k: unscalar(v, group.get(k)) for k, v in packed.items() if k != "params"})
+            optimizer.put(
+                [
+                    {key: unscalar(value, group.get(key)) for key, value in packed.items() if key != "params"}
+                    for group, packed in zip(optimizer.groups, index["groups"])
+                ]
+            )
 
-    def _check_kind(
-        self, path: Path, index: dict[str, Any], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-    ) -> None:
+    def _check_kind(self, path: Path, index: dict[str, Any], optimizer: OptimizerState) -> None:
         """The state is one of such an optimizer; of another class it may be where all of it has a place here."""
-        theirs, mine = index.get("optimizer"), type(optimizer).__name__
+        theirs, mine, groups = index.get("optimizer"), optimizer.kind, optimizer.groups
         if theirs == mine or theirs is None:
             return
         options = [
@@ -220,7 +203,7 @@ class Loading:
         ]
         entries = index["parameters"].values()
         states = {state for entry in entries for state in (*entry["states"], *entry["scalars"])} - {MASTER}
-        known = state_names_of(optimizer)
+        known = optimizer.names()
         if any(options) or known is None or (states and states != known):
             raise CheckpointError(
                 f"{path} holds the state of {theirs} ({sorted(states)}, options {sorted(index['groups'][0])}), and this run's "
@@ -319,19 +302,15 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _wanted(flat: Flat, located: Located, stored: Mapping[str, Stored]) -> list[Wanted]:
-    """What this rank reads of one span: its slice, or all of it where the stage shards nothing."""
-    out = []
-    for part in flat.span.overlaps(flat.rank):
-        for piece in located.pieces.get(part.slot.spec.name, ()):
-            item = _meet(piece, part.param_start, part.numel, stored)
+def _wanted(parameters: Parameters, located: Located, stored: Mapping[str, Stored]) -> Iterator[Wanted]:
+    """What this rank reads of the weights: its pieces, wherever the folder has their elements."""
+    for name, held in parameters.held():
+        for piece in located.pieces.get(name, ()):
+            item = _meet(piece, held.param_start, held.values.numel(), stored)
             if item is not None:
                 source, key_start, param_start, numel = item
-                at = part.slice_start + param_start - part.param_start
-                for shard, start, count in cut(flat.shards, at, numel):
-                    done = shard.start + start - at
-                    out.append(Wanted(source, key_start + done, shard.values[start : start + count]))
-    return out
+                at = param_start - held.param_start
+                yield Wanted(source, key_start, held.values[at : at + numel])
 
 
 def _meet(piece: Piece, start: int, numel: int, stored: Mapping[str, Stored]) -> tuple[Stored, int, int, int] | None:
@@ -339,19 +318,6 @@ def _meet(piece: Piece, start: int, numel: int, stored: Mapping[str, Stored]) ->
     if low >= high:
         return None
     return stored[piece.key], piece.key_start + low - piece.param_start, low, high - low
-
-
-def _spread(units: list[Unit], values: Mapping[str, Tensor]) -> None:
-    """Converted whole parameters into this rank's masters."""
-    for unit in units:
-        for flat in unit.flats:
-            for part in flat.span.overlaps(flat.rank):
-                value = values.get(part.slot.spec.name)
-                if value is not None:
-                    source = value.reshape(-1)[part.param_start : part.param_start + part.numel]
-                    for shard, start, numel in cut(flat.shards, part.slice_start, part.numel):
-                        done = shard.start + start - part.slice_start
-                        shard.values[start : start + numel].copy_(source[done : done + numel])
 
 
 def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
@@ -364,111 +330,35 @@ def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
         )
 
 
-def _state_of(
-    flat: Flat,
-    shard: Shard,
-    saved: Mapping[str, Any],
-    states: Mapping[str, Mapping[str, Stored]],
-    path: Path,
-    kept: Mapping[str, Any],
-) -> tuple[dict[str, Any], list[Wanted]]:
-    """One shard's optimizer state with room for its values (those of `kept` where they fit), and what to read into them."""
-    out: dict[str, Any] = {}
-    wanted: list[Wanted] = []
-    spec = flat.span.spec
-    for slot in flat.span.slots:
-        entry = saved.get(slot.spec.name)
-        if entry is None:
-            continue
-        if tuple(entry["shape"]) != slot.spec.shape:
-            raise CheckpointError(
-                f"{path}: parameter {slot.spec.name!r} has shape {tuple(entry['shape'])}, expected {slot.spec.shape}"
-            )
-        for state, value in entry["scalars"].items():
-            _merge_scalar(out, state, unscalar(value, None), slot.spec.name)
-        for state in entry["states"]:
-            if state == MASTER and spec.master_dtype == spec.dtype:
-                continue
-            source = states.get(state, {}).get(slot.spec.name)
-            if source is None or source.shape != slot.spec.shape:
-                raise CheckpointError(
-                    f"{path.parent}/{state}.safetensors: {slot.spec.name!r} of shape {slot.spec.shape} expected, found "
-                    f"{None if source is None else source.shape}"
-                )
-            if state not in out:
-                covered = all(state in saved.get(s.spec.name, {}).get("states", ()) for s in flat.span.slots)
-                if state == MASTER:  # in place; what is not saved stays as it came with the weights
-                    out[state] = shard.values
-                else:
-                    out[state] = _room(flat, shard, state, dtype_of(source.dtype), kept.get(state), covered)
-            for part in flat.span.overlaps(flat.rank):
-                if part.slot is slot:
-                    for _, start, numel in cut([shard], part.slice_start, part.numel):
-                        at = part.param_start + shard.start + start - part.slice_start
-                        wanted.append(Wanted(source, at, out[state][start : start + numel]))
-    return out, wanted
+def _saved(
+    path: Path, spec: ParamSpec, entry: Mapping[str, Any], states: Mapping[str, Mapping[str, Stored]], is_whole: bool
+) -> ParameterState:
+    """What the checkpoint has of one parameter's state and is wanted here.
 
-
-def _master_only(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {**entry, "states": [state for state in entry["states"] if state == MASTER], "scalars": {}}
-
-
-def _wholes_of(
-    flat: Flat,
-    saved: Mapping[str, Any],
-    states: Mapping[str, Mapping[str, Stored]],
-    path: Path,
-    optimizer: torch.optim.Optimizer,
-) -> tuple[list[tuple[nn.Parameter, dict[str, Any]]], list[Wanted]]:
-    """The state of parameters of true shape, each of the shape it was saved with, and what to read into it."""
-    out: list[tuple[nn.Parameter, dict[str, Any]]] = []
-    wanted: list[Wanted] = []
-    group = optimizer.param_groups[flat.span.spec.group]
-    home = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-    for slot, whole in zip(flat.span.slots, flat.wholes):
-        entry = saved.get(slot.spec.name)
-        if entry is None:
-            continue
-        if tuple(entry["shape"]) != slot.spec.shape:
-            raise CheckpointError(
-                f"{path}: parameter {slot.spec.name!r} has shape {tuple(entry['shape'])}, expected {slot.spec.shape}"
-            )
-        entries = {state: unscalar(value, None) for state, value in entry["scalars"].items()}
-        for state, value in entries.items():
-            if isinstance(value, Tensor):
-                entries[state] = value.to(home if state == "step" else flat.device)
-        for state in entry["states"]:
-            if state == MASTER:
-                continue
-            source = states.get(state, {}).get(slot.spec.name)
-            if source is None:
-                raise CheckpointError(f"{path.parent} lacks the state {state!r} of {slot.spec.name!r}")
-            entries[state] = torch.empty(source.shape, dtype=dtype_of(source.dtype), device=flat.device)
-            wanted.append(Wanted(source, 0, entries[state].view(-1)))
-        out.append((whole, entries))
-    return out, wanted
-
-
-def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, covered: bool) -> Values:
-    """Where a state's values rest; zeros, unless all of them are about to be read."""
-    whole = covered and flat.span.numel == flat.span.used_numel
-    room: Values | None = shard.room(state)
-    if room is None and isinstance(kept, Tensor) and kept.shape == (shard.numel,) and kept.dtype == dtype:
-        room = kept
-    if room is None:
-        return torch.zeros(shard.numel, dtype=dtype, device=shard.master.device)
-    return room if whole else room.zero_()
-
-
-def _merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:
-    if state in out and float(out[state]) != float(value):
-        warnings.warn(
-            f"parameters of one span have different {state!r} in the saved optimizer state ({float(out[state])} and "
-            f"{float(value)} of {name!r}); the larger is used for all",
-            stacklevel=2,
+    Raises:
+        CheckpointError: a file lacks it, or its shape is not that of the parameter (`is_whole`: it may have its own).
+    """
+    if tuple(entry["shape"]) != spec.shape:
+        raise CheckpointError(
+            f"{path}: parameter {spec.name!r} has shape {tuple(entry['shape'])}, expected {spec.shape}"
         )
-        value = max(out[state], value, key=float)
-    out[state] = value
+    arrays = {}
+    for state in entry["states"]:
+        if state == MASTER and spec.master_dtype == spec.dtype:
+            continue
+        source = states.get(state, {}).get(spec.name)
+        if is_whole and state != MASTER:
+            if source is None:
+                raise CheckpointError(f"{path.parent} lacks the state {state!r} of {spec.name!r}")
+        elif source is None or source.shape != spec.shape:
+            raise CheckpointError(
+                f"{path.parent}/{state}.safetensors: {spec.name!r} of shape {spec.shape} expected, found "
+                f"{None if source is None else source.shape}"
+            )
+        arrays[state] = (source.dtype, source.shape)
+    return ParameterState(
+        spec.shape, arrays, {state: unscalar(value, None) for state, value in entry["scalars"].items()}
+    )
 
 
 def unscalar(value: Any, like: Any) -> Any:

@@ -1,20 +1,21 @@
-"""What of each parameter, and of its optimizer state, this rank holds: the pieces it writes and fills."""
+"""What a checkpoint sees of a run: elements of named parameters, and the arrays they are read from and written into.
+
+`Parameters` and `OptimizerState` are implemented where units and shards are known. Nothing here holds more than views.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.layout import Overlap, Slot
-from ..errors import CheckpointError
-from ..runtime.flat_param import Flat
-from ..runtime.state_shard import MASTER, Shard, cut
-from ..runtime.unit import Unit
-from ..tiers.array import OnDisk, Values
+from ..core.layout import ParamSpec
+from ..tiers.array import Values
+
+MASTER = "master"
+"""The state that a master finer than its parameter is stored as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,112 +26,82 @@ class Held:
     values: Values
 
 
-def shares(flat: Flat, rank: int, size: int) -> Iterator[Overlap]:
-    """This rank's part of the work on a span; `slice_start` counts from the beginning of the slice.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Elements of one parameter that `rank` has. Every rank lists the same shares; only `rank` may call `read`."""
 
-    Where every rank holds everything (plain data parallel) the span is cut for the purpose, so that all of them work.
-    """
-    span = flat.span
-    if span.shards > 1 or size == 1:
-        yield from span.overlaps(flat.rank)
-        return
-    numel = -(-span.used_numel // size)
-    for part in replace(span, shards=size, slice_numel=numel).overlaps(rank):
-        yield replace(part, slice_start=part.slice_start + rank * numel)
+    rank: int
+    param_start: int
+    numel: int
+    read: Callable[[], Tensor]
+    """1-D, of the master's type. Raises a ZeroError where the values cannot be read."""
 
 
-def held_parameters(units: Iterable[Unit], rank: int, size: int) -> dict[str, list[Held]]:
-    """Parameter -> the pieces of its master that this rank writes."""
-    out: dict[str, list[Held]] = {}
-    for unit in units:
-        for flat in unit.flats:
-            for part in shares(flat, rank, size):
-                for shard, at, numel in cut(flat.shards, part.slice_start, part.numel):
-                    piece = _piece(part, shard, at, shard.values[at : at + numel])
-                    out.setdefault(part.slot.spec.name, []).append(piece)
-    return out
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """The optimizer's state of one parameter: the arrays by type and shape only, the rest by value."""
+
+    shape: tuple[int, ...]
+    """The parameter's."""
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]]
+    scalars: Mapping[str, Any]
 
 
-def held_states(
-    units: Iterable[Unit], optimizer: Any, rank: int, size: int
-) -> tuple[dict[str, dict[str, list[Held]]], dict[str, Values]]:
-    """State -> parameter -> the pieces that this rank writes; and one tensor of each state, for its type."""
-    out: dict[str, dict[str, list[Held]]] = {}
-    samples: dict[str, Values] = {}
-    for unit in units:
-        for flat in unit.trained:
-            parts = list(shares(flat, rank, size))
-            for shard in flat.shards:
-                for state, value in entries_of(flat, shard, optimizer).items():
-                    if not is_sliced(flat, shard, state, value):
-                        continue
-                    samples.setdefault(state, value)
-                    by_param = out.setdefault(state, {})
-                    for part in parts:
-                        for _, at, numel in cut([shard], part.slice_start, part.numel):
-                            piece = _piece(part, shard, at, value[at : at + numel])
-                            by_param.setdefault(part.slot.spec.name, []).append(piece)
-            for name, entries in whole_states(flat, optimizer):
-                for state, value in entries.items():
-                    if is_array(value):
-                        samples.setdefault(state, value.detach().reshape(-1))
-                        mine = out.setdefault(state, {})
-                        if rank == 0:  # all ranks have the same
-                            mine[name] = [Held(0, value.detach().reshape(-1))]
-    return out, samples
+class Parameters(Protocol):
+    """The parameters of one model, by their first names."""
+
+    def spec(self, name: str) -> ParamSpec: ...
+
+    def written(self, rank: int, size: int) -> Mapping[str, Sequence[Held]]:
+        """The pieces of each master that this rank writes: over all ranks, every element once."""
+        ...
+
+    def held(self) -> Iterator[tuple[str, Held]]:
+        """The pieces of each master that this rank has, to be filled."""
+        ...
+
+    def shares(self, name: str) -> Iterator[Share]:
+        """Who has what of one parameter, by rank."""
+        ...
 
 
-def whole_states(flat: Flat, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parameter -> its state, of an optimizer over parameters of true shape.
+class OptimizerState(Protocol):
+    """An optimizer's state by parameter, and its groups' options."""
 
-    Raises:
-        CheckpointError: a tensor that is no plain array.
-    """
-    for slot, entries in zip(flat.span.slots, flat.whole_entries(optimizer)):
-        for state, value in entries.items():
-            if isinstance(value, Tensor) and (
-                type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided
-            ):
-                raise CheckpointError(
-                    f"optimizer state {state!r} of {slot.spec.name!r} is a {type(value).__name__} ({value.layout}), which has "
-                    "no place in a checkpoint: save with save_optimizer=False, and optimizer.state_dict() by yourself"
-                )
-        if entries:
-            yield slot.spec.name, entries
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer's class."""
+        ...
 
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """The options of each group, and under `params` the parameters' names."""
+        ...
 
-def is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+    def names(self) -> set[str] | None:
+        """The states that a parameter has after a step; None where that cannot be known."""
+        ...
 
+    def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
+        """The parameters that are trained; whether the arrays of their states have shapes of their own."""
+        ...
 
-def entries_of(flat: Flat, shard: Shard, optimizer: Any) -> dict[str, Any]:
-    """A shard's optimizer state, and its master where that is finer than the weights."""
-    entries = shard.entries(optimizer)
-    if flat.span.spec.master_dtype != flat.span.spec.dtype:
-        entries[MASTER] = shard.values
-    return entries
+    def written(self, rank: int, size: int) -> Mapping[str, Mapping[str, Sequence[Held]]]:
+        """State -> parameter -> the pieces that this rank writes. Every state is named, also where this rank writes nothing.
 
+        Raises:
+            CheckpointError: a state that cannot be stored by parameter.
+        """
+        ...
 
-def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
-    """Whether a state has one value per element; else it is one value for the span (`step`).
+    def described(self) -> Mapping[str, ParameterState]:
+        """By parameter, the state there is."""
+        ...
 
-    Raises:
-        CheckpointError: a tensor that is neither.
-    """
-    if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
-        return False
-    if value.numel() == shard.numel:
-        return True
-    raise CheckpointError(
-        f"optimizer state {state!r} of {flat.span.spec.name!r} has shape {tuple(value.shape)}, neither one value nor one per "
-        "element: it cannot be stored by parameter"
-    )
+    def room(self, saved: Mapping[str, ParameterState]) -> Sequence[tuple[str, str, Held]]:
+        """Memory for a saved state: parameter, state, and a piece to be filled. The optimizer keeps its own until `put`."""
+        ...
 
-
-def places(units: Iterable[Unit]) -> dict[str, tuple[Flat, Slot]]:
-    """Parameter's first name -> its span, and its place there."""
-    return {slot.spec.name: (flat, slot) for unit in units for flat in unit.flats for slot in flat.span.slots}
-
-
-def _piece(part: Overlap, shard: Shard, at: int, values: Values) -> Held:
-    return Held(part.param_start + shard.start + at - part.slice_start, values)
+    def put(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """What `room` gave becomes the optimizer's state, `options` those of its groups."""
+        ...

@@ -1,8 +1,8 @@
 """One checkpoint, written by all ranks at once: every rank its own byte ranges of the final files, nothing gathered.
 
     with Saving(wire, folder) as saving:        # staged beside the target, see `folder`
-        saving.weights(model, format, units)    # rank 0 says what the files are, each rank notes its ranges
-        saving.optimizer(units, optimizer, groups)
+        saving.weights(parameters, draw)        # rank 0 says what the files are, each rank notes its ranges
+        saving.optimizer(state, max_shard_size=limit)
         saving.commit()                         # write, fsync, manifest, rename
 
 Rank 0 decides and creates files; the others write into them. All steps are collectives and fail on all ranks together.
@@ -12,10 +12,11 @@ With `freeze()` before, the values are copied first and `commit` may run in anot
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,16 +27,12 @@ from torch import Tensor
 
 from ..comm.agree import arriving, together
 from ..comm.wire import SoloWire
-from ..core.layout import ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ZeroError
-from ..runtime.state_shard import Shard, assembled
-from ..runtime.unit import Unit
-from ..tiers.array import Values
 from ..version import __version__
 from .folder import Staging, naming
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
-from .pieces import Held, entries_of, held_parameters, held_states, is_array, is_sliced, places, whole_states
+from .pieces import Held, OptimizerState, Parameters, ParameterState
 from .safetensors import Header, build_header, itemsize
 from .weights import Drawing, Entry, Run, WeightFile, split_files
 from .writer import Job, Writer, copy_to
@@ -50,7 +47,7 @@ _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 class _Conversion:
     """Tensors that rank 0 computes from whole parameters, when its turn comes."""
 
-    units: list[Unit]
+    parameters: Parameters
     sources: tuple[str, ...]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None  # on rank 0
     places: Mapping[str, tuple[str, int, str]]  # key -> file, offset, dtype; on rank 0
@@ -109,7 +106,7 @@ class Saving:
 
     # What is to be written ------------------------------------------------------------------------------------------
 
-    def weights(self, units: list[Unit], draw: Callable[[], Drawing]) -> None:
+    def weights(self, parameters: Parameters, draw: Callable[[], Drawing]) -> None:
         """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
 
         def plan() -> Any:
@@ -119,52 +116,38 @@ class Saving:
                 drawing = draw()
             placed = [self._create(file) for file in drawing.files]
             self._take_values(placed, drawing)
-            self._conversions += _conversions(units, placed, drawing)
+            self._conversions += _conversions(parameters, placed, drawing)
             return placed, [item.sources for item in drawing.conversions]
 
         answer = together(self._wire, f"saving weights to {self.target}", plan)[0]
         placed, sources = answer
         if self._wire.rank != 0:
-            self._conversions += [_Conversion(units, names, None, {}) for names in sources]
-        held = held_parameters(units, self._wire.rank, self._wire.size)
+            self._conversions += [_Conversion(parameters, names, None, {}) for names in sources]
+        held = parameters.written(self._wire.rank, self._wire.size)
         for item in placed:
             self._jobs += item.jobs(held)
 
     def optimizer(
-        self,
-        units: list[Unit],
-        optimizer: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
-        *,
-        max_shard_size: int | str,
-        folder: str = OPTIMIZER_FOLDER,
+        self, optimizer: OptimizerState, *, max_shard_size: int | str, folder: str = OPTIMIZER_FOLDER
     ) -> None:
         """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
-        specs = {name: slot.spec for name, (_, slot) in places(units).items()}
-        held: dict[str, dict[str, list[Held]]] = {}
+        held: dict[str, Mapping[str, Sequence[Held]]] = {}
 
         def plan() -> Any:
-            mine, samples = held_states(units, optimizer, self._wire.rank, self._wire.size)
-            held.update(mine)
+            held.update(optimizer.written(self._wire.rank, self._wire.size))
             if self._wire.rank != 0:
-                return {}, sorted(samples)
-            index = _index(units, optimizer, groups)
+                return {}, sorted(held)
+            described = optimizer.described()
+            index = _index(optimizer, described)
             path = self.folder / folder / OPTIMIZER_INDEX
             with naming(path):
                 path.parent.mkdir()
                 path.write_text(json.dumps(index, separators=(",", ":")))
             out = {}
-            arrays = {
-                (name, state): value
-                for unit in units
-                for flat in unit.trained
-                for name, states in whole_states(flat, optimizer)
-                for state, value in states.items()
-            }
-            for state, sample in samples.items():
-                entries = _state_entries(index, state, specs, str(sample.dtype).removeprefix("torch."), arrays)
-                out[state] = [self._create(f) for f in split_files(f"{folder}/{state}", entries, max_shard_size)]
-            return out, sorted(samples)
+            for state in held:
+                files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
+                out[state] = [self._create(file) for file in files]
+            return out, sorted(held)
 
         answers = together(self._wire, f"saving optimizer state to {self.target}", plan)
         for rank, (_, states) in enumerate(answers):
@@ -280,26 +263,22 @@ class Saving:
 
     def _convert(self, conversion: _Conversion) -> list[Job]:
         """A collective: whole sources to rank 0, which computes the tensors."""
-        where = places(conversion.units)
         whole: dict[str, Tensor] = {}
         failure: ZeroError | None = None
         for name in conversion.sources:
-            flat, slot = where[name]
-            spec = slot.spec
-            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=flat.master_dtype)
-            for rank in range(self._wire.size if flat.span.shards > 1 else 1):
-                for part in flat.span.overlaps(rank if flat.span.shards > 1 else flat.rank):
-                    if part.slot is not slot:
-                        continue
-                    mine = None
-                    if self._wire.rank == rank:
-                        try:
-                            mine = assembled(flat.shards, _master, part.slice_start, part.numel, flat.device)
-                        except ZeroError as error:  # rank 0 waits for something all the same
-                            failure = failure or error
-                            mine = torch.zeros(part.numel, dtype=flat.master_dtype, device=flat.device)
-                    landing = value[part.param_start : part.param_start + part.numel]
-                    self._wire.carry(mine, landing, rank)
+            spec = conversion.parameters.spec(name)
+            dtype = dtype_of(spec.master_dtype)
+            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=dtype)
+            for share in conversion.parameters.shares(name):
+                mine = None
+                if self._wire.rank == share.rank:
+                    try:
+                        mine = share.read()
+                    except ZeroError as error:  # rank 0 waits for something all the same
+                        failure = failure or error
+                        mine = torch.zeros(share.numel, dtype=dtype)
+                landing = value[share.param_start : share.param_start + share.numel]
+                self._wire.carry(mine, landing, share.rank)
             if self._wire.rank == 0:
                 whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
 
@@ -360,7 +339,7 @@ class _Placed:
     file: WeightFile
     header: Header
 
-    def jobs(self, held: Mapping[str, list[Held]]) -> list[Job]:
+    def jobs(self, held: Mapping[str, Sequence[Held]]) -> list[Job]:
         """The ranges of this rank."""
         out = []
         for entry in self.file.entries:
@@ -382,44 +361,31 @@ def _padded(length: int) -> int:
     return -(-length // 64) * 64
 
 
-def _master(shard: Shard) -> Values:
-    return shard.values
-
-
-def _conversions(units: list[Unit], placed: list[_Placed], drawing: Drawing) -> list[_Conversion]:
+def _conversions(parameters: Parameters, placed: list[_Placed], drawing: Drawing) -> list[_Conversion]:
     where = {
         entry.key: (item.file.name, item.header.tensors[entry.key].start, entry.dtype)
         for item in placed
         for entry in item.file.entries
     }
     return [
-        _Conversion(units, item.sources, item.convert, {key: where[key] for key in item.targets})
+        _Conversion(parameters, item.sources, item.convert, {key: where[key] for key in item.targets})
         for item in drawing.conversions
     ]
 
 
-def _index(units: list[Unit], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    for flat in (flat for unit in units for flat in unit.trained):
-        shard = flat.shards[0]  # all of them have made the same steps
-        entries = entries_of(flat, shard, optimizer)
-        sliced = [key for key, value in entries.items() if is_sliced(flat, shard, key, value)]
-        sliced = [_safe(state) for state in sliced]
-        scalars = {key: scalar(key, value) for key, value in entries.items() if key not in sliced}
-        for slot in flat.span.slots if entries else ():
-            parameters[slot.spec.name] = {"shape": slot.spec.shape, "states": sliced, "scalars": scalars}
-        shapes = {slot.spec.name: slot.spec.shape for slot in flat.span.slots}
-        for name, whole in whole_states(flat, optimizer):
-            parameters[name] = {
-                "shape": shapes[name],
-                "states": sliced + [_safe(key) for key, value in whole.items() if is_array(value)],
-                "scalars": {key: scalar(key, value) for key, value in whole.items() if not is_array(value)},
-            }
+def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -> dict[str, Any]:
     return {
         "version": 1,
-        "optimizer": type(optimizer).__name__,
-        "groups": [{key: scalar(key, value) for key, value in group.items()} for group in groups],
-        "parameters": parameters,
+        "optimizer": optimizer.kind,
+        "groups": [{key: scalar(key, value) for key, value in group.items()} for group in optimizer.groups],
+        "parameters": {
+            name: {
+                "shape": state.shape,
+                "states": [_safe(array) for array in state.arrays],
+                "scalars": {key: scalar(key, value) for key, value in state.scalars.items()},
+            }
+            for name, state in described.items()
+        },
     }
 
 
@@ -429,24 +395,11 @@ def _safe(state: str) -> str:
     return state
 
 
-def _state_entries(
-    index: dict[str, Any],
-    state: str,
-    specs: Mapping[str, ParamSpec],
-    dtype: str,
-    arrays: Mapping[tuple[str, str], Tensor],
-) -> list[Entry]:
-    """Args:
-    arrays: states that have a shape and type of their own.
-    """
-    out = []
-    for name, entry in index["parameters"].items():
-        if state in entry["states"]:
-            own = arrays.get((name, state))
-            shape, numel = (specs[name].shape, specs[name].numel) if own is None else (tuple(own.shape), own.numel())
-            kind = dtype if own is None else str(own.dtype).removeprefix("torch.")
-            out.append(Entry(name, kind, shape, (Run(name, 0, numel),)))
-    return out
+def _entries(state: str, described: Mapping[str, ParameterState]) -> Iterator[Entry]:
+    for name, one in described.items():
+        if state in one.arrays:
+            dtype, shape = one.arrays[state]
+            yield Entry(name, dtype, shape, (Run(name, 0, math.prod(shape)),))
 
 
 def scalar(name: str, value: Any) -> Any:

@@ -126,6 +126,15 @@ class Span:
             if start < stop:
                 yield Overlap(slot, start - slot.offset, start - low, stop - start)
 
+    def owners(self, slot: Slot) -> Iterator[tuple[int, Overlap]]:
+        """The ranks that own elements of one parameter, in order, each with its part."""
+        if not slot.spec.numel:  # nobody
+            return
+        for rank in range(slot.offset // self.slice_numel, -(-slot.stop // self.slice_numel)):
+            low = rank * self.slice_numel
+            start, stop = max(low, slot.offset), min(low + self.slice_numel, slot.stop)
+            yield rank, Overlap(slot, start - slot.offset, start - low, stop - start)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:

@@ -33,6 +33,7 @@ from ..checkpoint.weights import Drawing, format_of
 from ..comm.agree import together
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
+from ..runtime.pieces import OptimizerPieces, ParameterPieces
 from .checkpoints import (
     MAX_SHARD_SIZE,
     Desk,
@@ -227,19 +228,14 @@ class ZeroStateMixin(_AcceleratorBase):
                 return drawing
             return replace(drawing, files=tuple(replace(file, name=f"{inside}/{file.name}") for file in drawing.files))
 
-        saving.weights(engine.units, draw)
+        saving.weights(ParameterPieces(engine.units), draw)
 
     def _zero_put_optimizer(self, saving: Saving, index: int, optimizer: Any) -> None:
         engine = self._zero_bound_engine(optimizer)
         if engine.optimizer is None:
             raise ConfigError(f"{type(optimizer).__name__} is not bound to its model any more: prepare it again")
-        saving.optimizer(
-            engine.units,
-            engine.optimizer,
-            engine.group_options(),
-            max_shard_size=MAX_SHARD_SIZE,
-            folder=_numbered(OPTIMIZER_FOLDER, index),
-        )
+        state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
+        saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=_numbered(OPTIMIZER_FOLDER, index))
 
     def _zero_after(self, engine: Engine, folder: Path | None, target: Path) -> None:
         def work() -> None:

@@ -26,6 +26,7 @@ from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.checkpoints import Behind
 from ..runtime.engine import Engine
+from ..runtime.pieces import OptimizerPieces, ParameterPieces
 from .serving import serving
 
 MAX_SHARD_SIZE = "50GB"
@@ -96,7 +97,7 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
         needs_values.append(True)
         return Drawing(())
 
-    saving.weights(engine.units, draw)
+    saving.weights(ParameterPieces(engine.units), draw)
     what = f"saving to {saving.target}"
     if together(engine.wire, what, lambda: bool(needs_values))[0]:
         put_whole(saving, engine, stock)
@@ -144,7 +145,9 @@ def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folde
     """Weights into a live engine. A collective."""
     engine.quiesce()
     try:
-        loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict, folder=folder)
+        loading.weights(
+            ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict, folder=folder
+        )
     finally:
         engine.refresh()
 
@@ -155,7 +158,7 @@ def load_optimizer(loading: Loading, engine: Engine, folder: str = OPTIMIZER_FOL
         raise CheckpointError(f"{loading.folder}: there is no optimizer to load its {folder}/ into")
     engine.quiesce()
     try:
-        loading.optimizer(engine.units, engine.optimizer, engine.group_options(), folder=folder)
+        loading.optimizer(OptimizerPieces(engine.units, engine.optimizer, engine.group_options()), folder=folder)
     finally:
         engine.refresh()
 

@@ -34,6 +34,7 @@ from ..comm.agree import together
 from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
+from ..runtime.pieces import OptimizerPieces
 from .accelerator import ZeroAcceleratorMixin, ZeroPlugin, bare_optimizer
 from .checkpoints import (
     MAX_SHARD_SIZE,
@@ -322,7 +323,8 @@ class ZeroTrainerMixin(_TrainerBase):
         engine, saving = self._zero_engine(), self._zero_saving
         if engine is None or saving is None or engine.optimizer is not bare_optimizer(self.optimizer):
             return super()._save_optimizer_and_scheduler(output_dir)
-        saving.optimizer(engine.units, engine.optimizer, engine.group_options(), max_shard_size=MAX_SHARD_SIZE)
+        state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
+        saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE)
         parent: Any = super()
 
         def write() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.pieces import is_sliced
 from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..core.layout import Overlap, Slot
 from ..runtime.deferred import HOLDERS, Birth
 from ..runtime.engine import Engine
 from ..runtime.flat_param import Flat
-from ..runtime.state_shard import Shard, assembled, cut
+from ..runtime.pieces import extents, is_sliced
+from ..runtime.state_shard import Shard, assembled
 from ..runtime.unit import Unit
 from ..tiers.array import Values
 
@@ -51,14 +51,7 @@ class Place:
 
     def parts(self) -> Iterator[tuple[int, Overlap]]:
         """Which rank owns which elements, in order."""
-        span, slot = self.flat.span, self.slot
-        if not slot.spec.numel:  # nobody
-            return
-        for rank in range(slot.offset // span.slice_numel, -(-slot.stop // span.slice_numel)):
-            low = rank * span.slice_numel
-            start, stop = max(low, slot.offset), min(low + span.slice_numel, slot.stop)
-            if start < stop:
-                yield rank, Overlap(slot, start - slot.offset, start - low, stop - start)
+        return self.flat.span.owners(self.slot)
 
     def whole(self, of: Of) -> Tensor:
         """The parameter's value of what the ranks' shards hold, as a new tensor of its shape; a collective."""
@@ -86,11 +79,11 @@ class Place:
         """This rank's elements of the parameter get the values of `value`, 1-D."""
         for rank, part in self.parts():
             if rank == self.flat.rank:
-                for shard, at, numel in cut(self.flat.shards, part.slice_start, part.numel):
+                for _, inside, shard, where in extents([part], self.flat.shards):
                     target = of(shard)
                     if target is not None:
-                        done = shard.start + at - part.slice_start
-                        target[at : at + numel].copy_(value[done : done + numel])
+                        done = slice(inside.start - part.param_start, inside.stop - part.param_start)
+                        target[where].copy_(value[done])
 
     @property
     def own_numel(self) -> int:

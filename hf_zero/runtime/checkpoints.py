@@ -32,6 +32,7 @@ from ..checkpoint.writer import bytes_of
 from ..comm.agree import together
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
+from .pieces import OptimizerPieces, ParameterPieces
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -54,7 +55,8 @@ def save(
     with saving:
         put_weights(saving, engine, max_shard_size)
         if save_optimizer and engine.optimizer is not None:
-            saving.optimizer(engine.units, engine.optimizer, engine.group_options(), max_shard_size=max_shard_size)
+            state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
+            saving.optimizer(state, max_shard_size=max_shard_size)
         _put_objects(saving, engine.wire, objects or {})
         if async_save:
             engine.pending_save = Behind(saving, engine)
@@ -65,7 +67,7 @@ def save(
 def put_weights(saving: Saving, engine: Engine, max_shard_size: int | str) -> None:
     """The model of `engine`, under the names it has at rest."""
     form = format_of(engine.model)
-    saving.weights(engine.units, lambda: form.draw(engine.outline(), saving.folder, max_shard_size))
+    saving.weights(ParameterPieces(engine.units), lambda: form.draw(engine.outline(), saving.folder, max_shard_size))
 
 
 def load(
@@ -92,9 +94,9 @@ def load(
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
     try:
-        loading.weights(engine.units, engine.model, format_of(engine.model), strict=strict)
+        loading.weights(ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict)
         if wanted and engine.optimizer is not None:
-            loading.optimizer(engine.units, engine.optimizer, engine.group_options())
+            loading.optimizer(OptimizerPieces(engine.units, engine.optimizer, engine.group_options()))
     finally:
         engine.refresh()
     if wanted or engine.optimizer is None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..comm.wire import SoloWire
 from ..errors import LayoutError
 from .flat_param import Flat
-from .state_shard import Shard, cut
+from .pieces import extents
+from .state_shard import Shard
 
 ROW_NUMEL = 4096
 """Elements whose norm is taken in float32."""
@@ -84,10 +85,9 @@ def _pieces(
             if shard.master in wanted:
                 out[shard] = [grad]
                 continue
-            for part in flat.span.overlaps(flat.rank):
-                if id(part.slot) in chosen:
-                    for _, at, numel in cut([shard], part.slice_start, part.numel):
-                        out[shard].append(grad[at : at + numel])
+            for slot, _, _, where in extents(flat.span.overlaps(flat.rank), [shard]):
+                if id(slot) in chosen:
+                    out[shard].append(grad[where])
     return out
 
 

@@ -20,7 +20,6 @@ from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from .flat_param import Flat
-from .state_shard import cut
 from .unit import Unit
 
 
@@ -188,13 +187,8 @@ class FullState:
 
     def _take(self, param: nn.Parameter, landing: Tensor) -> None:
         flat, slot = self._flat[param]
-        wanted = flat.span.slots[slot]
-        for part in flat.span.overlaps(flat.rank):
-            if part.slot is wanted:
-                source = landing.view(-1)[part.param_start : part.param_start + part.numel]
-                for shard, at, numel in cut(flat.shards, part.slice_start, part.numel):
-                    done = shard.start + at - part.slice_start
-                    shard.values[at : at + numel].copy_(source[done : done + numel])
+        for shard, at, numel, start in flat.pieces(slot):
+            shard.values[at : at + numel].copy_(landing.view(-1)[start : start + numel])
         param.data = flat.guards.shown[slot]
         flat.uncount(slot)
 

@@ -34,7 +34,7 @@ from ..tiers.tier import Tier
 from .gradients import Slice, SliceKeeper
 
 MASTER = "master"
-"""The field of a record that holds the master; the state that a finer-than-own-type master is stored as."""
+"""The field of a record that holds the master."""
 
 Fields = tuple[tuple[str, torch.dtype], ...]
 """Element-wise states of an optimizer group: name, type."""

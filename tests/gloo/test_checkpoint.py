@@ -18,12 +18,13 @@ from torch.nn import functional as F
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import FileDigest
-from hf_zero.checkpoint.pieces import Held, held_parameters, held_states
+from hf_zero.checkpoint.pieces import Held
 from hf_zero.checkpoint.safetensors import build_header
 from hf_zero.checkpoint.save import _Placed
 from hf_zero.checkpoint.weights import Entry, Run, WeightFile, split_files
 from hf_zero.config import parse_bytes
 from hf_zero.core.layout import Layout, ParamSpec
+from hf_zero.runtime.pieces import OptimizerPieces, ParameterPieces
 
 pytestmark = pytest.mark.gloo
 
@@ -105,8 +106,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, engine: zero.Engine, scheduler: Any) -> dict[str, Any]:
     """What training goes on from: whole values on rank 0, this rank's pieces of masters and states on every rank."""
-    masters = held_parameters(engine.units, engine.rank, engine.wire.size)
-    states, _ = held_states(engine.units, optimizer, engine.rank, engine.wire.size)
+    masters = ParameterPieces(engine.units).written(engine.rank, engine.wire.size)
+    states = OptimizerPieces(engine.units, optimizer, []).written(engine.rank, engine.wire.size)
     pieces = {
         (state, name): [(piece.param_start, piece.values.clone()) for piece in held]
         for state, by_name in {"value": masters, **states}.items()

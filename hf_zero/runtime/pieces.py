@@ -1,0 +1,299 @@
+"""Which elements of a parameter lie where in this rank's shards, and the pieces that checkpoints write and fill."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.pieces import MASTER, Held, ParameterState, Share
+from ..core.layout import Overlap, ParamSpec, Slot
+from ..core.precision import dtype_of
+from ..errors import CheckpointError, StateError
+from ..tiers.array import OnDisk, Values
+from .flat_param import Flat
+from .shadow_optimizer import state_names_of
+from .state_shard import Shard, assembled, cut
+from .unit import Unit
+
+
+def extents(parts: Iterable[Overlap], shards: Sequence[Shard]) -> Iterator[tuple[Slot, slice, Shard, slice]]:
+    """Elements of `parts` that these shards have: the first slice counts in the parameter, the second in the shard."""
+    for part in parts:
+        for shard, at, numel in cut(shards, part.slice_start, part.numel):
+            start = part.param_start + shard.start + at - part.slice_start
+            yield part.slot, slice(start, start + numel), shard, slice(at, at + numel)
+
+
+class ParameterPieces:
+    """The masters of a model's units, as `checkpoint.pieces.Parameters`."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._places = {
+            slot.spec.name: (flat, slot) for unit in units for flat in unit.flats for slot in flat.span.slots
+        }
+
+    def spec(self, name: str) -> ParamSpec:
+        return self._places[name][1].spec
+
+    def written(self, rank: int, size: int) -> dict[str, list[Held]]:
+        out: dict[str, list[Held]] = {}
+        for unit in self._units:
+            for flat in unit.flats:
+                for slot, inside, shard, where in extents(_parts_written(flat, rank, size), flat.shards):
+                    out.setdefault(slot.spec.name, []).append(Held(inside.start, shard.values[where]))
+        return out
+
+    def held(self) -> Iterator[tuple[str, Held]]:
+        for unit in self._units:
+            for flat in unit.flats:
+                for slot, inside, shard, where in extents(flat.span.overlaps(flat.rank), flat.shards):
+                    yield slot.spec.name, Held(inside.start, shard.values[where])
+
+    def shares(self, name: str) -> Iterator[Share]:
+        flat, slot = self._places[name]
+        for rank, part in flat.span.owners(slot):
+            yield Share(rank, part.param_start, part.numel, partial(_master_of, flat, part))
+
+
+class OptimizerPieces:
+    """The state of an optimizer that is bound to a model's units, as `checkpoint.pieces.OptimizerState`.
+
+    Args:
+        groups: as `Engine.group_options` has them.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.groups = groups
+        self._flats = [flat for unit in units for flat in unit.trained]
+        self._optimizer = optimizer
+        self._fresh: list[tuple[Shard, dict[str, Any]]] = []
+        self._fresh_wholes: list[tuple[nn.Parameter, dict[str, Any]]] = []
+
+    @property
+    def kind(self) -> str:
+        return type(self._optimizer).__name__
+
+    def names(self) -> set[str] | None:
+        return state_names_of(self._optimizer)
+
+    def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
+        for flat in self._flats:
+            for slot in flat.span.slots:
+                yield slot.spec, bool(flat.wholes)
+
+    # To be written --------------------------------------------------------------------------------------------------
+
+    def written(self, rank: int, size: int) -> dict[str, dict[str, list[Held]]]:
+        out: dict[str, dict[str, list[Held]]] = {}
+        for flat in self._flats:
+            parts = list(_parts_written(flat, rank, size))
+            for shard in flat.shards:
+                for state, value in self._sliced(flat, shard).items():
+                    by_param = out.setdefault(state, {})
+                    for slot, inside, _, where in extents(parts, [shard]):
+                        by_param.setdefault(slot.spec.name, []).append(Held(inside.start, value[where]))
+            for spec, entries in self._whole_states(flat):
+                for state, value in entries.items():
+                    if _is_array(value):
+                        by_param = out.setdefault(state, {})
+                        if rank == 0:  # all ranks have the same
+                            by_param[spec.name] = [Held(0, value.detach().reshape(-1))]
+        return out
+
+    def described(self) -> dict[str, ParameterState]:
+        dtypes: dict[str, str] = {}  # one for all parameters, although those of another span may have another one
+        for flat in self._flats:
+            for shard in flat.shards:
+                for state, value in self._sliced(flat, shard).items():
+                    dtypes.setdefault(state, _name_of(value.dtype))
+        out: dict[str, ParameterState] = {}
+        for flat in self._flats:
+            shard = flat.shards[0]  # all of them have made the same steps
+            entries, sliced = self._entries(flat, shard), self._sliced(flat, shard)
+            scalars = {key: value for key, value in entries.items() if key not in sliced}
+            for slot in flat.span.slots if entries else ():
+                arrays = {state: (dtypes[state], slot.spec.shape) for state in sliced}
+                out[slot.spec.name] = ParameterState(slot.spec.shape, arrays, scalars)
+            for spec, whole in self._whole_states(flat):
+                arrays = {state: (dtypes[state], spec.shape) for state in sliced}
+                for state, value in whole.items():
+                    if _is_array(value):
+                        arrays[state] = (_name_of(value.dtype), tuple(value.shape))
+                scalars = {key: value for key, value in whole.items() if not _is_array(value)}
+                out[spec.name] = ParameterState(spec.shape, arrays, scalars)
+        return out
+
+    def _entries(self, flat: Flat, shard: Shard) -> dict[str, Any]:
+        """A shard's optimizer state, and its master where that is finer than the weights."""
+        entries = shard.entries(self._optimizer)
+        if flat.span.spec.master_dtype != flat.span.spec.dtype:
+            entries[MASTER] = shard.values
+        return entries
+
+    def _sliced(self, flat: Flat, shard: Shard) -> dict[str, Values]:
+        entries = self._entries(flat, shard)
+        return {state: value for state, value in entries.items() if is_sliced(flat, shard, state, value)}
+
+    def _whole_states(self, flat: Flat) -> Iterator[tuple[ParamSpec, dict[str, Any]]]:
+        """Parameter -> its state, of an optimizer over parameters of true shape.
+
+        Raises:
+            CheckpointError: a tensor that is no plain array.
+        """
+        for slot, entries in zip(flat.span.slots, flat.whole_entries(self._optimizer)):
+            for state, value in entries.items():
+                if isinstance(value, Tensor) and (
+                    type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided
+                ):
+                    raise CheckpointError(
+                        f"optimizer state {state!r} of {slot.spec.name!r} is a {type(value).__name__} ({value.layout}), "
+                        "which has no place in a checkpoint: save with save_optimizer=False, and optimizer.state_dict() by "
+                        "yourself"
+                    )
+            if entries:
+                yield slot.spec, entries
+
+    # To be filled ---------------------------------------------------------------------------------------------------
+
+    def room(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, str, Held]]:
+        self._fresh.clear()
+        self._fresh_wholes.clear()
+        out: list[tuple[str, str, Held]] = []
+        for flat in self._flats:
+            here = {slot.spec.name: saved[slot.spec.name] for slot in flat.span.slots if slot.spec.name in saved}
+            if flat.wholes:
+                out += self._room_of_wholes(flat, here)
+                here = {name: _only_master(state) for name, state in here.items()}
+            for shard in flat.shards:
+                out += self._room_of_shard(flat, shard, here)
+        return out
+
+    def put(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for shard, entries in self._fresh:
+            shard.put(self._optimizer, entries)
+        for param, entries in self._fresh_wholes:
+            self._optimizer.state[param] = entries
+        for group, values in zip(self._optimizer.param_groups, options):
+            group.update(values)
+
+    def _room_of_shard(
+        self, flat: Flat, shard: Shard, saved: Mapping[str, ParameterState]
+    ) -> Iterator[tuple[str, str, Held]]:
+        """Values go to where those of now rest, where they fit."""
+        entries: dict[str, Any] = {}
+        kept = shard.entries(self._optimizer)
+        for name, one in saved.items():
+            for state, value in one.scalars.items():
+                # A copy: what an optimizer counts in place must not be counted once for every shard.
+                _merge_scalar(entries, state, value.clone() if isinstance(value, Tensor) else value, name)
+            for state, (dtype, _) in one.arrays.items():
+                if state in entries:
+                    continue
+                if state == MASTER:  # in place; what is not saved stays as it came with the weights
+                    entries[state] = shard.values
+                else:
+                    covered = len(saved) == len(flat.span.slots) and all(state in s.arrays for s in saved.values())
+                    entries[state] = _room(flat, shard, state, dtype_of(dtype), kept.get(state), covered)
+        for slot, inside, _, where in extents(flat.span.overlaps(flat.rank), [shard]):
+            for state in saved[slot.spec.name].arrays if slot.spec.name in saved else ():
+                yield slot.spec.name, state, Held(inside.start, entries[state][where])
+        entries.pop(MASTER, None)
+        self._fresh.append((shard, entries))
+
+    def _room_of_wholes(self, flat: Flat, saved: Mapping[str, ParameterState]) -> Iterator[tuple[str, str, Held]]:
+        """Parameters of true shape: each array of the shape it was saved with."""
+        group = self._optimizer.param_groups[flat.span.spec.group]
+        home = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        for slot, whole in zip(flat.span.slots, flat.wholes):
+            one = saved.get(slot.spec.name)
+            if one is None:
+                continue
+            entries = dict(one.scalars)
+            for state, value in entries.items():
+                if isinstance(value, Tensor):
+                    entries[state] = value.to(home if state == "step" else flat.device)
+            for state, (dtype, shape) in one.arrays.items():
+                if state != MASTER:
+                    entries[state] = torch.empty(shape, dtype=dtype_of(dtype), device=flat.device)
+                    yield slot.spec.name, state, Held(0, entries[state].view(-1))
+            self._fresh_wholes.append((whole, entries))
+
+
+def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
+    """Whether a state has one value per element; else it is one value for the span (`step`).
+
+    Raises:
+        CheckpointError: a tensor that is neither.
+    """
+    if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
+        return False
+    if value.numel() == shard.numel:
+        return True
+    raise CheckpointError(
+        f"optimizer state {state!r} of {flat.span.spec.name!r} has shape {tuple(value.shape)}, neither one value nor one per "
+        "element: it cannot be stored by parameter"
+    )
+
+
+def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Overlap]:
+    """This rank's part of the work on a span; `slice_start` counts from the beginning of the slice.
+
+    Where every rank holds everything (plain data parallel) the span is cut for the purpose, so that all of them work.
+    """
+    span = flat.span
+    if span.shards > 1 or size == 1:
+        yield from span.overlaps(flat.rank)
+        return
+    numel = -(-span.used_numel // size)
+    for part in replace(span, shards=size, slice_numel=numel).overlaps(rank):
+        yield replace(part, slice_start=part.slice_start + rank * numel)
+
+
+def _master_of(flat: Flat, part: Overlap) -> Tensor:
+    values = assembled(flat.shards, lambda shard: shard.values, part.slice_start, part.numel, flat.device)
+    if values is None:
+        raise StateError(f"span of {flat.span.spec.name!r} has no values")
+    return values
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _only_master(state: ParameterState) -> ParameterState:
+    return replace(state, arrays={name: array for name, array in state.arrays.items() if name == MASTER}, scalars={})
+
+
+def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, covered: bool) -> Values:
+    """Where a state's values rest; zeros, unless all of them are about to be read."""
+    whole = covered and flat.span.numel == flat.span.used_numel
+    room: Values | None = shard.room(state)
+    if room is None and isinstance(kept, Tensor) and kept.shape == (shard.numel,) and kept.dtype == dtype:
+        room = kept
+    if room is None:
+        return torch.zeros(shard.numel, dtype=dtype, device=shard.master.device)
+    return room if whole else room.zero_()
+
+
+def _merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:
+    if state in out and float(out[state]) != float(value):
+        warnings.warn(
+            f"parameters of one span have different {state!r} in the saved optimizer state ({float(out[state])} and "
+            f"{float(value)} of {name!r}); the larger is used for all",
+            stacklevel=2,
+        )
+        value = max(out[state], value, key=float)
+    out[state] = value
