@@ -96,7 +96,7 @@ class ZeroConfig:
     offload_params: str = "none"
     """Where parameters rest between their uses: `none` (device), `cpu`, `disk`, or `auto`."""
     offload_dir: str | None = None
-    """Folder of the disk tier, on a fast local disk. None: a folder of this user in the system's temporary one."""
+    """Folder of the disk tier, on a fast local disk. None: the system's temporary one."""
     device_memory: int | str | None = None
     """Budget of this rank for `auto`: bytes, or text such as `24GiB`. None: what is free, less a margin."""
     host_memory: int | str | None = None
