@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,3 +215,19 @@ def differences(ours: Result, reference: Result) -> tuple[float, float]:
         return worst
     gaps = torch.cat([(mine - theirs).double().flatten() for mine, theirs in pairs])
     return (gaps.abs().max().item(), gaps.square().mean().sqrt().item()) if bool(gaps.isfinite().all()) else worst
+
+
+def used_bytes(folder: str | os.PathLike[str]) -> int:
+    """In use on the folder's file system, by whoever."""
+    about = os.statvfs(folder)
+    return (about.f_blocks - about.f_bfree) * about.f_frsize
+
+
+def nameless_files(folder: str | os.PathLike[str]) -> int:
+    """Files in the folder that this process has open and that have no name (any more)."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            count += path.startswith(f"{os.fspath(folder)}/") and path.endswith(" (deleted)")
+    return count

@@ -34,7 +34,7 @@ CUT = 4097
 
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Records]:
-    disk = Disk(str(tmp_path / "tier"), "test", 0, Meter())
+    disk = Disk(str(tmp_path / "tier"), 0, Meter())
     yield Records(disk, NUMEL, BLOCK_NUMEL, [("master", torch.float32), ("exp_avg", torch.float32)])
     disk.close()
 

@@ -16,7 +16,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from hf_zero.tiers.disk import Disk, Region
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.records import Records, records_bytes
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
+from tests.common import used_bytes
 from tests.injection import Forked, calls
 
 CPU = torch.device("cpu")
@@ -43,8 +44,8 @@ FIELDS = (("master", torch.float32), ("exp_avg", torch.bfloat16), ("exp_avg_sq",
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def make(folder: Path, rank: int = 0, job: str = "job") -> Disk:
-    return Disk(str(folder), job, rank, Meter())
+def make(folder: Path, rank: int = 0) -> Disk:
+    return Disk(str(folder), rank, Meter())
 
 
 def without_direct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_longer_than_a_piece(disk: Disk, shift: int) -> None:
     disk.write(region.offset, values).wait()
     disk.read(region.offset, back).wait()
     assert torch.equal(back, values)
-    assert disk.path.read_bytes()[:nbytes] == values.numpy().tobytes()
+    assert Path(f"/proc/self/fd/{disk.fileno()}").read_bytes()[:nbytes] == values.numpy().tobytes()
     assert disk.meter.to_dict()["write"]["calls"] == 1
     assert disk.meter["write"].bytes == disk.meter["read"].bytes == nbytes
     assert disk.meter["read"].wait_s > 0
@@ -171,10 +172,10 @@ def test_regions_never_overlap_and_all_space_returns(
         else:
             disk.give_back(held.pop(choice % len(held)))
         end = max((r.offset + r.nbytes for r in held), default=0)
-        assert disk.nbytes == end == os.stat(disk.path).st_size
+        assert disk.nbytes == end == os.fstat(disk.fileno()).st_size
     for region in held:
         disk.give_back(region)
-    assert disk.nbytes == os.stat(disk.path).st_blocks == 0
+    assert disk.nbytes == os.fstat(disk.fileno()).st_blocks == 0
     disk.close()
 
 
@@ -190,7 +191,7 @@ def test_holes_are_filled_first_fit(disk: Disk) -> None:
 
 def test_space_is_allocated_at_once(disk: Disk) -> None:
     disk.take(1 << 20)
-    assert os.stat(disk.path).st_blocks * 512 >= 1 << 20
+    assert os.fstat(disk.fileno()).st_blocks * 512 >= 1 << 20
 
 
 def test_wrong_use_is_refused(disk: Disk) -> None:
@@ -253,7 +254,7 @@ def test_a_failed_call_is_named_in_the_waiting_thread(
 
     monkeypatch.setattr(os, name, fail)
     move = getattr(disk, kind)(region.offset, page_aligned(4 * PIECE_BYTES))
-    where = rf"{re.escape(str(disk.path))} \(rank 3\): a {kind} of {PIECE_BYTES} bytes at byte {PIECE_BYTES} failed"
+    where = rf"disk tier of rank 3 in {re.escape(str(tmp_path))}: a {kind} of {PIECE_BYTES} bytes at byte {PIECE_BYTES} failed"
     with pytest.raises(TierError, match=rf"{where}.*{re.escape(os.strerror(number))}; {advice}"):
         move.wait()
     assert len(ends) == 3, "the buffer was still in use when the error was raised"
@@ -266,16 +267,18 @@ def test_a_failed_call_is_named_in_the_waiting_thread(
 
 def test_a_file_that_something_cut_short(disk: Disk) -> None:
     region = disk.take(65536)
-    os.truncate(disk.path, 20_000)
-    with pytest.raises(TierError, match=r"a read of 65536 bytes at byte 0 ended after 16384.*leave the files"):
+    os.ftruncate(disk.fileno(), 20_000)
+    with pytest.raises(
+        TierError, match=r"a read of 65536 bytes at byte 0 ended after 16384.*no other process may write"
+    ):
         disk.read(region.offset, page_aligned(65536)).wait()
 
 
 def test_more_than_the_disk_has(disk: Disk) -> None:
     needed = (disk.free_bytes // ALIGN_BYTES + (1 << 20)) * ALIGN_BYTES
-    with pytest.raises(TierError, match=rf"rank 0 needs {needed} bytes more.*\d+ are free in .*larger disk"):
+    with pytest.raises(TierError, match=rf"rank 0 in .* needs {needed} bytes more.*\d+ are free there.*larger disk"):
         disk.take(needed)
-    assert disk.nbytes == os.stat(disk.path).st_size == 0
+    assert disk.nbytes == os.fstat(disk.fileno()).st_size == 0
     assert disk.take(4096) == Region(0, 4096)
 
 
@@ -288,9 +291,9 @@ def test_an_allocation_that_ends_halfway_is_undone(disk: Disk, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", half)
-    with pytest.raises(TierError, match="needs 1048576 bytes more for the disk tier beside its 4096"):
+    with pytest.raises(TierError, match="needs 1048576 bytes more beside its 4096"):
         disk.take(1 << 20)
-    assert os.stat(disk.path).st_size == 4096
+    assert os.fstat(disk.fileno()).st_size == 4096
 
 
 def test_a_file_system_without_preallocation(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +302,7 @@ def test_a_file_system_without_preallocation(disk: Disk, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     region = disk.take(10_000)
-    assert os.stat(disk.path).st_size == 12_288
+    assert os.fstat(disk.fileno()).st_size == 12_288
     with pytest.raises(TierError, match="No space left"):
         disk.take(disk.free_bytes + (1 << 30))
     disk.write(region.offset, pattern(10_000)).wait()
@@ -315,14 +318,14 @@ def _beyond_the_limit(folder: Path) -> tuple[str, int]:
     try:
         disk.take(1 << 20)
     except TierError as error:
-        return str(error), os.stat(disk.path).st_size
+        return str(error), os.fstat(disk.fileno()).st_size
     return "", 0
 
 
 def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
     status, answer = Forked(_beyond_the_limit, tmp_path).wait()
     assert status == 0
-    assert "rank 1 needs 1048576 bytes more for the disk tier beside its 524288" in answer[0]
+    assert f"disk tier of rank 1 in {tmp_path} needs 1048576 bytes more beside its 524288" in answer[0]
     assert "File too large; raise the limit of file sizes (ulimit -f" in answer[0]
     assert answer[1] == 1 << 19
 
@@ -331,13 +334,13 @@ def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
 def test_a_file_where_the_folder_should_be(tmp_path: Path, below: str) -> None:
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(ConfigError, match=rf"offload_dir {tmp_path}/taken{below} (is a file|cannot be made)"):
-        Disk(f"{tmp_path}/taken{below}", "job", 0, Meter())
+        Disk(f"{tmp_path}/taken{below}", 0, Meter())
     assert (tmp_path / "taken").read_text() == "mine"
 
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     def refuse(index: int, call: tuple[str, str], arguments: Any) -> None:
-        if call[0] == "open" and call[1].endswith(".tier"):
+        if call[0] == "open" and call[1].startswith(str(tmp_path)):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), call[1])
 
     with (
@@ -348,22 +351,18 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_made_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "not" / "there").close()
+    assert os.stat(tmp_path / "not" / "there").st_mode & 0o777 == 0o700
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    disk = Disk(None, "a job/../x", 0, Meter())
-    assert disk.folder == tmp_path / f"hf_zero-{os.getuid()}"
-    assert disk.path == disk.folder / f"hf_zero-a_job_.._x-rank0-{os.getpid()}.tier"
-    assert os.stat(disk.folder).st_mode & 0o777 == 0o700
-    assert os.stat(disk.path).st_mode & 0o777 == 0o600
+    disk = Disk(None, 0, Meter())
+    assert f"in {tmp_path}" in disk.where
+    assert os.fstat(disk.fileno()).st_mode & 0o777 == 0o600
+    assert os.fstat(disk.fileno()).st_dev == os.stat(tmp_path).st_dev
     disk.close()
-    disk.folder.rmdir()
-    (tmp_path / "elsewhere").mkdir()
-    disk.folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="belongs to another user"):
-        Disk(None, "job", 0, Meter())
 
 
 def test_the_folder_is_removed_while_in_use(tmp_path: Path) -> None:
-    """The file lives on without a name; the next one finds its folder again."""
+    """The file lives on; the next one makes its folder again."""
     disk = make(tmp_path / "folder")
     region = disk.take(8192)
     shutil.rmtree(tmp_path / "folder")
@@ -379,68 +378,119 @@ def test_the_folder_is_removed_while_in_use(tmp_path: Path) -> None:
 # Beginning and end of a process ---------------------------------------------------------------------------------------
 
 
-def _hold(folder: Path) -> None:
+HELD_BYTES = 256 << 20
+
+
+def _gives_back(folder: Path, end: Callable[[], object]) -> None:
+    """`end()` frees `HELD_BYTES`, less what others write to the same file system meanwhile."""
+    before = used_bytes(folder)
+    end()
+    deadline = time.monotonic() + 20
+    while (freed := before - used_bytes(folder)) < HELD_BYTES * 3 // 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert freed >= HELD_BYTES * 3 // 4
+
+
+def without_tmpfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has no O_TMPFILE."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.fixture(params=["O_TMPFILE", "unlinked"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "unlinked":
+        without_tmpfile(monkeypatch)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert [os.fstat(disk.fileno()).st_nlink for disk in (first, second)] == [0, 0]
+    assert first.direct == second.direct
+    for value, disk in enumerate((first, second)):
+        disk.take(8192)
+        disk.write(0, page_aligned(8192).fill_(value)).wait()
+    for value, disk in enumerate((first, second)):
+        back = page_aligned(8192)
+        disk.read(0, back).wait()
+        assert int(back.min()) == int(back.max()) == value
+
+
+def _hold(folder: Path, ready: int) -> None:
     disk = make(folder, rank=7)
-    disk.take(1 << 20)
+    disk.take(HELD_BYTES)
+    disk.write(0, pattern(1 << 20)).wait()
+    os.write(ready, b"!")
     time.sleep(100)
 
 
-def _held_by(child: Forked, folder: Path) -> Path:
-    """The child's file, once it is locked and filled."""
-    path = folder / f"hf_zero-job-rank7-{child.pid}.tier"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if path.exists() and path.stat().st_size == 1 << 20:
-            return path
-        time.sleep(0.01)
-    raise AssertionError(f"{path} did not appear")
+@pytest.mark.usefixtures("either_way")
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    ready, there = os.pipe()
+    child = Forked(_hold, tmp_path, there)
+    os.close(there)
+    assert os.read(ready, 1) == b"!"
+    os.close(ready)
+    assert os.listdir(tmp_path) == []
+
+    def kill() -> None:
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait()[0] == -signal.SIGKILL
+
+    _gives_back(tmp_path, kill)
+    assert os.listdir(tmp_path) == []
 
 
-def test_only_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
-    killed, living = Forked(_hold, tmp_path), Forked(_hold, tmp_path)
-    left, kept = _held_by(killed, tmp_path), _held_by(living, tmp_path)
-    (tmp_path / "hf_zero-notes.txt").write_text("mine")
-    os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait()[0] == -signal.SIGKILL
-    assert left.exists()
+def _leave(folder: str, ready: Any, go: Any) -> None:
+    disk = make(Path(folder), rank=1)
+    disk.take(HELD_BYTES)
+    ready.set()
+    go.wait(60)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_that_skips_exit_handlers_leaves_nothing(tmp_path: Path, method: str) -> None:
+    context = torch.multiprocessing.get_context(method)
+    ready, go = context.Event(), context.Event()
+    child = context.Process(target=_leave, args=(str(tmp_path), ready, go))
+    child.start()
+    assert ready.wait(60)
+
+    def end() -> None:
+        go.set()
+        child.join(60)
+        assert child.exitcode == 0
+
+    _gives_back(tmp_path, end)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("ending", ["close", "collected"])
+def test_space_is_free_while_a_forked_child_lives(tmp_path: Path, ending: str) -> None:
+    """A data loader's worker has all its parent's files open."""
     disk = make(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([kept, disk.path, tmp_path / "hf_zero-notes.txt"])
-    os.kill(living.pid, signal.SIGKILL)
-    living.wait()
-    other = make(tmp_path, job="another job")
-    assert not kept.exists()
-    assert disk.path.exists(), "the file of this very process lives, too"
-    other.close()
-    disk.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["hf_zero-notes.txt"]
-
-
-def test_taken_for_a_left_over_between_making_and_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, removed = fcntl.flock, []
-
-    def flock(fd: int, operation: int) -> None:
-        if not removed:
-            removed.append(os.readlink(f"/proc/self/fd/{fd}"))
-            os.unlink(removed[0])  # what another process's start does
-        real(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    disk = make(tmp_path)
-    assert str(disk.path) in removed
-    assert disk.path.exists()
-    disk.close()
-
-
-def test_two_in_one_process(tmp_path: Path) -> None:
-    first, second = make(tmp_path), make(tmp_path)
-    assert first.path != second.path
-    second.close()
-    assert first.path.exists()
-    second.close()
-    path = first.path
-    del first
-    gc.collect()
-    assert not path.exists()
+    disk.take(HELD_BYTES)
+    number = os.dup(disk.fileno())
+    child = Forked(time.sleep, 100)
+    try:
+        if ending == "close":
+            disk.close()
+        del disk
+        gc.collect()
+        assert os.fstat(number).st_blocks == 0
+    finally:
+        os.close(number)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def _close_here(disk: Disk, nbytes: int) -> torch.Tensor:
@@ -457,7 +507,8 @@ def test_a_forked_child_leaves_the_file(disk: Disk) -> None:
     status, back = Forked(_close_here, disk, 8192).wait()
     assert status == 0
     assert torch.equal(back, pattern(8192))
-    assert disk.path.exists()
+    disk.read(0, page_aligned(8192)).wait()
+    assert os.fstat(disk.fileno()).st_size == 8192
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "disk.close()", "del disk"])
@@ -470,12 +521,12 @@ def test_nothing_is_left_after_exit(tmp_path: Path, ending: str) -> None:
         import atexit, sys, threading
         atexit.register(lambda: print(*threading.enumerate()[1:], sep="", end="", file=sys.stderr))
         import torch
-        from hf_zero.disk import Disk
-        from hf_zero.tiers import Meter
-        disk = Disk({str(tmp_path)!r}, "job", 0, Meter())
+        from hf_zero.tiers.disk import Disk
+        from hf_zero.tiers.tier import Meter
+        disk = Disk({str(tmp_path)!r}, 0, Meter())
         region = disk.take(256 << 20)
         moves = [disk.write(region.offset + at, torch.zeros(8 << 20, dtype=torch.uint8)) for at in range(0, 256 << 20, 8 << 20)]
-        assert disk.path.exists()
+        assert disk.nbytes == 256 << 20
         {ending}
     """
     done = subprocess.run(
@@ -483,7 +534,7 @@ def test_nothing_is_left_after_exit(tmp_path: Path, ending: str) -> None:
     )
     assert done.returncode == (3 if "3" in ending else 0), done.stderr
     assert not done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(tmp_path) == []
 
 
 # Counting -------------------------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def _collective_bandwidth(device: torch.device, wire: SoloWire) -> float | None:
 
 def _disk_bandwidth(offload_dir: str | None, wire: SoloWire) -> tuple[float, float]:
     """Bytes per second of reads and of writes, several requests at a time, as the disk tier makes them."""
-    disk = Disk(offload_dir, "probe", wire.rank, Meter())
+    disk = Disk(offload_dir, wire.rank, Meter())
     try:
         region = disk.take(_DISK_BYTES)
         buffers = [disk.link.empty(_REQUEST_BYTES, torch.uint8).fill_(7) for _ in range(4)]

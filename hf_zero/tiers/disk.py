@@ -1,4 +1,4 @@
-"""One file of this rank: its regions, positional reads and writes, around the page cache where possible (O_DIRECT)."""
+"""One file without a name: its regions, positional reads and writes, around the page cache where possible (O_DIRECT)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
-import stat
 import tempfile
 import threading
 import weakref
@@ -44,47 +42,48 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
 
 
 class _Descriptor:
-    """An open file, closed when the last transfer and the last owner let go of it."""
+    """An open file without a name, emptied and closed when the last transfer and the last owner let go of it.
+
+    Emptied, since a forked child (a worker of a data loader) has the file open, too, and its space would stay in use.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        weakref.finalize(self, os.close, number).atexit = False  # type: ignore[misc]
+        weakref.finalize(self, _discard, number, os.getpid()).atexit = False  # type: ignore[misc]
 
 
 class Disk:
-    """The file of one rank. It is there to be looked at while the process lives, locked, and gone when the process ends.
+    """The file of one rank. It has no name from the start, so its space is free again however the process ends.
 
-    What killed processes left in the folder is removed first. Overlapping transfers must not be under way at the same
-    time if one of them writes; any others may.
+    Overlapping transfers must not be under way at the same time if one of them writes; any others may. A forked child may
+    read and write while the process that made the file keeps it.
 
     Args:
-        folder: None: a folder of this user in the system's temporary one. Made, for this user only, where it is missing.
-        job: part of the file's name.
+        folder: None: the system's temporary one. Made, for this user only, where it is missing.
         link: its memory is used for `Records.buffer`.
 
     Attributes:
-        path: the file.
+        where: rank and folder, for messages: the file has no path that could be named.
         direct: transfers go around the page cache; found out by trying.
 
     Raises:
         ConfigError: the folder cannot be made or written, or is no folder.
     """
 
-    def __init__(self, folder: str | None, job: str, rank: int, meter: Meter, link: Link | None = None) -> None:
+    def __init__(self, folder: str | None, rank: int, meter: Meter, link: Link | None = None) -> None:
         self.meter = meter
         self.link = link or Link(torch.device("cpu"), meter)
-        self.rank = rank
-        self.folder = _make_folder(folder)
+        path = _make_folder(folder)
+        self.where = f"disk tier of rank {rank} in {path}"
         try:
-            _remove_left_overs(self.folder)
-            self.path, number = _create(self.folder, f"hf_zero-{re.sub(r'[^A-Za-z0-9_.]', '_', job)}-rank{rank}")
+            # O_TMPFILE; where the file system lacks it, a file that is unlinked as soon as it is open.
+            with tempfile.TemporaryFile(dir=path, prefix="hf_zero-", buffering=0) as file:
+                self._file: _Descriptor | None = _Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise ConfigError(
-                f"offload_dir {self.folder} cannot be used on rank {rank}: {error.strerror or error}; expected a folder on a "
+                f"offload_dir {path} cannot be used on rank {rank}: {error.strerror or error}; expected a folder on a "
                 "local disk that this user may write to"
             ) from error
-        self._file: _Descriptor | None = _Descriptor(number)
-        self._remove = weakref.finalize(self, _unlink, self.path, os.getpid())
         self._end = 0
         self._free: list[Region] = []  # in order of offset, no two adjacent, none at the end
         self._lock = threading.Lock()
@@ -99,12 +98,17 @@ class Disk:
     @property
     def free_bytes(self) -> int:
         """Bytes that this user may still write to the folder's file system."""
-        about = os.fstatvfs(self._open().number)
+        about = os.fstatvfs(self.fileno())
         return about.f_bavail * about.f_frsize
 
+    def fileno(self) -> int:
+        """Raises:
+        StateError: closed.
+        """
+        return self._open().number
+
     def close(self) -> None:
-        """Remove the file; what rests in it is lost. Transfers under way still end as they should. Safe to call again."""
-        self._remove()
+        """Let go of the file; what rests in it is lost. Transfers under way still end as they should. Safe to call again."""
         self._file = None
 
     # Space ------------------------------------------------------------------------------------------------------------
@@ -127,7 +131,7 @@ class Disk:
             return region
 
     def _grow(self, nbytes: int) -> None:
-        fd = self._open().number
+        fd = self.fileno()
         try:
             if self.free_bytes < nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -138,8 +142,7 @@ class Disk:
                 os.ftruncate(fd, self._end)  # of a failed allocation a part may be there
             raise failed(
                 error,
-                f"{self.path}: rank {self.rank} needs {nbytes} bytes more for the disk tier beside its {self._end}, "
-                f"{self.free_bytes} are free in {self.folder}",
+                f"{self.where} needs {nbytes} bytes more beside its {self._end}, {self.free_bytes} are free there",
             ) from error
         self._end += nbytes
 
@@ -188,7 +191,7 @@ class Disk:
         array = bytes_of(buffer)
         if offset < 0 or offset + len(array) > self._end:
             raise StateError(
-                f"{self.path}: a {kind} of {len(array)} bytes at byte {offset} is not within the {self._end} taken"
+                f"{self.where}: a {kind} of {len(array)} bytes at byte {offset} is not within the {self._end} taken"
             )
         self.meter.moved(kind, len(array))
         grain = ALIGN_BYTES if self.direct else 1
@@ -205,7 +208,7 @@ class Disk:
         return inflight(futures, self.meter, kind, tell)
 
     def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
-        move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, f"{self.path} (rank {self.rank})")
+        move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, self.where)
 
     def _uneven(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
         """O_DIRECT moves whole aligned blocks: through memory that covers them.
@@ -230,12 +233,12 @@ class Disk:
 
     def _open(self) -> _Descriptor:
         if self._file is None:
-            raise StateError(f"{self.path}: the disk tier is closed")
+            raise StateError(f"{self.where}: closed")
         return self._file
 
     def _takes_direct(self) -> bool:
         """Whether an aligned write and read with O_DIRECT succeed here; if so the file stays in that mode."""
-        fd = self._open().number
+        fd = self.fileno()
         mode = fcntl.fcntl(fd, fcntl.F_GETFL)
         region = self.take(ALIGN_BYTES)
         try:
@@ -254,7 +257,7 @@ class Disk:
 
 
 def _make_folder(folder: str | None) -> Path:
-    path = Path(folder or f"{tempfile.gettempdir()}/hf_zero-{os.getuid()}").expanduser().absolute()
+    path = Path(folder or tempfile.gettempdir()).expanduser().absolute()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
@@ -264,57 +267,11 @@ def _make_folder(folder: str | None) -> Path:
             f"offload_dir {path} cannot be made: {error.strerror or error}; choose a folder on a local disk that this user may "
             "write to"
         ) from error
-    owner = os.lstat(path)
-    if folder is None and (stat.S_ISLNK(owner.st_mode) or owner.st_uid != os.getuid()):
-        raise ConfigError(f"{path} belongs to another user: set offload_dir to a folder of your own")
     return path
 
 
-def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    """A new locked file. Another process may take it for a left-over between its making and its locking: then once more."""
-    taken = 0
-    while True:
-        path = folder / f"{stem}-{os.getpid()}{f'.{taken}' if taken else ''}.tier"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            taken += 1
-            continue
-        _lock(fd)
-        if _is_at(fd, path):
-            return path, fd
-        os.close(fd)
-
-
-def _remove_left_overs(folder: Path) -> None:
-    for path in folder.glob("hf_zero-*-rank*-*.tier"):
-        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living process
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(fd, path):
-                    os.unlink(path)
-            finally:
-                os.close(fd)
-
-
-def _lock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        # Without locks nobody can tell a left-over, so none is removed.
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _unlink(path: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child leaves the parent's file alone
+def _discard(fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves the parent's values alone
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            os.ftruncate(fd, 0)
+    os.close(fd)

@@ -77,7 +77,7 @@ class Storage:
         ConfigError: the folder cannot be used.
         """
         if self._disk is None:
-            self._disk = Disk(self._folder, "engine", self._rank, self.meter, self.link)
+            self._disk = Disk(self._folder, self._rank, self.meter, self.link)
         return self._disk
 
     @property

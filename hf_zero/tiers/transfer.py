@@ -107,7 +107,7 @@ _ADVICE = {
     errno.EFBIG: "raise the limit of file sizes (ulimit -f unlimited), or set offload_dir to a folder on another file system",
     errno.EIO: "the disk failed: see the kernel's log, set offload_dir to a folder on another disk",
 }
-_ENDED = "something else cut the file short: leave the files in this folder alone while training runs"
+_ENDED = "something else cut the file short: no other process may write to it while training runs"
 
 
 def move(kind: str, fd: int, array: Bytes, offset: int, grain: int, where: str) -> None:

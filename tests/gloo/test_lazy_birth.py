@@ -387,7 +387,7 @@ def test_records_with_a_base(tmp_path: Path) -> None:
     pieces = FilePieces(numel, torch.float32, [(100, source[:400]), (500, source[2000:3000])], meter)
     expected = torch.zeros(numel)
     expected[100:500], expected[500:1500] = data[:400], data[2000:3000]
-    disk = Disk(str(tmp_path / "tier"), "test", 0, Meter())
+    disk = Disk(str(tmp_path / "tier"), 0, Meter())
     records = Records(disk, numel, 1000, (("x", torch.float32),), pieces)
     before = records.values("x")
     for part in (slice(None), slice(0, 100), slice(50, 200), slice(450, 600), slice(1400, 2500), slice(7, 7)):
