@@ -1,10 +1,14 @@
 """The placement of `auto`: the least predicted step time whose bytes fit the budgets.
 
 Every cost of a span is linear in the elements that rest in each pair (parameter tier, optimizer tier), here called a *mode*;
-equal spans are one *kind*. So the best split is a linear program over (kind, mode), with one more variable per phase of the
-step for its busiest resource. A span's parameters rest in one tier, which makes their counts integers: branch and bound. What
-depends on the largest of its sort (staging, gathered units) is reserved as a whole before, once for every set of tiers that
-may be used. Counts become spans at the end: faster tiers go to the first units, which the next forward needs first.
+equal spans are one *kind*. So the best split is a mixed-integer linear program over (kind, mode), solved by HiGHS. Its size
+depends on the number of kinds, not of spans. Integers are: the numbers of spans by parameter tier, as a span's parameters rest
+in one tier; and a choice among the *sets*, pairs of slowest tiers that may be used: what depends on the largest of its sort
+(staging, gathered units) is reserved as a whole for the set that is chosen. Counts become spans at the end: faster tiers go to
+the first units, which the next forward needs first.
+
+Every rank solves the same program and must find the same placement: there is no time limit, only one of nodes, and HiGHS gives
+the same solution for the same program.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import Any
 
 import numpy as np
@@ -25,7 +29,10 @@ from .work import PASSES, PHASES, phase_of, resource, speed, uses, work_of
 
 Mode = tuple[Tier, Tier]
 _Array = np.ndarray[Any, np.dtype[np.float64]]
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Row = tuple[Mapping[int, float], float, float]
+"""Coefficients by variable, and the least and the most that they may sum up to."""
+_Spare = dict[tuple[tuple[int, int], str], int]
+"""Bytes to leave free, by set and budget."""
 
 NOMINAL = Machine(
     device_bandwidth=1e12,
@@ -40,11 +47,16 @@ NOMINAL = Machine(
 TIE = 1e-3
 """Weight of the sum of all parts beside the time itself: of placements that take equally long, the one that moves less."""
 GAP = 1e-4
-"""Relative distance from the optimum at which branch and bound stops."""
-NODES = 256
-_SMALL = 1e-10
+"""Relative distance from the optimum at which the search stops."""
+NODES = 10_000
+"""Of the search tree: a limit that is the same on every rank, as one of time is not."""
+_FEWER_TIERS = 1e-5
+"""Weight of each slower tier that may be used, in the time of the slowest span: of equal sets, the fastest is looked at."""
+_NOISE = 1e-6
+"""What HiGHS takes for an integer may be so far from it."""
 _MARGINS = tuple(mib << 20 for mib in (0, 1, 4, 16, 64, 256))
 ATTEMPTS = 4
+"""Per set, to leave enough free for what is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,41 +98,39 @@ class Problem:
     optimizer: tuple[Tier, ...]
     compute_s: float = 0.0
     activations: tuple[int, int] = (0, 0)
-    reserved: dict[Mode, Mapping[Tier, int]] = field(default_factory=dict, compare=False, repr=False)
-    """By slowest tiers: what `_reserved` has found. It does not depend on budgets, so it stays when these are replaced."""
+    reserved: dict[tuple[int, int], Mapping[Tier, int]] = field(default_factory=dict, compare=False, repr=False)
+    """By indices of the slowest tiers: what `reserve` has found. No budget changes it: it stays when they are replaced."""
+
+    def reserve(self, slowest: tuple[int, int]) -> None:
+        """Find what is there whichever spans use these tiers: everything but states, as with all spans in the slowest ones.
+
+        With the fastest tiers of all it is the least.
+        """
+        parameters, optimizer = self.parameters[slowest[0]], self.optimizer[slowest[1]]
+        placements = []
+        for span in self.layout.spans:
+            stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
+            placements.append(Placement(together(parameters, span, stretches), stretches))
+        memory = memory_of(self.layout, placements, self.setup, self.activations)
+        self.reserved[slowest] = {
+            tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS
+        }
 
 
 def solve(problem: Problem) -> tuple[Placement, ...] | None:
     """Placements by span index that fit the budgets in the least predicted time; None where nothing fits."""
-    budgets = problem.budgets
-    for _ in range(ATTEMPTS):
-        best = min(
-            filter(None, (regime.best() for regime in _regimes(problem))), default=None, key=lambda found: found[0]
-        )
-        if best is None:
-            return None
-        placements = best[1]
-        over = budgets.excess(memory_of(problem.layout, placements, problem.setup, problem.activations))
-        if not over:
-            return placements
-        # Whole blocks and pages take a little more than the program knew: leave that much free.
-        tighter = {name: max(0, getattr(problem.budgets, name) - 2 * value) for name, value in over.items()}
-        problem = replace(problem, budgets=replace(problem.budgets, **tighter))
-    return None
+    return _Program(problem).placements(problem.budgets)
 
 
 def lacking(problem: Problem) -> dict[str, int]:
     """By budget: bytes by which that one alone would have to grow for something to fit; left out where it cannot help."""
-    least: dict[str, int] = {}
-    for regime in _regimes(problem):
-        for name, value in regime.lacking().items():
-            least[name] = min(value, least.get(name, value))
+    program = _Program(problem)
     out: dict[str, int] = {}
-    for name, value in least.items():
-        for margin in _MARGINS:  # the cuts fall on whole blocks
-            budget = getattr(problem.budgets, name)
-            limit = as_told(budget + value + margin)
-            if solve(replace(problem, budgets=replace(problem.budgets, **{name: limit}))) is not None:
+    for name, _, budget in problem.budgets.rows():
+        more = program.more(name)
+        for margin in _MARGINS if more is not None else ():  # the cuts fall on whole blocks
+            limit = as_told(budget + (more or 0) + margin)
+            if program.placements(replace(problem.budgets, **{name: limit})) is not None:
                 out[name] = limit - budget
                 break
     return out
@@ -132,190 +142,158 @@ def as_told(nbytes: int) -> int:
     return (-(-100 * nbytes >> 10 * power) << 10 * power) // 100
 
 
-def minimise(c: _Array, upper: _Array, limits: _Array, equal: _Array, values: _Array) -> _Array | None:
-    """x >= 0 with the least c @ x, upper @ x <= limits and equal @ x == values; None where there is none.
-
-    The simplex method in two phases on a dense tableau (Dantzig's rule, then Bland's, which cannot cycle). `c` has no
-    negative entry, so there always is a least value.
+class _Program:
+    """The problem in numbers. Variables: spans of each (kind, mode), seconds of each phase, the choice of a set, spans of each
+    (kind, parameter tier), and the growth of one budget.
     """
-    n, rows = len(c), len(limits) + len(values)
-    a = np.vstack([upper, equal])
-    b = np.concatenate([limits, values])
-    scale = np.abs(a).max(axis=1, initial=0.0)
-    scale[scale == 0] = 1.0
-    a, b = a / scale[:, None], b / scale
-    slack = np.vstack([np.eye(len(limits)), np.zeros((len(values), len(limits)))])
-    sign = np.where(b < 0, -1.0, 1.0)
-    total = n + len(limits)
-    table = np.hstack([np.hstack([a, slack]) * sign[:, None], np.eye(rows), np.abs(b)[:, None]])
-    basis = np.arange(total, total + rows)
-    own = np.flatnonzero(sign[: len(limits)] > 0)  # rows whose slack will do to begin with
-    basis[own] = n + own
-    absent = np.concatenate([np.zeros(total), np.ones(rows)])
-    _pivot(table, basis, absent, total)
-    if absent[basis] @ table[:, -1] > _SMALL * (1 + float(np.abs(b).max(initial=0.0))):
-        return None
-    for row in np.flatnonzero(basis >= total):  # a helper that stays at zero must not grow again
-        column = int(np.argmax(np.abs(table[row, :total])))
-        if abs(table[row, column]) > _SMALL:
-            _exchange(table, basis, int(row), column)
-        else:
-            table[row] = 0.0
-    _pivot(table, basis, np.concatenate([c, np.zeros(len(limits) + rows)]), total)
-    x = np.zeros(total + rows)
-    x[basis] = table[:, -1]
-    return x[:n]
 
+    def __init__(self, problem: Problem) -> None:
+        layout, setup, machine = problem.layout, problem.setup, problem.machine
+        self._problem = problem
+        self._sets = list(product(range(len(problem.parameters)), range(len(problem.optimizer))))
+        self._columns: list[tuple[int, Mode]] = []
+        self._bytes: dict[Tier, dict[int, float]] = {tier: {} for tier in TIERS}
+        compute = (PASSES, "processor" if machine.shares_memory else "compute")
+        times: dict[tuple[str, str], dict[int, float]] = {compute: {}}
+        allowed: list[list[int]] = []  # by column: the sets that have its mode
+        kinds: dict[tuple[object, ...], list[tuple[Span, int]]] = {}
+        for unit, used in zip(layout.units, uses(layout, setup)):
+            for span in unit.spans:
+                spec = span.spec
+                key = (spec.compute_dtype, spec.master_dtype, span.is_updated, span.slice_numel, span.numel, used)
+                kinds.setdefault(key, []).append((span, used))
+        self._kinds = [[span for span, _ in members] for members in kinds.values()]
+        speeds = replace(machine, **{name: getattr(machine, name) or getattr(NOMINAL, name) for name in _SPEEDS})
+        for kind, ((span, used), *_) in enumerate(kinds.values()):
+            by_set = [_modes(span, problem.parameters[: p + 1], problem.optimizer[: o + 1]) for p, o in self._sets]
+            for mode in by_set[-1]:
+                column = len(self._columns)
+                self._columns.append((kind, mode))
+                allowed.append([place for place, modes in enumerate(by_set) if mode in modes])
+                placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.is_updated else ())
+                for (tier, _), nbytes in state_bytes(span, placement, setup).items():
+                    self._bytes[tier][column] = self._bytes[tier].get(column, 0.0) + nbytes
+                for (phase, road), value in work_of(span, placement, setup, used).items():
+                    row = times.setdefault((phase_of(phase, setup), resource(road, machine)), {})
+                    row[column] = row.get(column, 0.0) + value / (speed(speeds, road) or 1.0)
+        # In units of what takes longest in one span, so that HiGHS' absolute tolerances are small beside it.
+        unit_s = max((value for row in times.values() for value in row.values()), default=1.0) or 1.0
+        n = len(self._columns)
+        self._first_set = n + len(PHASES)
+        self._cost = [0.0] * n + [1.0] * len(PHASES) + [_FEWER_TIERS * (p + o) for p, o in self._sets]
+        self._most = [float(len(self._kinds[kind])) for kind, _ in self._columns] + [inf] * len(PHASES)
+        self._most += [1.0] * len(self._sets)
+        self._rows: list[_Row] = [({self._first_set + place: 1.0 for place in range(len(self._sets))}, 1.0, 1.0)]
+        for (phase, name), row in times.items():
+            for column, value in row.items():
+                self._cost[column] += TIE * value / unit_s
+            known = problem.compute_s / unit_s if (phase, name) == compute else 0.0
+            scaled = {column: value / unit_s for column, value in row.items()}
+            self._rows.append(({**scaled, n + PHASES.index(phase): -1.0}, -inf, -known))
+        for column, (kind, _) in enumerate(self._columns):
+            if len(allowed[column]) < len(self._sets):
+                choices = {self._first_set + place: -float(len(self._kinds[kind])) for place in allowed[column]}
+                self._rows.append(({column: 1.0, **choices}, -inf, 0.0))
+        self._add_counts()
 
-def _pivot(table: _Array, basis: _Indices, cost: _Array, width: int) -> None:
-    """Exchanges until no column of the first `width` lowers the cost."""
-    small = _SMALL * float(np.abs(cost).max(initial=0.0))
-    for turn in range(100 * sum(table.shape)):
-        reduced = cost[:width] - cost[basis] @ table[:, :width]
-        falling = np.flatnonzero(reduced < -small)
-        if not len(falling):
-            return
-        column = int(falling[0] if turn > 10 * len(basis) else falling[np.argmin(reduced[falling])])
-        down = np.flatnonzero(table[:, column] > _SMALL)
-        if not len(down):
-            return
-        ratios = table[down, -1] / table[down, column]
-        ties = down[ratios <= ratios.min() + _SMALL]
-        _exchange(table, basis, int(ties[np.argmin(basis[ties])]), column)
+    def _add_counts(self) -> None:
+        """Every span is in some mode, and its parameters in one tier."""
+        by_tier: list[dict[Tier, dict[int, float]]] = [{} for _ in self._kinds]
+        for column, (kind, mode) in enumerate(self._columns):
+            by_tier[kind].setdefault(mode[0], {})[column] = 1.0
+        for spans, tiers in zip(self._kinds, by_tier):
+            count = float(len(spans))
+            self._rows.append(({column: 1.0 for columns in tiers.values() for column in columns}, count, count))
+            for columns in tiers.values() if len(tiers) > 1 else ():
+                self._rows.append(({**columns, len(self._cost): -1.0}, 0.0, 0.0))
+                self._cost.append(0.0)
+                self._most.append(count)
 
-
-def _exchange(table: _Array, basis: _Indices, row: int, column: int) -> None:
-    """`column` becomes basic in `row`."""
-    table[row] /= table[row, column]
-    others = np.flatnonzero(table[:, column])
-    others = others[others != row]
-    table[others] -= np.outer(table[others, column], table[row])
-    basis[row] = column
-
-
-@dataclass(frozen=True, slots=True)
-class _Regime:
-    """The problem with a fixed set of tiers, in numbers: one column per (kind, mode), one more per phase."""
-
-    problem: Problem
-    kinds: tuple[tuple[Span, ...], ...]
-    columns: tuple[tuple[int, Mode], ...]
-    reserved: Mapping[Tier, int]
-    bytes_: Mapping[Tier, _Array]
-    times: Mapping[tuple[str, str], _Array]
-    """Of each resource, by (phase, resource)."""
-    constant: Mapping[tuple[str, str], float]
-    """What no placement changes: computation."""
-    unit_s: float
-    """The times' unit in seconds: what takes longest in one span."""
-
-    def best(self) -> tuple[float, tuple[Placement, ...]] | None:
-        """Branch and bound over the numbers of spans of each kind by parameter tier."""
-        found: tuple[float, _Array] | None = None
-        open_: list[tuple[float, tuple[tuple[int, Tier, float, bool], ...]]] = [(0.0, ())]
-        for _ in range(NODES):
-            if not open_:
-                break
-            open_.sort(key=lambda node: -node[0])
-            bound, cuts = open_.pop()
-            if found is not None and bound >= found[0] * (1 - GAP):
-                break
-            x = self._relaxed(cuts)
+    def placements(self, budgets: Budgets) -> tuple[Placement, ...] | None:
+        """Within the budgets, in the least time."""
+        problem = self._problem
+        spare: _Spare = {}
+        for _ in range(ATTEMPTS * len(self._sets)):
+            x = self._solution(budgets, spare)
             if x is None:
-                continue
-            value = float(self._objective() @ x)
-            if found is not None and value >= found[0] * (1 - GAP):
-                continue
-            split = self._fraction(x)
-            if split is None:
-                found = (value, x)
-                continue
-            kind, tier, count = split
-            open_ += [
-                (value, (*cuts, (kind, tier, floor(count), True))),
-                (value, (*cuts, (kind, tier, ceil(count), False))),
-            ]
-        return None if found is None else (found[0] * self.unit_s, self._placements(found[1]))
+                return None
+            found = self._spans(x)
+            over = budgets.excess(memory_of(problem.layout, found, problem.setup, problem.activations))
+            if not over:
+                return found
+            # Whole blocks and pages take a little more than the program knew: leave that much free with these tiers.
+            for name, value in over.items():
+                spare[self._chosen(x), name] = 2 * (spare.get((self._chosen(x), name), 0) + value)
+        return None
 
-    def lacking(self) -> dict[str, int]:
-        out = {}
-        upper, limits, names = self._limits()
-        n = upper.shape[1]
-        for row, name in enumerate(names):
-            wider = np.hstack([upper, np.zeros((len(limits), 1))])
-            wider[row, n] = -max(1.0, float(np.abs(upper[row]).max(initial=0.0)))
-            cost = np.zeros(n + 1)
-            cost[n] = 1.0
-            equal, values = self._counts()
-            x = minimise(cost, wider, limits, np.hstack([equal, np.zeros((len(values), 1))]), values)
-            if x is not None:
-                out[name] = ceil(-x[n] * wider[row, n])
-        return out
+    def more(self, name: str) -> int | None:
+        """Bytes by which a budget would have to grow by itself; None where that cannot help."""
+        x = self._solution(self._problem.budgets, {}, name)
+        return None if x is None else ceil(x[-1])
 
-    def _objective(self) -> _Array:
-        every = sum(self.times.values(), np.zeros(len(self.columns)))
-        return np.concatenate([TIE * every, np.ones(len(PHASES))])
+    def _solution(self, budgets: Budgets, spare: _Spare, grows: str = "") -> _Array | None:
+        """The best values of all variables: those of least time, or of least growth of the budget that `grows`.
 
-    def _counts(self) -> tuple[_Array, _Array]:
-        """Every span is in some mode."""
-        equal = np.zeros((len(self.kinds), len(self.columns) + len(PHASES)))
-        for place, (kind, _) in enumerate(self.columns):
-            equal[kind, place] = 1
-        return equal, np.array([float(len(spans)) for spans in self.kinds])
+        What a set reserves takes a while to find. So that is looked up only for the set that is chosen, until it stays chosen:
+        the others have a bound from below till then.
+        """
+        known = self._problem.reserved
+        while (x := self._optimum(budgets, spare, grows)) is not None and (chosen := self._chosen(x)) not in known:
+            self._problem.reserve(chosen if self._sets[0] in known else self._sets[0])
+        return x
 
-    def _limits(self) -> tuple[_Array, _Array, list[str]]:
-        """Budgets first, by name; then the resources of each phase."""
-        rows, limits, names = [], [], []
-        for name, tiers, limit in self.problem.budgets.rows():
-            fixed = sum(self.reserved[tier] for tier in tiers)
-            rows.append(np.concatenate([sum(self.bytes_[tier] for tier in tiers), np.zeros(len(PHASES))]))
-            limits.append(min(float(limit - fixed), self._most(rows[-1])))
-            names.append(name)
-        for key, times in self.times.items():
-            phase = np.zeros(len(PHASES))
-            phase[PHASES.index(key[0])] = -1
-            rows.append(np.concatenate([times, phase]))
-            limits.append(-self.constant.get(key, 0.0))
-        width = len(self.columns) + len(PHASES)
-        return np.array(rows).reshape(len(rows), width), np.array(limits), names
+    def _chosen(self, x: _Array) -> tuple[int, int]:
+        return self._sets[int(np.argmax(x[self._first_set : self._first_set + len(self._sets)]))]
 
-    def _most(self, row: _Array) -> float:
-        """What `row` could come to: a limit above it is none, and large numbers cost precision."""
-        return sum(
-            len(spans)
-            * max((row[place] for place, (owner, _) in enumerate(self.columns) if owner == kind), default=0.0)
-            for kind, spans in enumerate(self.kinds)
+    def _optimum(self, budgets: Budgets, spare: _Spare, grows: str) -> _Array | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second: only where `auto` is used
+        from scipy.sparse import csr_array
+
+        rows, cost, unit = list(self._rows), [*self._cost, 0.0], 1.0
+        bound = self._problem.reserved.get(self._sets[0], {})
+        for name, tiers, limit in budgets.rows():
+            row = {
+                column: sum(self._bytes[tier][column] for tier in tiers)
+                for column in range(self._first_set - len(PHASES))
+            }
+            for place, chosen in enumerate(self._sets):
+                reserved = self._problem.reserved.get(chosen, bound)
+                fixed = sum(reserved.get(tier, 0) for tier in tiers) + spare.get((chosen, name), 0)
+                row[self._first_set + place] = float(fixed)
+            scale = max(row.values(), default=0.0) or 1.0
+            scaled = {variable: value / scale for variable, value in row.items()}
+            if name == grows:
+                scaled[len(cost) - 1], unit = -1.0, scale
+            rows.append((scaled, -inf, limit / scale))
+        if grows:
+            cost = [0.0] * (len(cost) - 1) + [1.0]
+        entries = [(value, row, column) for row, (of, _, _) in enumerate(rows) for column, value in of.items() if value]
+        values, places, variables = zip(*entries)
+        matrix = csr_array((values, (places, variables)), shape=(len(rows), len(cost)))
+        integers = np.arange(len(cost)) >= self._first_set
+        integers[-1] = False
+        found = milp(
+            np.array(cost),
+            integrality=integers.astype(int),
+            bounds=Bounds(np.zeros(len(cost)), np.array([*self._most, inf])),
+            constraints=LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
+            options={"mip_rel_gap": GAP, "node_limit": NODES},
         )
+        if found.x is None:
+            return None
+        x: _Array = np.where(np.abs(found.x - np.round(found.x)) < _NOISE, np.round(found.x), found.x)
+        x[-1] = found.x[-1] * unit
+        return x
 
-    def _relaxed(self, cuts: Sequence[tuple[int, Tier, float, bool]]) -> _Array | None:
-        upper, limits, _ = self._limits()
-        extra, bounds = np.zeros((len(cuts), upper.shape[1])), np.zeros(len(cuts))
-        for row, (kind, tier, count, at_most) in enumerate(cuts):
-            sign = 1 if at_most else -1
-            for place, (owner, mode) in enumerate(self.columns):
-                if owner == kind and mode[0] is tier:
-                    extra[row, place] = sign
-            bounds[row] = sign * count
-        equal, values = self._counts()
-        return minimise(self._objective(), np.vstack([upper, extra]), np.concatenate([limits, bounds]), equal, values)
-
-    def _fraction(self, x: _Array) -> tuple[int, Tier, float] | None:
-        """The number of spans of a kind in a parameter tier that is furthest from an integer."""
-        counts: dict[tuple[int, Tier], float] = {}
-        for place, (kind, mode) in enumerate(self.columns):
-            counts[kind, mode[0]] = counts.get((kind, mode[0]), 0.0) + float(x[place])
-        (kind, tier), count = max(counts.items(), key=lambda item: abs(item[1] - round(item[1])))
-        return (kind, tier, count) if abs(count - round(count)) > 1e-6 else None
-
-    def _placements(self, x: _Array) -> tuple[Placement, ...]:
+    def _spans(self, x: _Array) -> tuple[Placement, ...]:
         out: dict[int, Placement] = {}
-        for kind, spans in enumerate(self.kinds):
-            shares = {mode: float(x[place]) for place, (owner, mode) in enumerate(self.columns) if owner == kind}
-            rest = list(spans)
+        for kind, spans in enumerate(self._kinds):
+            shares = {mode: float(x[column]) for column, (owner, mode) in enumerate(self._columns) if owner == kind}
+            rest = spans
             for tier in TIERS:
                 of = {mode[1]: share for mode, share in shares.items() if mode[0] is tier and share > 1e-9}
                 taken, rest = rest[: round(sum(of.values()))], rest[round(sum(of.values())) :]
-                out.update(_cut(taken, tier, of, self.problem.setup.sizes.block_numel))
+                out.update(_cut(taken, tier, of, self._problem.setup.sizes.block_numel))
         return tuple(out[index] for index in sorted(out))
 
 
@@ -345,49 +323,6 @@ def _cut(
         yield span.index, Placement(together(parameters, span, cut), cut)
 
 
-def _regimes(problem: Problem) -> Iterator[_Regime]:
-    """One for every prefix of the tiers that may be used: what a slower tier needs in staging is reserved only with it."""
-    layout, setup, machine = problem.layout, problem.setup, problem.machine
-    groups: dict[tuple[object, ...], list[tuple[Span, int]]] = {}
-    for unit, used in zip(layout.units, uses(layout, setup)):
-        for span in unit.spans:
-            spec = span.spec
-            key = (spec.compute_dtype, spec.master_dtype, span.is_updated, span.slice_numel, span.numel, used)
-            groups.setdefault(key, []).append((span, used))
-    speeds = replace(machine, **{name: getattr(machine, name) or getattr(NOMINAL, name) for name in _SPEEDS})
-    for p, o in product(range(len(problem.parameters)), range(len(problem.optimizer))):
-        parameters, optimizer = problem.parameters[: p + 1], problem.optimizer[: o + 1]
-        reserved = _reserved(problem, parameters[-1], optimizer[-1])
-        columns: list[tuple[int, Mode]] = []
-        bytes_: dict[Tier, list[float]] = {tier: [] for tier in TIERS}
-        times: dict[tuple[str, str], list[float]] = {}
-        for kind, members in enumerate(groups.values()):
-            span, used = members[0]
-            for mode in _modes(span, parameters, optimizer):
-                placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.is_updated else ())
-                columns.append((kind, mode))
-                states = state_bytes(span, placement, setup)
-                for tier in TIERS:
-                    bytes_[tier].append(float(sum(value for (place, _), value in states.items() if place is tier)))
-                for (phase, road), value in work_of(span, placement, setup, used).items():
-                    row = times.setdefault((phase_of(phase, setup), resource(road, machine)), [])
-                    row += [0.0] * (len(columns) - len(row))
-                    row[-1] += value / (speed(speeds, road) or 1.0)
-        compute = (PASSES, "processor" if machine.shares_memory else "compute")
-        times.setdefault(compute, [])
-        unit_s = max((value for row in times.values() for value in row), default=1.0) or 1.0
-        yield _Regime(
-            problem,
-            tuple(tuple(span for span, _ in members) for members in groups.values()),
-            tuple(columns),
-            reserved,
-            {tier: np.array(values) for tier, values in bytes_.items()},
-            {key: np.array(row + [0.0] * (len(columns) - len(row))) / unit_s for key, row in times.items()},
-            {compute: problem.compute_s / unit_s},
-            unit_s,
-        )
-
-
 _SPEEDS = ("device_bandwidth", "host_bandwidth", "link_down", "link_up", "disk_read", "disk_write", "collective")
 
 
@@ -399,17 +334,3 @@ def _modes(span: Span, parameters: Sequence[Tier], optimizer: Sequence[Tier]) ->
     if span.spec.compute_dtype == span.spec.master_dtype:
         return tuple(dict.fromkeys((together(p, span, ((o, 1),)), o) for p, o in modes))
     return tuple(modes)
-
-
-def _reserved(problem: Problem, parameters: Tier, optimizer: Tier) -> Mapping[Tier, int]:
-    """What is there whichever spans use the tiers: everything but states, as with all spans in the slowest ones."""
-    if (known := problem.reserved.get((parameters, optimizer))) is not None:
-        return known
-    slowest = []
-    for span in problem.layout.spans:
-        stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
-        slowest.append(Placement(together(parameters, span, stretches), stretches))
-    memory = memory_of(problem.layout, slowest, problem.setup, problem.activations)
-    found = {tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS}
-    problem.reserved[parameters, optimizer] = found
-    return found
