@@ -33,10 +33,6 @@ UPWARD = {
     ("checkpoint.load", "runtime.shadow_optimizer"),
     ("checkpoint.load", "runtime.state_shard"),
     ("checkpoint.load", "runtime.unit"),
-    # Values are compared where ranks agree, until the caller hands in (name, tensor).
-    ("comm.agree", "runtime.deferred"),
-    ("comm.agree", "tiers.pool"),
-    ("comm.agree", "tiers.transfer"),
     # What is measured is read out of units, until a ledger counts where memory is allocated.
     ("plan.highs", "runtime.engine"),
     ("plan.highs", "runtime.flat_param"),

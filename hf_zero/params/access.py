@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import fingerprint
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import ConfigError, RankMismatchError, StateError
 from ..runtime.deferred import Birth
+from ..tiers.fingerprint import fingerprint
 from .holder import Of, Place, gradient_of, holder_of, master_of
 
 

@@ -62,7 +62,7 @@ class Place:
 
     def whole(self, of: Of) -> Tensor:
         """The parameter's value of what the ranks' shards hold, as a new tensor of its shape; a collective."""
-        mine = read(self.wire, self.flat.storage, lambda: self.local(of))
+        mine = read(self.wire, lambda: self.local(of), may_fail=self.flat.storage.uses_disk)
         whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=self.flat.device)
         for rank, part in self.parts():
             piece = whole[part.param_start : part.param_start + part.numel]

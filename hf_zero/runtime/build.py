@@ -67,6 +67,15 @@ class Assembly:
         self.units: list[Unit] = []
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
 
+    def local_values(self) -> Iterator[tuple[str, Tensor]]:
+        """What of each parameter could differ from other ranks': not one that the ranks were given parts of at birth."""
+        for param, name in self.first_names.items():
+            birth = birth_of(param)
+            if birth is None:
+                yield name, param.detach()
+            elif birth.wire.size == 1:
+                yield name, birth.slice_of(param)
+
     def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
         """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
         group_of = {param: group for group, params in enumerate(originals) for param in params}
@@ -343,7 +352,7 @@ class Assembly:
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """All ranks' slices of a span, in the master dtype. A collective."""
         whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
-        own = read(self._wire, flat.storage, values)
+        own = read(self._wire, values, may_fail=flat.storage.uses_disk)
         if flat.span.shards > 1:
             self._wire.gather(whole, own, flat.span.index).close()
         else:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, wire_device
 from ..errors import StateError, TierError
 from ..tiers.array import OnDisk
 
@@ -421,12 +421,6 @@ class Birth:
         wire.gather(whole.view(torch.uint8), own.to(place).view(torch.uint8), _TAG).close()
         if whole is not room:
             room.copy_(whole)
-
-
-def wire_device(wire: SoloWire, default: torch.device) -> torch.device:
-    """Where a tensor must be to travel."""
-    device = getattr(wire, "device", None)
-    return device if isinstance(device, torch.device) else default
 
 
 def _holders(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ from ..plan.plan import Plan, advice
 from ..plan.record import Recorder
 from ..plan.report import Report
 from ..plan.usage import report
+from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
 from . import copies
@@ -107,7 +108,7 @@ class Engine:
             specs = self._assembly.specs(originals)
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
-        agree.same_values(self._wire, names)
+        agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
         self._wire.take_tags()
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.offload.storage.wide = self._overflow.possible
