@@ -52,7 +52,6 @@ CIRCLES: list[set[str]] = [
         "runtime.build", "runtime.checkpoints", "runtime.copies", "runtime.engine", "runtime.gradient_ops", "runtime.monitor",
         "runtime.offload",
     },
-    {"huggingface.accelerator", "huggingface.callback", "huggingface.trainer"},
 ]  # fmt: skip
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
