@@ -43,16 +43,9 @@ UPWARD = {
     ("plan.usage", "runtime.flat_param"),
     ("plan.usage", "runtime.gradients"),
     ("plan.usage", "runtime.optimizer"),
-    # Whole gradients are brought together by what accessors use.
-    ("runtime.gradient_ops", "params.holder"),
 }
 # Files of one folder that import each other in a circle. The same: it only gets shorter.
-CIRCLES: list[set[str]] = [
-    {
-        "runtime.build", "runtime.checkpoints", "runtime.copies", "runtime.engine", "runtime.gradient_ops", "runtime.monitor",
-        "runtime.offload",
-    },
-]  # fmt: skip
+CIRCLES: list[set[str]] = []
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
 ONLY_HERE = {

@@ -28,7 +28,7 @@ _TAG = 1 << 20  # above every span's index
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 HOLDERS = WeakTensorKeyDictionary()
-"""Parameter -> who has its values: a `Birth`, or a weak reference to an engine."""
+"""Parameter -> who has its values: a `Birth`, or a weak reference to what is sharded."""
 
 INSIDE: list[Any] = []
 """The `zero.Init` that is entered, if any. Process-wide, as the hooks are that it installs."""
