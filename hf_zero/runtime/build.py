@@ -37,11 +37,11 @@ class Assembly:
         ConfigError: it was born on another number of ranks.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded, drafter: Drafter) -> None:
         self.sharded = sharded
         self._placements: Sequence[Placement] = ()
         self._fields: Sequence[Fields] = ()
-        self._drafter = Drafter(sharded.model, sharded.precision)
+        self._drafter = drafter
         self.names = self._drafter.names
         self.first_names = {param: names[0] for param, names in self.names.items()}
         _check_births(self.names, sharded.wire)

@@ -23,7 +23,7 @@ from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, dtype_of, gathered_as
 from ..errors import ConfigError, LayoutError, ZeroError
 from ..plan.machine import Machine, device_bytes_in_use
-from ..plan.plan import Plan, advice
+from ..plan.plan import Drafter, Plan, advice
 from ..plan.record import Recorder
 from ..plan.report import Report
 from ..plan.usage import report
@@ -101,9 +101,10 @@ class Engine:
             _refuse_nested(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
+            drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
             self.device = device_of(model, device)
             self.sharded = Sharded(model, config, self.policy, self.precision, self._wire, self.device)
-            self._assembly = Assembly(self.sharded)
+            self._assembly = Assembly(self.sharded, drafter)
             refuse_owned(self._assembly.names)
             self._overflow = Overflow(model, self.precision, self._wire, self.device)
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
