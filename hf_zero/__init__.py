@@ -39,13 +39,14 @@ from .runtime.engine import Engine, engine_of, shard
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .huggingface.accelerator import ZeroAccelerator, ZeroPlugin
+    from .huggingface.accelerator import ZeroAccelerator
     from .huggingface.callback import ZeroCallback, ZeroTrainer, ZeroTrainingArguments, zero_trainer_cls
+    from .huggingface.plugin import ZeroPlugin
 
 # Loaded at first use: the engine works where accelerate and transformers are not installed.
 _WIRING = {
     "ZeroAccelerator": "accelerator",
-    "ZeroPlugin": "accelerator",
+    "ZeroPlugin": "plugin",
     "ZeroCallback": "callback",
     "ZeroTrainer": "callback",
     "ZeroTrainingArguments": "callback",
@@ -97,6 +98,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WIRING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(".huggingface.accelerator", __name__)  # it fills `plugin.ADOPT`: no plugin is used before
     return getattr(importlib.import_module(f".huggingface.{_WIRING[name]}", __name__), name)
 
 

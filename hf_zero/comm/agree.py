@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from ..config import ZeroConfig
 from ..core.layout import ParamSpec
 from ..errors import CheckpointError, RankMismatchError, TierError, ZeroError
-from ..runtime.deferred import birth_of, wire_device
-from ..tiers.pool import Storage
-from ..tiers.transfer import bytes_of
-from .wire import SoloWire
+from .wire import SoloWire, wire_device
 
 T = TypeVar("T")
 
@@ -124,13 +119,16 @@ def _name_missing(wire: SoloWire, number: int, what: str) -> None:
         )
 
 
-def read(wire: SoloWire, storage: Storage, values: Callable[[], T]) -> T:
-    """This rank's values on their way into a collective; where they may rest on disk, one rank's failure is everyone's.
+def read(wire: SoloWire, values: Callable[[], T], *, may_fail: bool) -> T:
+    """This rank's values on their way into a collective; where getting them may fail, one rank's failure is everyone's.
+
+    Args:
+        may_fail: some may rest on disk, here or elsewhere. The same on every rank: it decides whether there is a collective.
 
     Raises:
         TierError: on every rank.
     """
-    if not storage.uses_disk:
+    if not may_fail:
         return values()
     return together(wire, "reading values from disk", values, answer=False, kind=TierError)[0]
 
@@ -189,70 +187,33 @@ def _first_difference(first: list[str], other: list[str], rank: int) -> str:
     )
 
 
-def same_values(wire: SoloWire, names: dict[nn.Parameter, list[str]]) -> None:
-    """Make every parameter equal to rank 0's; warns with the first that was not."""
+def same_values(wire: SoloWire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]) -> None:
+    """Make every tensor equal to rank 0's; warns with the first that was not.
+
+    Args:
+        named: the same names in the same order on every rank.
+        fingerprint: of a tensor, as a tensor of the same shape for all: other values give another.
+    """
     if wire.size == 1:
         return
-    values = {param: value for param in names if (value := _local_value(param)) is not None}
-    params = list(values)
-    if not params:
+    values = list(named)
+    if not values:
         return
-    prints = torch.stack([fingerprint(value) for value in values.values()]).cpu()
+    prints = torch.stack([fingerprint(value) for _, value in values]).cpu()
     everyone: list[Tensor] = wire.exchange(prints)
-    differs = torch.zeros(len(params), dtype=torch.bool)
+    differs = torch.zeros(len(values), dtype=torch.bool)
     for theirs in everyone[1:]:
         differs |= (theirs != everyone[0]).any(dim=1)
     if not bool(differs.any()):
         return
-    wrong = [param for param, bad in zip(params, differs.tolist()) if bad]
+    wrong = [item for item, bad in zip(values, differs.tolist()) if bad]
     warnings.warn(
-        f"{len(wrong)} of {len(params)} parameters differ between ranks, {names[wrong[0]][0]!r} first; rank 0's values are "
+        f"{len(wrong)} of {len(values)} parameters differ between ranks, {wrong[0][0]!r} first; rank 0's values are "
         "used (seed every rank alike before building the model to avoid this)",
         stacklevel=4,
     )
-    for param in wrong:
-        value = values[param].contiguous().to(wire_device(wire, values[param].device))
-        wire.broadcast(value)
+    for _, value in wrong:
+        sent = value.contiguous().to(wire_device(wire, value.device))
+        wire.broadcast(sent)
         with torch.no_grad():
-            values[param].copy_(value)
-
-
-def _local_value(param: nn.Parameter) -> Tensor | None:
-    """What of a parameter could differ from other ranks'; None for one that the ranks were given parts of at birth."""
-    birth = birth_of(param)
-    if birth is None:
-        return param.detach()
-    return birth.slice_of(param) if birth.wire.size == 1 else None
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Two int64 of the bytes and their places: other values, or the same in another order, give others (for all that 128 bits
-    can tell). Comparable between tensors on the same kind of device.
-    """
-    if tensor.device.type == "cpu":
-        data: Any = bytes_of(tensor.detach().contiguous().view(-1))
-        digest = xxhash.xxh3_128_digest(data)
-        return torch.tensor(struct.unpack("<qq", digest), dtype=torch.int64)
-    return mixed_sums(tensor)
-
-
-def mixed_sums(tensor: Tensor) -> Tensor:
-    """`fingerprint` by torch's own kernels: each word is mixed with its place, not linearly, before it is added up."""
-    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(_word(tensor))
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _PIECE_NUMEL):
-        words = bits[start : start + _PIECE_NUMEL].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=tensor.device)
-        for index, odd in enumerate(_ODD):
-            mixed = (words + places * odd) * _ODD[1 - index]
-            mixed = (mixed ^ (mixed >> 29)) * odd
-            sums[index] += (mixed ^ (mixed >> 32)).sum()
-    return sums
-
-
-_PIECE_NUMEL = 1 << 22
-_ODD = (-7046029254386353131, -4417276706812531889)  # 64-bit primes of XXH64, as int64; products wrap
-
-
-def _word(tensor: Tensor) -> Any:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
+            value.copy_(sent)

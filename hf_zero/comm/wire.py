@@ -439,3 +439,9 @@ def _average_in_order(parts: list[Tensor], out: Tensor) -> None:
     for part in rest:
         out.add_(part)
     out.mul_(1.0 / len(parts))
+
+
+def wire_device(wire: SoloWire, default: torch.device) -> torch.device:
+    """Where a tensor must be to travel."""
+    device = getattr(wire, "device", None)
+    return device if isinstance(device, torch.device) else default

@@ -22,8 +22,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..config import ZeroConfig, setting
 from ..errors import ConfigError
 from ..runtime.engine import Engine, engine_of
-from .accelerator import ZeroPlugin, put_in_front
 from .facts import add_measured
+from .plugin import ZeroPlugin, put_in_front
 from .trainer import ZeroTrainerMixin, check_arguments
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from ..checkpoint.weights import Drawing, format_of
 from ..comm.agree import together
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
-from ..runtime.checkpoints import Behind
 from ..runtime.engine import Engine
 from ..runtime.pieces import OptimizerPieces, ParameterPieces
 from .serving import serving
@@ -45,7 +44,7 @@ class Desk:
     def finish(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
         """Commit, now or behind training as the configuration says; `then` runs on every rank once that is done."""
         if engine.config.async_save:
-            engine.pending_save = Behind(saving, engine)
+            engine.save_behind(saving)
             self._pending = engine, then
         else:
             saving.commit()

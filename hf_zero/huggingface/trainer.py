@@ -35,7 +35,6 @@ from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces
-from .accelerator import ZeroAcceleratorMixin, ZeroPlugin, bare_optimizer
 from .checkpoints import (
     MAX_SHARD_SIZE,
     Desk,
@@ -54,6 +53,7 @@ from .checkpoints import (
     why_broken,
 )
 from .facts import add_measured, facts_of, write_card
+from .plugin import ZeroPlugin, bare_optimizer
 from .references import adopt_callbacks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if not isinstance(self.accelerator, ZeroAcceleratorMixin):
+        if not isinstance(getattr(self.accelerator, "zero_plugin", None), ZeroPlugin):  # set where its class is changed
             raise ConfigError(
                 f"{type(self).__name__} needs a ZeroPlugin: use ZeroTrainingArguments, or "
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "

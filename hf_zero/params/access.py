@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import fingerprint
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import ConfigError, RankMismatchError, StateError
 from ..runtime.deferred import Birth
-from .holder import Of, Place, gradient_of, holder_of, master_of
+from ..runtime.engine import Engine, engine_of
+from ..runtime.holder import Of, Place, gradient_of, holder_of, master_of
+from ..tiers.fingerprint import fingerprint
 
 
 def _held(param: nn.Parameter, what: str) -> Place | Birth:
@@ -42,8 +43,15 @@ def _place_of(param: nn.Parameter, what: str) -> Place:
         )
     if not holder.flat.span.trainable:
         raise StateError(f"{what}: {holder.slot.spec.name!r} is frozen: it has neither gradient nor optimizer state")
-    holder.engine.finish_step()
+    _engine(holder).finish_step()
     return holder
+
+
+def _engine(place: Place) -> Engine:
+    engine = engine_of(place.sharded.model)
+    if engine is None:
+        raise StateError(f"the model of {place.slot.spec.name!r} is not sharded any more")
+    return engine
 
 
 # One value at a time ------------------------------------------------------------------------------------------------
@@ -55,7 +63,7 @@ def full_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "full_parameter")
     if isinstance(holder, Birth):
         return holder.whole(param)
-    holder.engine.settle(holder.unit.flats)
+    _engine(holder).settle(holder.unit.flats)
     return holder.whole(master_of)
 
 
@@ -72,7 +80,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
     if isinstance(holder, Birth):
         holder.put(param, value)
         return
-    holder.engine.settle(holder.unit.flats)
+    _engine(holder).settle(holder.unit.flats)
     holder.unit.release()  # before the write: what a release finds in the whole values counts
     holder.unit.close()
     holder.write(master_of, holder.own_part(value))
@@ -86,7 +94,7 @@ def full_gradient(param: nn.Parameter) -> Tensor | None:
     Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is the scaled one until `unscale_`.
     """
     place = _place_of(param, "full_gradient")
-    place.engine.flush()
+    _engine(place).flush()
     return place.whole(gradient_of) if place.flat.grads() else None
 
 
@@ -102,10 +110,10 @@ def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _place_of(param, "set_full_gradient")
     _same_everywhere(param, value, place.wire, "set_full_gradient")
-    place.engine.flush()
+    _engine(place).flush()
     place.flat.some_grad(place.wire)
     place.write(gradient_of, place.own_part(value))
-    place.engine.gradients_written()
+    _engine(place).gradients_written()
 
 
 @torch.no_grad()
@@ -143,7 +151,7 @@ def local_parameter(param: nn.Parameter) -> Tensor:
     holder = _held(param, "local_parameter")
     if isinstance(holder, Birth):
         return holder.slice_of(param).clone()
-    holder.engine.settle(holder.unit.flats)
+    _engine(holder).settle(holder.unit.flats)
     return holder.local(master_of).clone()
 
 
@@ -160,7 +168,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
         own.copy_(value.detach())
         return
     _fit(holder.own_numel, value, "set_local_parameter")
-    holder.engine.settle(holder.unit.flats)
+    _engine(holder).settle(holder.unit.flats)
     if not holder.unit.policy.keep_full:
         holder.unit.release()
     holder.unit.close()
@@ -368,7 +376,7 @@ class _Gathered:
             holder.pins += 1
         else:
             self.name = f"parameter {holder.slot.spec.name!r}"
-            holder.engine.settle(holder.unit.flats)
+            _engine(holder).settle(holder.unit.flats)
             whole = holder.whole(master_of).to(dtype_of(holder.slot.spec.dtype))
             holder.flat.pinned.add(holder.index)
             param.data = whole

@@ -29,10 +29,10 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..comm.wire import SoloWire, home_device, open_wire
+from ..comm.wire import SoloWire, home_device, open_wire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError
-from ..runtime.deferred import HOLDERS, INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds, wire_device
+from ..runtime.deferred import HOLDERS, INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds
 from ..runtime.deferred_hooks import guard
 
 __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, fingerprint
+from ..comm.agree import arriving
 from ..comm.wire import SoloWire
+from ..tiers.fingerprint import fingerprint
 
 Sign = tuple[tuple[int, ...], str]
 """Shape and type."""

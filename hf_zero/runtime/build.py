@@ -6,74 +6,62 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire
-from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout, ParamSpec
-from ..core.precision import Precision, dtype_of
+from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
-from ..tiers.pool import Storage
-from ..tiers.tier import Sizes
 from .deferred import birth_of, hand_over
 from .flat_param import Flat
 from .optimizer import Binding
+from .sharded import Sharded
 from .state_shard import Fields
 from .unit import State, Unit
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 class Assembly:
     """The units of one model, and which parameter is where.
 
     Attributes:
+        sharded: the model, and what is built.
         names: parameter -> all its names.
-        layout: where each element lives; its `shards` is 1 where the stage shards nothing.
-        places: parameter -> its unit, its span, and which of the span's parameters it is.
 
     Raises:
-        LayoutError: the model is on several devices, or on the meta device.
         ConfigError: it was born on another number of ranks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        wire: SoloWire,
-        policy: StagePolicy,
-        precision: Precision,
-        device: torch.device | None = None,
-    ) -> None:
-        self._wire, self._policy, self._precision = wire, policy, precision
-        self._storage: Storage | None = None
+    def __init__(self, sharded: Sharded, drafter: Drafter) -> None:
+        self.sharded = sharded
         self._placements: Sequence[Placement] = ()
         self._fields: Sequence[Fields] = ()
-        self._drafter = Drafter(model, precision)
-        self._owner: weakref.ref[Engine] | None = None
-        self.device = _device_of(model, device)
+        self._drafter = drafter
         self.names = self._drafter.names
         self.first_names = {param: names[0] for param, names in self.names.items()}
-        _check_births(self.names, wire)
-        self.layout = Layout((), wire.size if policy.shard else 1)
-        self.units: list[Unit] = []
-        self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
+        _check_births(self.names, sharded.wire)
+
+    def local_values(self) -> Iterator[tuple[str, Tensor]]:
+        """What of each parameter could differ from other ranks': not one that the ranks were given parts of at birth."""
+        for param, name in self.first_names.items():
+            birth = birth_of(param)
+            if birth is None:
+                yield name, param.detach()
+            elif birth.wire.size == 1:
+                yield name, birth.slice_of(param)
 
     def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
         """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
         group_of = {param: group for group, params in enumerate(originals) for param in params}
-        return self._drafter.specs(group_of, {param: self._spec(param) for param in self.places})
+        return self._drafter.specs(group_of, {param: self._spec(param) for param in self.sharded.places})
 
     def _spec(self, param: nn.Parameter) -> ParamSpec:
-        _, flat, index = self.places[param]
+        _, flat, index = self.sharded.places[param]
         return flat.span.slots[index].spec
 
     def cuts_otherwise(self, specs: list[list[ParamSpec]]) -> bool:
@@ -83,30 +71,28 @@ class Assembly:
 
     def hosts(self) -> Iterator[tuple[Unit, list[nn.Module]]]:
         """Every unit with the modules that use it."""
-        return ((unit, group.hosts) for unit, group in zip(self.units, self._drafter.groups))
+        return ((unit, group.hosts) for unit, group in zip(self.sharded.units, self._drafter.groups))
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
         """The layout that these specs make; nothing changes."""
-        return self._drafter.layout(specs, self.layout.shards)
+        return self._drafter.layout(specs, self.sharded.layout.shards)
 
     def plan(
         self,
         specs: list[list[ParamSpec]],
-        config: ZeroConfig,
         machine: Machine,
         optimizer_tensors: int,
-        sizes: Sizes,
     ) -> Plan:
         """The plan for these specs; nothing changes."""
         return plan(
             self.lay_out(specs),
             machine,
-            config,
-            world_size=self._wire.size,
-            precision=self._precision,
+            self.sharded.config,
+            world_size=self.sharded.wire.size,
+            precision=self.sharded.precision,
             optimizer_tensors=optimizer_tensors,
             in_files=self._in_files(),
-            sizes=sizes,
+            sizes=self.sharded.storage.sizes,
         )
 
     def _in_files(self) -> frozenset[str]:
@@ -116,24 +102,22 @@ class Assembly:
             for param, name in self.first_names.items()
             if (birth := birth_of(param)) is not None and birth.origin is not None
         ]
-        if not self.units:
+        if not self.sharded.units:
             return frozenset(born)
-        flats = [flat for unit in self.units for flat in unit.flats if flat.in_files]
+        flats = [flat for unit in self.sharded.units for flat in unit.flats if flat.in_files]
         mine = frozenset(slot.spec.name for flat in flats for slot in flat.span.slots)
-        return mine.intersection(*self._wire.exchange(mine))
+        return mine.intersection(*self.sharded.wire.exchange(mine))
 
     def machine_now(self, known: Machine, ranks_here: int, offload_dir: str | None) -> Machine:
         """What every rank has free at least, with the speeds that are known. A collective."""
-        held = sum(p.untyped_storage().nbytes() for p in self.names if p.device == self.device)
-        free = here(self.device, ranks=ranks_here, offload_dir=offload_dir, held_bytes=held)
-        found: list[Machine] = self._wire.exchange(free.with_speeds_of(known))
+        held = sum(p.untyped_storage().nbytes() for p in self.names if p.device == self.sharded.device)
+        free = here(self.sharded.device, ranks=ranks_here, offload_dir=offload_dir, held_bytes=held)
+        found: list[Machine] = self.sharded.wire.exchange(free.with_speeds_of(known))
         return Machine.least(found)
 
     def build(
         self,
         specs: list[list[ParamSpec]],
-        owner: weakref.ref[Engine],
-        storage: Storage,
         placements: Sequence[Placement],
         fields: Sequence[Fields],
     ) -> None:
@@ -143,17 +127,14 @@ class Assembly:
             placements: by span.
             fields: element-wise states by optimizer group, where some rest on disk.
         """
-        self._owner, self._storage = owner, storage
         self._placements, self._fields = placements, fields
-        self.layout = self.lay_out(specs)
+        self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
-            self.units.append(self._build(number, unit_specs, {}))
+            self.sharded.units.append(self._build(number, unit_specs, {}))
 
     def _build(self, number: int, specs: list[ParamSpec], kept: Mapping[int, Flat]) -> Unit:
-        if self._storage is None:
-            raise LayoutError("units are built before there is a place for them")
         param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
-        layout, flats = self.layout.units[number], []
+        layout, flats = self.sharded.layout.units[number], []
         for span in layout.spans:
             params = [param_of[slot.spec.name] for slot in span.slots]
             for param in params:
@@ -168,20 +149,20 @@ class Assembly:
                 Flat(
                     span,
                     params,
-                    self._wire,
-                    self._policy,
-                    self._precision,
-                    self._storage,
+                    self.sharded.wire,
+                    self.sharded.policy,
+                    self.sharded.precision,
+                    self.sharded.storage,
                     self._placements[span.index],
                     self._fields[group] if 0 <= group < len(self._fields) else (),
                 )
             )
-        unit = Unit(layout, flats, self._wire, self._policy)
+        unit = Unit(layout, flats, self.sharded.wire, self.sharded.policy)
         unit.release()
         for flat in flats:
             for index, param in enumerate(flat.params):
-                self.places[param] = unit, flat, index
-                hand_over(param, self._owner)
+                self.sharded.places[param] = unit, flat, index
+                hand_over(param, weakref.ref(self.sharded))
         return unit
 
     def parted(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]] | None:
@@ -190,7 +171,7 @@ class Assembly:
         The same on every rank, after a backward. Spans are only ever divided, each at most as often as it has parameters.
         """
         cohort_of: dict[nn.Parameter, int] = {}
-        for unit in self.units:
+        for unit in self.sharded.units:
             newest = -1
             for flat in unit.trained:
                 if flat.span.is_updated and True in flat.present and False in flat.present:
@@ -217,10 +198,10 @@ class Assembly:
         """Other spans for the same parameters, their gradients and optimizer state; one unit after another. A collective."""
         self._placements, self._fields = placements, fields
         before = [[self._spec(param) for param in group.params] for group in self._drafter.groups]
-        self.layout = self.lay_out(specs)
+        self.sharded.layout = self.lay_out(specs)
         kept = self._kept()
         for number, unit_specs in enumerate(specs):
-            layout, unit = self.layout.units[number], self.units[number]
+            layout, unit = self.sharded.layout.units[number], self.sharded.units[number]
             if unit_specs == before[number] and all(
                 flat.rests_as(self._placements[span.index]) for flat, span in zip(unit.flats, layout.spans)
             ):
@@ -234,7 +215,7 @@ class Assembly:
             self._restore(old, in_own_type=False)
             for flat in old:
                 flat.drop()
-            self.units[number] = unit = self._build(number, unit_specs, kept)
+            self.sharded.units[number] = unit = self._build(number, unit_specs, kept)
             if binding is not None:
                 binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
             self._put_grads(unit.trained, grads)
@@ -269,16 +250,16 @@ class Assembly:
 
     def _kept(self) -> dict[int, Flat]:
         """By the index of a new span: what holds its values now and goes on to, with nothing moved. A collective."""
-        if self._policy.keep_full:
+        if self.sharded.policy.keep_full:
             return {}
         found = {
             span.index: flat
-            for unit, layout in zip(self.units, self.layout.units)
+            for unit, layout in zip(self.sharded.units, self.sharded.layout.units)
             for flat in unit.flats
             for span in layout.spans
             if flat.serves(span, self._placements[span.index])
         }
-        everyone = self._wire.exchange(set(found))  # what one rank has moved elsewhere all ranks build anew
+        everyone = self.sharded.wire.exchange(set(found))  # what one rank has moved elsewhere all ranks build anew
         return {index: found[index] for index in set(found).intersection(*everyone)}
 
     def check(self) -> None:
@@ -288,13 +269,13 @@ class Assembly:
             StateError: a parameter was written while it was released.
             LayoutError: one was frozen or unfrozen since the spans were cut.
         """
-        if not self._policy.keep_full and self.device.type != "cpu":  # on CPU every gather looks
-            intact = torch.stack([flat.guards.intact() for unit in self.units for flat in unit.flats])
+        if not self.sharded.policy.keep_full and self.sharded.device.type != "cpu":  # on CPU every gather looks
+            intact = torch.stack([flat.guards.intact() for unit in self.sharded.units for flat in unit.flats])
             if not bool(intact.all()):
-                for unit in self.units:
+                for unit in self.sharded.units:
                     for flat in unit.flats:
                         flat.guards.check(unit.name)
-        for unit in self.units:
+        for unit in self.sharded.units:
             for flat in unit.flats:
                 trainable = flat.span.trainable
                 for index, param in enumerate(flat.params):
@@ -308,23 +289,23 @@ class Assembly:
 
     def regather(self) -> None:
         """After a step: whole again, where the stage keeps that, and nothing on its way in. A collective there."""
-        if self._policy.keep_full:
-            for unit in self.units:
+        if self.sharded.policy.keep_full:
+            for unit in self.sharded.units:
                 unit.gather()
-        for unit in self.units:
+        for unit in self.sharded.units:
             if unit.state is State.GATHERING:
                 unit.wait()
 
     def dissolve(self) -> None:
         """Every parameter whole and plain again, in its own type; a collective."""
-        for unit in self.units:
+        for unit in self.sharded.units:
             self._restore(unit.flats, in_own_type=True)
         for param in self.names:
             hand_over(param, None)
 
     def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""
-        for unit in self.units:
+        for unit in self.sharded.units:
             for flat in unit.flats:
                 if any(param in params for param in flat.params):
                     whole = self._whole(flat, flat.values)
@@ -343,9 +324,9 @@ class Assembly:
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """All ranks' slices of a span, in the master dtype. A collective."""
         whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
-        own = read(self._wire, flat.storage, values)
+        own = read(self.sharded.wire, values, may_fail=flat.storage.uses_disk)
         if flat.span.shards > 1:
-            self._wire.gather(whole, own, flat.span.index).close()
+            self.sharded.wire.gather(whole, own, flat.span.index).close()
         else:
             whole.copy_(own)
         return whole
@@ -364,8 +345,12 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
             )
 
 
-def _device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
-    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is."""
+def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is.
+
+    Raises:
+        LayoutError: it is on several devices, or on the meta device.
+    """
     found: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)

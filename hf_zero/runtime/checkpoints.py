@@ -16,8 +16,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -33,75 +33,85 @@ from ..comm.agree import together
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
 from .pieces import OptimizerPieces, ParameterPieces
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .sharded import Sharded
 
 _STATE = "zero_state"
 
 
 def save(
-    engine: Engine,
+    sharded: Sharded,
     folder: str | os.PathLike[str],
     *,
     max_shard_size: int | str,
-    save_optimizer: bool,
+    outline: Callable[[], dict[str, Any]],
+    options: list[dict[str, Any]] | None,
     objects: Mapping[str, Stateful] | None,
-    async_save: bool,
+    finish: Callable[[Saving], None],
 ) -> None:
-    """See `Engine.save`."""
-    engine.wait_for_save()
-    saving = Saving(engine.wire, folder, stage=engine.config.stage, precision=str(engine.precision))
+    """See `Engine.save`. The masters are those of one step, and no other save is under way.
+
+    Args:
+        outline: the model's state dict without values.
+        options: of the optimizer's groups; None: without the optimizer.
+        finish: commits, now or behind training.
+    """
+    saving = Saving(sharded.wire, folder, stage=sharded.config.stage, precision=str(sharded.precision))
     with saving:
-        put_weights(saving, engine, max_shard_size)
-        if save_optimizer and engine.optimizer is not None:
-            state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
-            saving.optimizer(state, max_shard_size=max_shard_size)
-        _put_objects(saving, engine.wire, objects or {})
-        if async_save:
-            engine.pending_save = Behind(saving, engine)
-        else:
-            saving.commit()
+        put_weights(saving, sharded, outline, max_shard_size)
+        if options is not None and sharded.optimizer is not None:
+            saving.optimizer(OptimizerPieces(sharded.units, sharded.optimizer, options), max_shard_size=max_shard_size)
+        _put_objects(saving, sharded.wire, objects or {})
+        finish(saving)
 
 
-def put_weights(saving: Saving, engine: Engine, max_shard_size: int | str) -> None:
-    """The model of `engine`, under the names it has at rest."""
-    form = format_of(engine.model)
-    saving.weights(ParameterPieces(engine.units), lambda: form.draw(engine.outline(), saving.folder, max_shard_size))
+def put_weights(
+    saving: Saving, sharded: Sharded, outline: Callable[[], dict[str, Any]], max_shard_size: int | str
+) -> None:
+    """The model, under the names it has at rest."""
+    form = format_of(sharded.model)
+    saving.weights(ParameterPieces(sharded.units), lambda: form.draw(outline(), saving.folder, max_shard_size))
 
 
 def load(
-    engine: Engine,
+    sharded: Sharded,
     folder: str | os.PathLike[str],
     *,
     load_optimizer: bool | None,
     objects: Mapping[str, Stateful] | None,
     verify: bool,
     strict: bool,
+    options: Callable[[], list[dict[str, Any]]],
+    refresh: Callable[[], None],
+    recover: Callable[[], None],
 ) -> None:
-    """See `Engine.load`."""
-    engine.wait_for_save()
-    loading = Loading(engine.wire, folder, verify=verify)
-    if loading.manifest is None and engine.rank == 0:
+    """See `Engine.load`. No save is under way.
+
+    Args:
+        options: of the optimizer's groups. As they are once the weights are loaded.
+        refresh: called when masters were written, also where that broke off.
+        recover: called when masters and the optimizer's state were all written.
+    """
+    loading = Loading(sharded.wire, folder, verify=verify)
+    if loading.manifest is None and sharded.wire.rank == 0:
         warnings.warn(
             f"{folder} has no zero_manifest.json: it is a plain model folder. Its weights are loaded; nothing vouches for "
             "their bytes, and there is no optimizer state",
             stacklevel=3,
         )
     wanted = loading.has_optimizer() if load_optimizer is None else load_optimizer
-    if wanted and engine.optimizer is None:
+    if wanted and sharded.optimizer is None:
         if load_optimizer:
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
     try:
-        loading.weights(ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict)
-        if wanted and engine.optimizer is not None:
-            loading.optimizer(OptimizerPieces(engine.units, engine.optimizer, engine.group_options()))
+        loading.weights(ParameterPieces(sharded.units), sharded.model, format_of(sharded.model), strict=strict)
+        if wanted and sharded.optimizer is not None:
+            loading.optimizer(OptimizerPieces(sharded.units, sharded.optimizer, options()))
     finally:
-        engine.refresh()
-    if wanted or engine.optimizer is None:
-        engine.offload.recover()
-    _take_objects(loading, engine.wire, objects or {})
+        refresh()
+    if wanted or sharded.optimizer is None:
+        recover()
+    _take_objects(loading, sharded.wire, objects or {})
 
 
 # States beside the weights -------------------------------------------------------------------------------------------
@@ -162,11 +172,18 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
 
 
 class Behind:
-    """A frozen save that is being written by a thread. At most one at a time per engine."""
+    """A frozen save that is being written by a thread. At most one at a time per engine.
 
-    def __init__(self, saving: Saving, engine: Engine) -> None:
-        engine.wait_for_save()  # it still reads the slab, and talks over the side wire
-        engine.save_slab = saving.freeze(engine.side_wire(), engine.save_slab)
+    Args:
+        wire: for this thread alone.
+        slab: host memory of the save before, which is complete: its thread reads it no more.
+
+    Attributes:
+        slab: host memory that the values are copied to, for the next one.
+    """
+
+    def __init__(self, saving: Saving, wire: SoloWire, slab: Tensor | None) -> None:
+        self.slab = saving.freeze(wire, slab)
         self.target = saving.target
         self._saving = saving
         self._failure: BaseException | None = None

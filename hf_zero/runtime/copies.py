@@ -22,6 +22,7 @@ from ..comm.wire import SoloWire
 from ..errors import StateError
 from .build import Assembly
 from .instance_methods import override
+from .sharded import Sharded
 from .unit import State
 
 _PACKAGE = __name__.partition(".")[0]
@@ -38,29 +39,29 @@ def put_on(model: nn.Module, assembly: Assembly, wire: SoloWire, settle: Callabl
         if next(module.parameters(), None) is not None:
             override(module, _COPY, partial(_plain_copy, module, assembly, wire, settle))
             override(module, _PICKLE, _refuse_pickle)
-    protect(assembly)
+    protect(assembly.sharded)
 
 
-def protect(assembly: Assembly) -> None:
+def protect(sharded: Sharded) -> None:
     """A copy or a file of a released parameter would be one of NaN: both are refused while it is released."""
     # Weakly: a graph that a module keeps an activation of holds its parameters, past the garbage collector.
-    there = weakref.ref(assembly)
-    for param, (unit, _, _) in assembly.places.items():
+    there = weakref.ref(sharded)
+    for param, (unit, _, _) in sharded.places.items():
         if not unit.policy.keep_full:
             param.__dict__[_COPY] = partial(_copy_parameter, weakref.ref(param), there)
             param.__dict__[_PICKLE] = partial(_pickle_parameter, weakref.ref(param), there)
 
 
-def _there(reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assembly]) -> nn.Parameter:
+def _there(reference: weakref.ref[nn.Parameter], sharded_of: weakref.ref[Sharded]) -> nn.Parameter:
     param = reference()
     if param is None:
         raise StateError("a parameter was copied by something that does not hold it")
-    assembly = assembly_of()
-    if assembly is None:
+    sharded = sharded_of()
+    if sharded is None:
         raise StateError(
             "a parameter was copied or pickled whose sharded model no longer exists: its values are gone with it"
         )
-    unit, flat, index = assembly.places[param]
+    unit, flat, index = sharded.places[param]
     if unit.state is not State.GATHERED and index not in flat.pinned:
         raise StateError(
             f"parameter {flat.span.slots[index].spec.name!r} is released: its values are with the ranks' shards, and a copy or "
@@ -71,14 +72,14 @@ def _there(reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assemb
 
 
 def _copy_parameter(
-    reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assembly], memo: dict[int, Any]
+    reference: weakref.ref[nn.Parameter], sharded_of: weakref.ref[Sharded], memo: dict[int, Any]
 ) -> nn.Parameter:
-    copied: nn.Parameter = nn.Parameter.__deepcopy__(_there(reference, assembly_of), memo)
+    copied: nn.Parameter = nn.Parameter.__deepcopy__(_there(reference, sharded_of), memo)
     return copied
 
 
-def _pickle_parameter(reference: weakref.ref[nn.Parameter], assembly_of: weakref.ref[Assembly], protocol: Any) -> Any:
-    param = _there(reference, assembly_of)
+def _pickle_parameter(reference: weakref.ref[nn.Parameter], sharded_of: weakref.ref[Sharded], protocol: Any) -> Any:
+    param = _there(reference, sharded_of)
     # As nn.Parameter does it, without the attributes that are ours.
     return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
 

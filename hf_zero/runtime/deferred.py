@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, wire_device
 from ..errors import StateError, TierError
 from ..tiers.array import OnDisk
 
@@ -28,7 +28,7 @@ _TAG = 1 << 20  # above every span's index
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 HOLDERS = WeakTensorKeyDictionary()
-"""Parameter -> who has its values: a `Birth`, or a weak reference to an engine."""
+"""Parameter -> who has its values: a `Birth`, or a weak reference to what is sharded."""
 
 INSIDE: list[Any] = []
 """The `zero.Init` that is entered, if any. Process-wide, as the hooks are that it installs."""
@@ -421,12 +421,6 @@ class Birth:
         wire.gather(whole.view(torch.uint8), own.to(place).view(torch.uint8), _TAG).close()
         if whole is not room:
             room.copy_(whole)
-
-
-def wire_device(wire: SoloWire, default: torch.device) -> torch.device:
-    """Where a tensor must be to travel."""
-    device = getattr(wire, "device", None)
-    return device if isinstance(device, torch.device) else default
 
 
 def _holders(tensor: Tensor) -> int:

@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..comm.wire import wire_device
 from ..errors import RankMismatchError, StateError
-from .deferred import INSIDE, Birth, birth_of, wire_device
+from .deferred import INSIDE, Birth, birth_of
 
 _RESIZE = "resize_token_embeddings"
 _GUARDS: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()

@@ -6,15 +6,16 @@ import contextlib
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.objects import Stateful
+from ..checkpoint.save import Saving
 from ..comm import agree
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
@@ -22,17 +23,18 @@ from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, dtype_of, gathered_as
 from ..errors import ConfigError, LayoutError, ZeroError
 from ..plan.machine import Machine, device_bytes_in_use
-from ..plan.plan import Plan, advice
+from ..plan.plan import Drafter, Plan, advice
 from ..plan.record import Recorder
 from ..plan.report import Report
 from ..plan.usage import report
+from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
 from . import copies
 from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
-from .build import Assembly
+from .build import Assembly, device_of
 from .checkpoints import Behind, load, save
 from .clipping import clip_norm, clip_values
 from .deferred_hooks import unguard
@@ -44,6 +46,7 @@ from .optimizer import Binding, originals_of, state_tensors, take_state, with_cl
 from .overflow import Overflow
 from .ownership import refuse_owned
 from .schedule import Schedule
+from .sharded import Sharded
 from .state_dict import FullState
 from .state_shard import Fields
 from .supported_optimizers import needs_wholes
@@ -59,6 +62,7 @@ class Engine:
     """One sharded model. Made by `shard`; see there.
 
     Attributes:
+        sharded: all there is of it, as data.
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, or None.
         layout: where each element lives.
@@ -78,7 +82,6 @@ class Engine:
         self.model = model
         self._machine = machine or Machine()
         self.config = config
-        self.optimizer: torch.optim.Optimizer | None = None
         self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision)
         roads = roads or Roads()
         self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
@@ -98,21 +101,25 @@ class Engine:
             _refuse_nested(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
-            self._assembly = Assembly(model, self._wire, self.policy, self.precision, device)
+            drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
+            self.device = device_of(model, device)
+            self.sharded = Sharded(model, config, self.policy, self.precision, self._wire, self.device)
+            self._assembly = Assembly(self.sharded, drafter)
             refuse_owned(self._assembly.names)
-            self.device = self._assembly.device
             self._overflow = Overflow(model, self.precision, self._wire, self.device)
             originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
             kind = Binding if optimizer is None else self._kind_of_binding(optimizer)
             specs = self._assembly.specs(originals)
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
-        agree.same_values(self._wire, names)
+        agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
         self._wire.take_tags()
+        self.units = self.sharded.units
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
+        self.sharded.storage = self.offload.storage
         self.offload.storage.wide = self._overflow.possible
         with agree.on_errors(self._wire, "zero.shard"):
-            self.plan = self._new_plan(specs, optimizer)
+            self.sharded.plan = self._new_plan(specs, optimizer)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             fields = self.offload.fields(optimizer)
             if config.step_in_backward and self._overflow.possible:
@@ -120,7 +127,7 @@ class Engine:
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
-        self._assembly.build(specs, weakref.ref(self), self.offload.storage, self.plan.placements, fields)
+        self._assembly.build(specs, self.plan.placements, fields)
         unguard(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         self.buffers = Buffers(model, self._wire)
@@ -129,7 +136,7 @@ class Engine:
         if self.precision.autocast_dtype is not None:
             hosts = [host for _, modules in self._assembly.hosts() for host in modules]
             self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
-        self._gradients = Gradients(self)
+        self._gradients = Gradients(self.sharded, self.offload, self._overflow, self.flush)
         self._passes = 0  # backwards and steps
         self._schedule = self._new_schedule()
         if self.offload.reads:
@@ -171,8 +178,12 @@ class Engine:
         return self._wire.traffic
 
     @property
-    def units(self) -> list[Unit]:
-        return self._assembly.units
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.sharded.optimizer
+
+    @property
+    def plan(self) -> Plan:
+        return self.sharded.plan
 
     @property
     def _trained(self) -> list[Flat]:
@@ -180,7 +191,7 @@ class Engine:
 
     @property
     def layout(self) -> Layout:
-        return self._assembly.layout
+        return self.sharded.layout
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach an optimizer built over `model.parameters()`, before or after sharding. A collective.
@@ -229,9 +240,9 @@ class Engine:
         seen = former.state()
         former.detach(whole=False)
         self._full_state.detach()
-        self.plan = self._new_plan(specs, optimizer)
+        self.sharded.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
-        copies.protect(self._assembly)
+        copies.protect(self.sharded)
         self._schedule = self._new_schedule()
         self._schedule.take_over(seen)
         former.heir = self._schedule
@@ -356,13 +367,15 @@ class Engine:
                 message says that the new files are complete, as it will be once it is loaded from).
         """
         self.quiesce()
+        self.wait_for_save()
         save(
-            self,
+            self.sharded,
             folder,
             max_shard_size=max_shard_size,
-            save_optimizer=save_optimizer,
+            outline=self.outline,
+            options=self.group_options() if save_optimizer else None,
             objects=objects,
-            async_save=async_save,
+            finish=self.save_behind if async_save else Saving.commit,
         )
 
     def load(
@@ -393,7 +406,24 @@ class Engine:
                 unit.finish_step()
         with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
             self._edits.settle()
-        load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
+        self.wait_for_save()
+        load(
+            self.sharded,
+            folder,
+            load_optimizer=load_optimizer,
+            objects=objects,
+            verify=verify,
+            strict=strict,
+            options=self.group_options,
+            refresh=self.refresh,
+            recover=self.offload.recover,
+        )
+
+    def save_behind(self, saving: Saving) -> None:
+        """Commit a save that has all its parts, behind training. A collective."""
+        self.wait_for_save()  # it still reads the slab, and talks over the side wire
+        behind = Behind(saving, self.side_wire(), self.save_slab)
+        self.pending_save, self.save_slab = behind, behind.slab
 
     def wait_for_save(self) -> None:
         """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise.
@@ -484,7 +514,7 @@ class Engine:
 
     def place_of(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
         """Where a parameter of this model is: its unit, its span, and which of the span's it is."""
-        return self._assembly.places[param]
+        return self.sharded.places[param]
 
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
@@ -530,7 +560,7 @@ class Engine:
         if binding is not None and state is not None:
             overrides.take_off_optimizer(binding.optimizer)
             binding.unbind(state)
-            self._binding = self.optimizer = None
+            self._binding = self.sharded.optimizer = None
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -548,7 +578,7 @@ class Engine:
         machine = Machine()
         if self.config.is_auto:
             machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
-        return self._assembly.plan(specs, self.config, machine, state_tensors(optimizer), self.offload.storage.sizes)
+        return self._assembly.plan(specs, machine, state_tensors(optimizer))
 
     def _cast_params(self) -> dict[nn.Parameter, str]:
         """What is gathered in the compute dtype, by name."""
@@ -564,17 +594,18 @@ class Engine:
     def _watch(self) -> None:
         """Anew where units or optimizer are."""
         if self.config.is_auto:
-            self.offload.monitor = Monitor(self, self.offload.ranks_here)
+            free = partial(self.offload.free_host_bytes, self.offload.ranks_here)
+            self.offload.monitor = Monitor(self.sharded, free)
 
     def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]], kind: type[Binding]) -> None:
-        fresh = self.optimizer is not optimizer
+        fresh = self.sharded.optimizer is not optimizer
         state = take_state(optimizer, originals)
         agree.same_answer(
             self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
         )
         self.offload.reserve(optimizer)
         self._binding = kind(optimizer, self.units, self._wire, originals)
-        self.optimizer = optimizer
+        self.sharded.optimizer = optimizer
         if state is not None:
             self._binding.load_state_dict(state)
         if fresh:
@@ -691,7 +722,7 @@ class Engine:
         return arguments
 
     def _step_unit(self, unit: Unit) -> None:
-        self.offload.step_unit(unit, self.optimizer)
+        self.offload.step_unit(unit, self.sharded.optimizer)
 
     def _after_step(self, *_: Any) -> None:
         if self._binding is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,16 +15,33 @@ from ..errors import StateError
 from .clipping import square_sum
 from .flat_param import Flat
 from .gradients import Gradient, Handles, is_of
+from .holder import Place, gradient_of
+from .offload import Offload
+from .overflow import Overflow
+from .sharded import Sharded
 
-if TYPE_CHECKING:
-    from .engine import Engine
+T = TypeVar("T")
+_GONE = "this gradient's model is gone"
 
 
 class Gradients:
-    """Of one engine. See `gradients` for what its users see."""
+    """Of one sharded model. See `gradients` for what its users see.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+    All it is given it holds weakly: a graph that the user keeps holds gradients, and they hold this.
+
+    Args:
+        flush: reduces what `no_sync` left on this rank, of some spans or of all.
+    """
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        offload: Offload,
+        overflow: Overflow,
+        flush: Callable[[Sequence[Flat] | None], None],
+    ) -> None:
+        self._sharded, self._offload = weakref.ref(sharded), weakref.ref(offload)
+        self._overflow, self._flush_of = weakref.ref(overflow), weakref.WeakMethod(flush)
         self._writes = 0  # what was written through stand-ins
         self._norms: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._norms_of: tuple[Any, ...] = ()
@@ -32,19 +49,22 @@ class Gradients:
         self._slice_norms_of: tuple[float, int] = (0.0, 0)
 
     @property
-    def engine(self) -> Engine:
-        engine = self._engine()
-        if engine is None:
-            raise StateError("this gradient's model is gone")
-        return engine
+    def sharded(self) -> Sharded:
+        sharded = self._sharded()  # in every step: not by `_there`, which would be another call
+        if sharded is None:
+            raise StateError(_GONE)
+        return sharded
+
+    def _flush(self, flats: Sequence[Flat] | None = None) -> None:
+        _there(self._flush_of)(flats)
 
     def _flats(self) -> list[Flat]:
-        return [flat for unit in self.engine.units for flat in unit.trained]
+        return [flat for unit in self.sharded.units for flat in unit.trained]
 
     def show(self) -> None:
         """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
         self._norms.clear()
-        updated = self.engine.config.step_in_backward  # the gradients are used up, or will be: using them is refused
+        updated = self.sharded.config.step_in_backward  # the gradients are used up, or will be: using them is refused
         for flat in self._flats():
             if updated or flat.waits or flat.is_reduced:
                 flat.handles.keeper = self
@@ -54,7 +74,7 @@ class Gradients:
     def show_slices(self) -> None:
         """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
         self._slice_norms.clear()
-        if self.engine.layout.shards == 1 or self.engine.optimizer is None:
+        if self.sharded.layout.shards == 1 or self.sharded.optimizer is None:
             return
         for place, flat in enumerate(self._flats()):
             first = place
@@ -64,7 +84,7 @@ class Gradients:
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""
-        if self.engine.layout.shards == 1:
+        if self.sharded.layout.shards == 1:
             return
         for flat in self._flats():
             for shard in flat.shards:
@@ -72,7 +92,7 @@ class Gradients:
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
-        if self.engine.config.step_in_backward:
+        if self.sharded.config.step_in_backward:
             return
         for flat in self._flats() if flats is None else flats:
             handles = flat.handles
@@ -108,7 +128,7 @@ class Gradients:
 
     def _replace(self, flat: Flat, replaced: list[int]) -> None:
         had = flat.is_reduced
-        flat.some_grad(self.engine.wire)
+        flat.some_grad(self.sharded.wire)
         for index in replaced:
             value, flat.params[index].grad = flat.params[index].grad, None
             if value is not None:
@@ -135,16 +155,16 @@ class Gradients:
     # What stand-ins ask ---------------------------------------------------------------------------------------------
 
     def ready(self, handles: Handles[Flat], index: int, name: str) -> None:
-        engine, flat = self.engine, handles.flat
+        flat = handles.flat
         what = f"{name} on the gradient of {handles.name(index)!r}"
-        if engine.config.step_in_backward:
+        if self.sharded.config.step_in_backward:
             raise StateError(
                 f"{what}: with step_in_backward parameters are updated in backward, and gradients are not kept: turn it off, "
                 "or leave gradients alone"
             )
-        engine.offload.refuse_while_away(what)
+        _there(self._offload).refuse_while_away(what)
         if not flat.waits or flat.is_reduced:
-            engine.flush([flat])
+            self._flush([flat])
         if not flat.waits and not flat.is_reduced:
             raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
 
@@ -153,11 +173,9 @@ class Gradients:
         flat = handles.flat
         if flat.waits:
             return flat.waiting(index).clone()
-        from ..params.holder import Place, gradient_of  # it imports the engine, which imports this
-
-        engine = self.engine
-        unit, _, _ = engine.place_of(flat.params[index])
-        return Place(engine, unit, flat, index).whole(gradient_of)
+        sharded = self.sharded
+        unit, _, _ = sharded.places[flat.params[index]]
+        return Place(sharded, unit, flat, index).whole(gradient_of)
 
     def empty(self, handles: Handles[Flat], index: int) -> Tensor:
         flat = handles.flat
@@ -187,14 +205,14 @@ class Gradients:
 
     def norm(self, handles: Handles[Flat], index: int, order: float) -> Tensor:
         """As `norms`, for who asks for one after another: the first question is answered for all."""
-        engine = self.engine
+        sharded = self.sharded
         # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
-        if handles.flat.waits or engine.config.is_auto or engine._overflow.possible:
+        if handles.flat.waits or sharded.config.is_auto or _there(self._overflow).possible:
             return self.norms([(handles, index)], order)[0]
         now, key = (order, self._writes), (id(handles), index)
         value, version = self._norms.pop(key, (None, 0))
         if value is None or now != self._norms_of or version != _version(handles.flat):
-            engine.flush()
+            self._flush()
             everyone = [
                 (f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_
             ]
@@ -212,7 +230,7 @@ class Gradients:
         self._writes += 1
 
     def settle_step(self) -> None:
-        self.engine.finish_step()
+        _there(self._offload).finish_step()
 
     @torch.no_grad()
     def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor:
@@ -222,18 +240,18 @@ class Gradients:
         are depends on neither: each holds all spans; what leads to another is a write, or a question for a span that has
         had its answer. Spans as such (`place`) are as many on every rank.
         """
-        engine = self.engine
+        sharded = self.sharded
         what = "the norm of a gradient in the optimizer's groups"
-        engine.offload.refuse_clipping(what)
-        engine.offload.refuse_while_away(what)
+        _there(self._offload).refuse_clipping(what)
+        _there(self._offload).refuse_while_away(what)
         if place < 0:
             return torch.full((), math.inf if order == -math.inf else 0.0, device=device)
         flats = self._flats()
         self.settle([flats[place]])
         if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
-            engine.flush()
-            local = torch.stack([_power_sum(_parts(flat), order, flat.device).to(engine.device) for flat in flats])
-            norms = _root(_shared(engine.wire, local, order), order)
+            self._flush()
+            local = torch.stack([_power_sum(_parts(flat), order, flat.device).to(sharded.device) for flat in flats])
+            norms = _root(_shared(sharded.wire, local, order), order)
             self._slice_norms = dict(enumerate(norms.unbind()))
             self._slice_norms_of = (order, self._writes)
         return self._slice_norms.pop(place).to(device)
@@ -241,24 +259,24 @@ class Gradients:
     @torch.no_grad()
     def norm_over_ranks(self, part: Tensor, order: float) -> Tensor:
         """Of what was computed from a slice; one collective each."""
-        engine = self.engine
-        if engine.config.is_auto:
+        sharded = self.sharded
+        if sharded.config.is_auto:
             raise StateError(
                 "the norm of what was computed from a gradient in the optimizer's groups: under 'auto' ranks may cut their "
                 "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
             )
-        local = _power_sum([part] if part.numel() else [], order, part.device).to(engine.device)
-        return _root(_shared(engine.wire, local.reshape(1), order), order)[0].to(part.device)
+        local = _power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
+        return _root(_shared(sharded.wire, local.reshape(1), order), order)[0].to(part.device)
 
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:
         """0-dim each, the same on every rank; one collective."""
-        engine = self.engine
-        local = torch.stack([_local_norm(handles.flat, index, order).to(engine.device) for handles, index in grads])
+        sharded = self.sharded
+        local = torch.stack([_local_norm(handles.flat, index, order).to(sharded.device) for handles, index in grads])
         alone = [handles.flat.waits for handles, _ in grads]
         norms = local
-        if engine.layout.shards > 1 and not all(alone):
-            norms = _shared(engine.wire, local, order)
+        if sharded.layout.shards > 1 and not all(alone):
+            norms = _shared(sharded.wire, local, order)
             if any(alone):
                 norms = torch.where(torch.tensor(alone, device=local.device), local, norms)
         norms = _root(norms, order)
@@ -266,6 +284,13 @@ class Gradients:
             norm.to(torch.promote_types(torch.float32, handles.flat.master_dtype.to_real()))
             for norm, (handles, _) in zip(norms.unbind(), grads)
         ]
+
+
+def _there(reference: Callable[[], T | None]) -> T:
+    found = reference()
+    if found is None:
+        raise StateError(_GONE)
+    return found
 
 
 def _version(flat: Flat) -> int:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -27,11 +27,9 @@ from ..plan.machine import MARGIN, free_device_bytes
 from ..tiers.tier import Tier
 from .flat_param import Flat
 from .optimizer import state_tensors
+from .sharded import Sharded
 from .state_shard import Shard
 from .unit import State, Unit
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 Movable = tuple[Unit, Flat, Shard | None]
 """A shard, or (None) a span's parameters."""
@@ -44,21 +42,24 @@ CALM_STEPS = 10
 class Monitor:
     """One engine's monitor. `look` after every step.
 
+    Args:
+        free_host_bytes: what of the host's memory is free for this rank.
+
     Attributes:
         moves: what was moved, one line each.
     """
 
-    def __init__(self, engine: Engine, ranks_here: int) -> None:
-        self._engine = engine
-        self._ranks = ranks_here
-        self._states = state_tensors(engine.optimizer)
+    def __init__(self, sharded: Sharded, free_host_bytes: Callable[[], int]) -> None:
+        self._sharded = sharded
+        self._free_host_bytes = free_host_bytes
+        self._states = state_tensors(sharded.optimizer)
         self._step = 0
         self._calm = 0
         self.moves: list[str] = []
         self._refused: set[Tier] = set()
-        config = engine.config
-        names = (name for name, _ in engine.model.named_parameters())
-        self._architecture = Architecture.of(getattr(engine.model, "config", None), names)
+        config = sharded.config
+        names = (name for name, _ in sharded.model.named_parameters())
+        self._architecture = Architecture.of(getattr(sharded.model, "config", None), names)
         self._activation_bytes = 0
         self._movable = [
             *(item for item in self._shards() if config.offload_optimizer == "auto"),
@@ -81,40 +82,40 @@ class Monitor:
 
     def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a forward with these inputs that backward follows: room for what it keeps, as far as anything may move now."""
-        engine = self._engine
+        sharded = self._sharded
         shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)
         if shape is None or self._architecture is None:
             return
         checkpointing = any(
-            getattr(module, "gradient_checkpointing", False) is True for module in engine.model.modules()
+            getattr(module, "gradient_checkpointing", False) is True for module in sharded.model.modules()
         )
         batch = Batch(max(1, shape[0]), max(1, shape[1]), checkpointing, architecture=self._architecture)
-        dtype = engine.precision.autocast_dtype or next(flat for u in engine.units for flat in u.flats).compute_dtype
-        expected, _ = activation_bytes(batch, dtype.itemsize, engine.precision.autocast_dtype is not None)
+        dtype = sharded.precision.autocast_dtype or next(flat for u in sharded.units for flat in u.flats).compute_dtype
+        expected, _ = activation_bytes(batch, dtype.itemsize, sharded.precision.autocast_dtype is not None)
         if expected <= self._activation_bytes:
             return
         self._activation_bytes = expected
-        if any(unit.state is not State.SHARDED and not unit.policy.keep_full for unit in engine.units):
+        if any(unit.state is not State.SHARDED and not unit.policy.keep_full for unit in sharded.units):
             return  # a forward before this one has not had its backward yet
         while (missing := self.missing_bytes(Tier.DEVICE)) > 0 and self.make_room(Tier.DEVICE, missing):
             pass
 
     def missing_bytes(self, tier: Tier) -> int:
         """What the next step needs in a tier beyond what is free there; negative where there is room."""
-        engine = self._engine
-        memory = engine.plan.memory
+        sharded = self._sharded
+        memory = sharded.plan.memory
         grows = max(0, memory.at_peak(tier) - memory.at_rest(tier))
         if tier is Tier.DEVICE:
             grows += self._activation_bytes
-        config = engine.config
+        config = sharded.config
         budget = config.device_memory if tier is Tier.DEVICE else config.host_memory
         if budget is not None:
             free = int(budget) - self.resting_bytes(tier)
-        elif tier is Tier.DEVICE and engine.device.type != "cpu":
-            free = free_device_bytes(engine.device)
+        elif tier is Tier.DEVICE and sharded.device.type != "cpu":
+            free = free_device_bytes(sharded.device)
         else:
-            free = engine.offload.free_host_bytes(self._ranks)
-            grows = grows + int(free * MARGIN) if tier is Tier.HOST or engine.device.type == "cpu" else grows
+            free = self._free_host_bytes()
+            grows = grows + int(free * MARGIN) if tier is Tier.HOST or sharded.device.type == "cpu" else grows
         return grows - free
 
     def make_room(self, tier: Tier, bytes_: int, *, in_pass: bool = False) -> int:
@@ -150,7 +151,7 @@ class Monitor:
             return Tier.HOST
         if Tier.DISK in self._refused:
             return None
-        free = shutil.disk_usage(_existing(self._engine.config.offload_dir)).free
+        free = shutil.disk_usage(_existing(self._sharded.config.offload_dir)).free
         return Tier.DISK if free > 2 * size else None
 
     def _bring_back(self, room: dict[Tier, int]) -> None:
@@ -182,29 +183,29 @@ class Monitor:
             f"from the {before.value} to the {tier.value}: {why}"
         )
         try:
-            flat.move(rest, tiers, self._engine.optimizer, keep_full=unit.policy.keep_full)
+            flat.move(rest, tiers, self._sharded.optimizer, keep_full=unit.policy.keep_full)
         except (TierError, ConfigError) as error:
             self._refused.add(tier)
             line = f"step {self._step}: {what} of {unit.name!r} stays on the {before.value}: {error}"
         else:
             self.moves.append(line)
-        print(f"hf_zero: rank {self._engine.rank}: {line}", file=sys.stderr)
+        print(f"hf_zero: rank {self._sharded.wire.rank}: {line}", file=sys.stderr)
         return tier not in self._refused
 
     def _shards(self) -> Iterator[Movable]:
-        for unit in self._engine.units:
+        for unit in self._sharded.units:
             for flat in unit.trained:
                 for shard in flat.shards:
                     yield unit, flat, shard
 
     def _parameters(self) -> Iterator[Movable]:
-        for unit in self._engine.units:
+        for unit in self._sharded.units:
             for flat in unit.flats:
                 if not flat.resident:
                     yield unit, flat, None
 
     def _planned_tier(self, flat: Flat, shard: Shard | None) -> Tier:
-        placement = self._engine.plan.placements[flat.span.index]
+        placement = self._sharded.plan.placements[flat.span.index]
         if shard is None or not placement.optimizer:
             return placement.parameters
         return placement.optimizer[flat.shards.index(shard)][0]
@@ -212,7 +213,7 @@ class Monitor:
     def resting_bytes(self, tier: Tier) -> int:
         """What this rank's parameters, gradients and optimizer state take in a tier between backward and step."""
         total = 0
-        for unit in self._engine.units:
+        for unit in self._sharded.units:
             for flat in unit.flats:
                 if flat.rest is tier:
                     total += flat.full_bytes if flat.resident else flat.span.slice_numel * flat.compute_dtype.itemsize

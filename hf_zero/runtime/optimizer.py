@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.manifest import digest_of
 from ..comm.agree import arriving, on_errors, read
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
-from .deferred import wire_device
 from .flat_param import Flat
 from .shadow_optimizer import fields_of
 from .state_shard import is_elementwise
@@ -175,7 +174,7 @@ class Binding:
         names = flat.state_names(self.optimizer)
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for key in sorted(names):
-            value = read(self._wire, flat.storage, partial(flat.state, self.optimizer, key))
+            value = read(self._wire, partial(flat.state, self.optimizer, key), may_fail=flat.storage.uses_disk)
             whole = self._whole(flat, value, everywhere) if names[key] else None
             for slot, param in zip(flat.span.slots, flat.params):
                 if whole is None:

@@ -35,14 +35,14 @@ def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
         holder = HOLDERS.get(param)
         if holder is None or isinstance(holder, Birth):
             continue
-        engine = holder()
-        if engine is None:
+        sharded = holder()
+        if sharded is None:
             raise ConfigError(
                 f"parameter {name!r} is of a sharded model that is gone, and its values with it: keep the whole model, or "
                 "call detach() on its engine before you take a part of it"
             )
         raise ConfigError(
-            f"parameter {name!r} belongs to a sharded {type(engine.model).__name__} already, and a parameter has one engine: "
+            f"parameter {name!r} belongs to a sharded {type(sharded.model).__name__} already, and a parameter has one engine: "
             "shard one module that holds everything, copy the part first (copy.deepcopy), or call detach() on that engine"
         )
     own = [memory for param, (name, *_) in names.items() if (memory := _memory_of(param, name)) is not None]

@@ -26,7 +26,7 @@ from .unit import Unit
 def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
     """A collective. The span's parameters in their own types and shapes: CPU tensors on rank 0, meta tensors elsewhere."""
     span = flat.span
-    own = read(wire, flat.storage, flat.values)
+    own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
     here = wire.rank == 0
     if span.shards == 1:
         full = own.cpu() if here else own.to("meta")

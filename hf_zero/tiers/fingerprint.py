@@ -1,7 +1,8 @@
-"""Fingerprints of values in memory, to see whether somebody wrote to them."""
+"""Fingerprints of values in memory, to see whether somebody wrote to them, and whether ranks have the same."""
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 from typing import Any
 
@@ -62,3 +63,36 @@ def _weights(device: torch.device) -> Tensor:
     """A large odd number for each place in a block: exchanged values give another sum."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
     return (torch.randint(0, 2**62, (_BLOCK_BYTES,), generator=generator) * 2 + 1).to(device)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Two int64 of the bytes and their places: other values, or the same in another order, give others (for all that 128 bits
+    can tell). Comparable between tensors on the same kind of device.
+    """
+    if tensor.device.type == "cpu":
+        data: Any = bytes_of(tensor.detach().contiguous().view(-1))
+        digest = xxhash.xxh3_128_digest(data)
+        return torch.tensor(struct.unpack("<qq", digest), dtype=torch.int64)
+    return mixed_sums(tensor)
+
+
+def mixed_sums(tensor: Tensor) -> Tensor:
+    """`fingerprint` by torch's own kernels: each word is mixed with its place, not linearly, before it is added up."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(_word(tensor))
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _PIECE_NUMEL):
+        words = bits[start : start + _PIECE_NUMEL].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=tensor.device)
+        for index, odd in enumerate(_ODD):
+            mixed = (words + places * odd) * _ODD[1 - index]
+            mixed = (mixed ^ (mixed >> 29)) * odd
+            sums[index] += (mixed ^ (mixed >> 32)).sum()
+    return sums
+
+
+_PIECE_NUMEL = 1 << 22
+_ODD = (-7046029254386353131, -4417276706812531889)  # 64-bit primes of XXH64, as int64; products wrap
+
+
+def _word(tensor: Tensor) -> Any:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)

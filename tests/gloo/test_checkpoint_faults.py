@@ -26,7 +26,7 @@ import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST
 from hf_zero.checkpoint.save import Saving
-from hf_zero.runtime.checkpoints import Behind, put_weights
+from hf_zero.runtime.checkpoints import put_weights
 from hf_zero.tiers.array import FileSource, OnDisk
 from hf_zero.tiers.tier import Meter
 from tests.injection import Call, Forked, calls, fail_at, kill_at
@@ -525,8 +525,8 @@ def behind_another(rank: int, world: int, place: Path) -> None:
         for version in (2, 3):
             job.paint(version)
             saving = Saving(job.engine.wire, place / str(version))
-            put_weights(saving, job.engine, "50GB")
-            job.engine.pending_save = Behind(saving, job.engine)
+            put_weights(saving, job.engine.sharded, job.engine.outline, "50GB")
+            job.engine.save_behind(saving)
         second.set()
         job.engine.wait_for_save()
     for version in (2, 3):
@@ -603,7 +603,7 @@ def apart_and_unreadable(rank: int, world: int, place: Path) -> None:
     show = hide(rank)
     try:
         saving = Saving(job.engine.wire, place / "out")
-        put_weights(saving, job.engine, "50GB")
+        put_weights(saving, job.engine.sharded, job.engine.outline, "50GB")
     finally:
         show()
     with open(place / f"rest{rank}", "wb") as file:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.comm.agree import fingerprint, mixed_sums
+from hf_zero.tiers.fingerprint import fingerprint, mixed_sums
 from tests.gloo.test_models import Stack, sgd, token_loss
 
 pytestmark = pytest.mark.gloo

@@ -1,4 +1,4 @@
-"""Who has a parameter's values: an engine, in some place, or its birth; and those values whole, or this rank's part of them."""
+"""Who has a parameter's values: a sharded model, in some place, or its birth; those values whole, or this rank's part."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..core.layout import Overlap, Slot
-from ..runtime.deferred import HOLDERS, Birth
-from ..runtime.engine import Engine
-from ..runtime.flat_param import Flat
-from ..runtime.pieces import extents, is_sliced
-from ..runtime.state_shard import Shard, assembled
-from ..runtime.unit import Unit
 from ..tiers.array import Values
+from .deferred import HOLDERS, Birth
+from .flat_param import Flat
+from .pieces import extents, is_sliced
+from .sharded import Sharded
+from .state_shard import Shard, assembled
+from .unit import Unit
 
 Of = Callable[[Shard], Values | None]
 """What of a shard is meant: master, gradient, a state."""
@@ -34,9 +34,9 @@ def gradient_of(shard: Shard) -> Values | None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine has one parameter."""
+    """Where a sharded model has one parameter."""
 
-    engine: Engine
+    sharded: Sharded
     unit: Unit
     flat: Flat
     index: int
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def wire(self) -> SoloWire:
-        return self.engine.wire
+        return self.sharded.wire
 
     def parts(self) -> Iterator[tuple[int, Overlap]]:
         """Which rank owns which elements, in order."""
@@ -55,7 +55,7 @@ class Place:
 
     def whole(self, of: Of) -> Tensor:
         """The parameter's value of what the ranks' shards hold, as a new tensor of its shape; a collective."""
-        mine = read(self.wire, self.flat.storage, lambda: self.local(of))
+        mine = read(self.wire, lambda: self.local(of), may_fail=self.flat.storage.uses_disk)
         whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=self.flat.device)
         for rank, part in self.parts():
             piece = whole[part.param_start : part.param_start + part.numel]
@@ -106,7 +106,7 @@ class Place:
 
     def state(self, name: str) -> tuple[Any, bool]:
         """One shard's value of an optimizer state, and whether it has one value per element."""
-        optimizer = self.engine.optimizer
+        optimizer = self.sharded.optimizer
         if optimizer is None:
             return None, False
         if self.flat.wholes:
@@ -118,7 +118,7 @@ class Place:
         return None, False
 
     def state_of(self, name: str) -> Of:
-        optimizer = self.engine.optimizer
+        optimizer = self.sharded.optimizer
         return lambda shard: None if optimizer is None else shard.entries(optimizer).get(name)
 
 
@@ -126,7 +126,5 @@ def holder_of(param: nn.Parameter) -> Place | Birth | None:
     holder = HOLDERS.get(param)
     if holder is None or isinstance(holder, Birth):
         return holder
-    engine = holder()
-    if not isinstance(engine, Engine):
-        return None
-    return Place(engine, *engine.place_of(param))
+    sharded: Sharded | None = holder()
+    return None if sharded is None else Place(sharded, *sharded.places[param])
