@@ -24,9 +24,9 @@ from rich.table import Table
 from ..errors import ConfigError, needs
 from ..plan.costs import KINDS, TIERS
 from ..plan.plan import size_text
-from ..plan.record import FORMAT
-from ..plan.usage import WAITS
 from ..plan.work import ROADS
+from ..runtime.record import FORMAT
+from ..runtime.usage import WAITS
 
 OFF = 0.05
 """A prediction that is further off is warned of, from `SMALL_BYTES` on."""

@@ -24,9 +24,7 @@ from ..core.precision import Precision, dtype_of, gathered_as
 from ..errors import ConfigError, LayoutError, ZeroError
 from ..plan.machine import Machine, device_bytes_in_use
 from ..plan.plan import Drafter, Plan, advice
-from ..plan.record import Recorder
 from ..plan.report import Report
-from ..plan.usage import report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
@@ -45,6 +43,7 @@ from .offload import STATES, Offload
 from .optimizer import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
 from .overflow import Overflow
 from .ownership import refuse_owned
+from .record import Recorder
 from .schedule import Schedule
 from .sharded import Sharded
 from .state_dict import FullState
@@ -52,6 +51,7 @@ from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .transports import Roads
 from .unit import Unit
+from .usage import report
 from .whole_matrices import WholeBinding
 from .write_watch import Edits
 
@@ -315,7 +315,7 @@ class Engine:
 
     def report(self) -> Report:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
-        return report(self)
+        return report(self, self.recorder)
 
     def record(self, folder: str | os.PathLike[str] | None = None, *, first_step: int = 0) -> Recorder:
         """Measure every step from now on: `report()` shows peaks, traffic and waits then. Ended by `Recorder.close`.
@@ -330,8 +330,12 @@ class Engine:
         """
         if self.recorder is not None:
             self.recorder.close()
-        self.recorder = Recorder(self, folder, first_step)
+        self.recorder = Recorder(self, folder, first_step, self._recorder_closed)
         return self.recorder
+
+    def _recorder_closed(self, recorder: Recorder) -> None:
+        if self.recorder is recorder:
+            self.recorder = None
 
     def group_options(self) -> list[dict[str, Any]]:
         """The optimizer's groups: their options, and under `params` the parameters' names."""
@@ -468,6 +472,11 @@ class Engine:
         """
         self.offload.come_back(self.optimizer)
         self._gradients.show_slices()
+
+    @property
+    def schedule(self) -> Schedule:
+        """When units move. Another object after units were cut anew."""
+        return self._schedule
 
     @property
     def wire(self) -> SoloWire:

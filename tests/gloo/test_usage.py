@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import hf_zero as zero
-from hf_zero.plan import usage
 from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.work import ROADS
+from hf_zero.runtime import usage
 from tests.common import batch, gpt2, optimizer_for
 
 pytestmark = pytest.mark.gloo

@@ -8,18 +8,15 @@ within autograd included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime.flat_param import Flat
-from ..runtime.gradients import is_new
-from ..runtime.unit import State, Unit
+from ..plan.costs import every, tied_bytes, tied_copies
 from ..tiers.tier import Tier
-from .costs import every, tied_bytes, tied_copies
-
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
+from .flat_param import Flat
+from .gradients import is_new
+from .unit import State, Unit
+from .usage import Measurable
 
 _VERBS = ("gather", "release", "hold", "reduce", "finish_reduce", "drop_grads")
 
@@ -49,7 +46,7 @@ class Highs:
         highest: of each kind since `take`, and of all of them on the device at one moment as `total`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Measurable) -> None:
         self._engine = engine
         self._units: dict[Unit, _Sizes] = {}
         self._there: dict[Unit, _Sizes] = {}  # gathered, of those that come and go
@@ -236,7 +233,7 @@ class Highs:
             return False
         if not self._goes_back and self._late:
             # The unit that backward began with is not over while no other is in it.
-            self._goes_back = any(t.in_backward for t in self._engine._schedule.traces if t.unit not in self._late)
+            self._goes_back = any(t.in_backward for t in self._engine.schedule.traces if t.unit not in self._late)
         return True
 
     def _fresh_bytes(self) -> int:
@@ -253,7 +250,7 @@ class Highs:
     def _coming_bytes(self, unit: Unit) -> int:
         """Fresh gradients that are there while `unit` ends its reduce: of the unit that is to be sent now, too."""
         total = self._fresh_bytes()
-        coming = self._engine._schedule.order.reducing
+        coming = self._engine.schedule.order.reducing
         if coming is not None and coming.unit is not unit and coming.unit not in self._late | self._there:
             total += sum(_fresh_by_flat(coming.unit, self._units[coming.unit]))
         return total

@@ -15,20 +15,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 
 from ..errors import ConfigError
+from ..plan.costs import TIERS
+from ..plan.work import ROADS
 from ..tiers.tier import Tier
 from ..version import __version__
-from .costs import TIERS
 from .highs import Highs
-from .usage import COLLECTIVES, LINKS, WAITS, Table, measure, predicted, process_bytes, staging_bytes
-from .work import ROADS
-
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
+from .usage import COLLECTIVES, LINKS, WAITS, Measurable, Table, measure, predicted, process_bytes, staging_bytes
 
 FORMAT = 1
 """Of the files."""
@@ -50,16 +47,26 @@ class Recorder:
         last: what is known of the last one, as it is written to the file.
         path: the file, if one is written.
 
+    Args:
+        on_close: called once, by the first `close`.
+
     Raises:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, engine: Engine, folder: str | os.PathLike[str] | None, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Measurable,
+        folder: str | os.PathLike[str] | None,
+        first_step: int = 0,
+        on_close: Callable[[Recorder], None] = lambda recorder: None,
+    ) -> None:
         self.steps = first_step
         self.recorded = 0
         self.last: dict[str, Any] = {}
         self.path: Path | None = None
-        self._engine = engine
+        self._engine, self._on_close = engine, on_close
+        self._is_open = True
         self._file: IO[bytes] | None = None
         if folder is not None:
             self._open(Path(folder))
@@ -89,8 +96,9 @@ class Recorder:
 
     def close(self) -> None:
         """Stop measuring. What was measured stays; safe to call again."""
-        if self._engine.recorder is self:
-            self._engine.recorder = None
+        if self._is_open:
+            self._is_open = False
+            self._on_close(self)
             self._highs.unwatch()
             self._engine.offload.storage.meter.__dict__.pop("waited", None)
         if self._file is not None:
@@ -314,7 +322,7 @@ def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def facts(engine: Engine, backward_per_step: int) -> dict[str, Any]:
+def facts(engine: Measurable, backward_per_step: int) -> dict[str, Any]:
     """The first line of a run's file: what ran where, and what was predicted."""
     memory, traffic = predicted(engine, backward_per_step)
 

@@ -11,25 +11,29 @@ On a CPU device both device and host are host memory, told apart by where a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..core.precision import dtype_name
-from ..runtime.flat_param import Flat
-from ..runtime.gradients import Gradient
-from ..runtime.optimizer import state_tensors
+from ..comm.wire import Traffic as Counts
+from ..config import StagePolicy, ZeroConfig
+from ..core.layout import Layout
+from ..core.precision import Precision, dtype_name
+from ..plan.costs import KINDS, TIERS, Memory, Setup, memory_of
+from ..plan.plan import Plan
+from ..plan.report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
+from ..plan.work import Traffic, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
-from .costs import KINDS, TIERS, Memory, Setup, memory_of
-from .report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from .work import Traffic, work_in_total
-
-if TYPE_CHECKING:
-    from ..runtime.engine import Engine
+from .flat_param import Flat
+from .gradients import Gradient
+from .offload import Offload
+from .optimizer import state_tensors
+from .schedule import Schedule
+from .unit import Unit
 
 Table = dict[str, dict[str, int]]
 """Tier -> kind -> bytes."""
@@ -37,6 +41,37 @@ COLLECTIVES = ("gather", "reduce", "scalar", "agree")
 LINKS = ("down", "up", "read", "write")
 WAITS = (*COLLECTIVES, *LINKS, "optimizer")
 """What training stands still for; `optimizer`: the thread that steps over offloaded state."""
+
+
+class Measurable(Protocol):
+    """A running engine, as far as it is measured. Whoever measures reads; nothing here is written."""
+
+    @property
+    def config(self) -> ZeroConfig: ...
+    @property
+    def policy(self) -> StagePolicy: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def units(self) -> Sequence[Unit]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def offload(self) -> Offload: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def traffic(self) -> Counts: ...
 
 
 # Bytes now ----------------------------------------------------------------------------------------------------------
@@ -59,7 +94,7 @@ class _Tally:
         self.table[tier.value][kind] += nbytes
 
 
-def measure(engine: Engine) -> Table:
+def measure(engine: Measurable) -> Table:
     """Bytes of this rank now, by tier and kind; see the module's text for what counts as what. O(tensors)."""
     tally = _Tally()
     transient = engine.config.step_in_backward
@@ -114,12 +149,12 @@ def _tier_of(value: Tensor, tier: Tier, device: torch.device) -> Tier:
     return Tier.HOST if tier is Tier.DISK or value.device.type != device.type else tier
 
 
-def staging_bytes(engine: Engine) -> int:
+def staging_bytes(engine: Measurable) -> int:
     stepper = engine.offload.stepper
     return engine.offload.storage.scratch_bytes + (0 if stepper is None else stepper.memory_bytes)
 
 
-def process_bytes(engine: Engine) -> dict[str, int]:
+def process_bytes(engine: Measurable) -> dict[str, int]:
     """The whole process, as the system counts it: `rss` now and `rss peak`; `disk file`; on CUDA what torch has allocated."""
     out = {}
     try:
@@ -140,7 +175,7 @@ def process_bytes(engine: Engine) -> dict[str, int]:
 # Predicted ----------------------------------------------------------------------------------------------------------
 
 
-def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traffic]:
+def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, Traffic]:
     """The plan's formulas for the optimizer that is bound now and the micro-batches that a step is seen to have."""
     plan = engine.plan
     setup = Setup(
@@ -158,7 +193,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
     return memory_of(plan.layout, plan.placements, setup), Traffic.of(work)
 
 
-def _names_in_files(engine: Engine) -> Iterator[str]:
+def _names_in_files(engine: Measurable) -> Iterator[str]:
     for unit in engine.units:
         for flat in unit.flats:
             if flat.in_files:
@@ -168,9 +203,8 @@ def _names_in_files(engine: Engine) -> Iterator[str]:
 # Report -------------------------------------------------------------------------------------------------------------
 
 
-def report(engine: Engine) -> Report:
+def report(engine: Measurable, recorder: Measured | None) -> Report:
     """Predicted beside measured, of this rank, now; peaks, traffic and waits where a `Recorder` is at work."""
-    recorder = engine.recorder
     memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
     now = measure(engine)
     total = {kind: sum(memory.rest[tier][kind] for tier in TIERS) for kind in KINDS}
@@ -241,6 +275,10 @@ class Measured(Protocol):
     """What a recorder answers."""
 
     recorded: int
+    peak: Table
+
+    @property
+    def forwards_per_step(self) -> int: ...
 
     def median(self, *keys: str) -> float | None: ...
 
