@@ -31,7 +31,7 @@ from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
 from ..tiers.records import Records
 from ..tiers.tier import Tier
-from .gradients import Slice, SliceKeeper
+from .slices import Slice, SliceKeeper
 
 MASTER = "master"
 """The field of a record that holds the master."""
