@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
 
+import hf_zero as zero
 from hf_zero.huggingface.callback import ZeroFlags
 
 
@@ -83,7 +84,7 @@ def main() -> None:
         step_scheduler_with_optimizer=False,  # it counts steps of this loop, at any number of ranks
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # an order to come back to
-        parallelism_config=flags.plugin(),  # <- all there is to ZeRO: zero.ZeroPlugin(stage=…)
+        parallelism_config=zero.ZeroPlugin(**flags.settings()),  # <- all there is to ZeRO: zero.ZeroPlugin(stage=…)
     )
     saved = highest(len(list(Path(args.output_dir, "checkpoints").glob("checkpoint_*"))))
     if saved and args.save_steps and not args.resume:

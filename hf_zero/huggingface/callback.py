@@ -44,8 +44,9 @@ class ZeroFlags:
     zero_host_memory: str | None = setting("host_memory")
     zero_step_in_backward: bool = setting("step_in_backward")
 
-    def plugin(self) -> ZeroPlugin:
-        return ZeroPlugin(**{item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)})
+    def settings(self) -> dict[str, Any]:
+        """By field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""
+        return {item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)}
 
 
 @dataclass
@@ -67,7 +68,7 @@ class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
             raise ConfigError(f"ZeroTrainingArguments sets parallelism_config itself, found {given!r}: remove it")
         super().__post_init__()
         # After super(): it resets accelerate's state, so that an Accelerator from before cannot shadow the plugin.
-        self.parallelism_config = self.plugin()
+        self.parallelism_config = ZeroPlugin(**self.settings())
 
 
 ZeroTrainingArguments.__module__ = "hf_zero"  # as ZeroPlugin: training_args.bin names the place that stays
