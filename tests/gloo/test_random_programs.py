@@ -53,6 +53,17 @@ FOUND = {
     "autograd.grad leaves gradients that bind refuses": Case(
         2017, Setting(stage=0), Arch(), (Op("grad_inputs", 302436), Op("rebind", 293591))
     ),
+    "a digest makes a storage that cannot be resized": named(
+        ("step", "away"),
+        Arch((Block("mlp"),), width=8, container="list", front="embed"),
+        Setting(stage=0, dtype="bf16"),
+    ),
+    "an empty shard in host memory loses its optimizer state": Case(
+        2224,
+        Setting(stage=3, offload_optimizer="cpu", offload_params="disk", optimizer="rmsprop"),
+        Arch((Block("mlp", frozen=True), Block("mlp")), width=8, container="list", front="embed", root=("empty",)),
+        (Op("eval_between", 225679), Op("step", 800459)),
+    ),
     "a write to a frozen block is lost where spans are divided": Case(
         6,
         Setting(stage=1, dtype="bf16", optimizer="momentum"),
