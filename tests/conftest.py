@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pool import RankPool
+from tests.kit.pool import RankPool
 
 torch.set_num_threads(1)
 

@@ -158,7 +158,7 @@ dir(zero)
 for name in zero.__all__:
     if not name.lower().startswith("zero") or name in ("ZeroConfig", "ZeroError"):
         getattr(zero, name)
-zero.verify({str(ROOT / "tests/golden/adamw_bf16/whole")!r})
+zero.verify({str(ROOT / "tests/kit/golden/adamw_bf16/whole")!r})
 """
     assert loaded(code) == set()
 

@@ -1,0 +1,132 @@
+"""Collectives and bytes per step, counted exactly against the ZeRO paper's volumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero as zero
+from tests.kit.common import batch, bert, gpt2, optimizer_for
+
+pytestmark = pytest.mark.gloo
+
+
+def count(rank: int, world: int, stage: int, micros: int) -> dict:
+    model = gpt2(n_layer=4)
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    out = {
+        "units": len(engine.units),
+        "numel": sum(span.numel for span in engine.layout.spans),
+        "used": engine.layout.numel,
+    }
+    for step in range(3):
+        engine.traffic.reset()
+        for micro in range(micros):
+            ids = batch(step, micro, rank)
+            with engine.no_sync():
+                if micro < micros - 1:
+                    model(input_ids=ids, labels=ids).loss.backward()
+            if micro == micros - 1:
+                model(input_ids=ids, labels=ids).loss.backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        out[step] = engine.traffic.to_dict()
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "micros"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 1), (3, 4)])
+def test_counts_and_bytes(pools, world, stage, micros):
+    answers = pools[world].run(count, stage, micros)
+    out = answers[0]
+    units, share = out["units"], (world - 1) / world
+    for step in (0, 1, 2):
+        traffic = out[step]
+        gathers, reduces = traffic["gather"], traffic["reduce"]
+        # Padding to whole slices may add a little to the gathers; reduces leave out what lies past a lone parameter's end.
+        whole = 4 * out["numel"] * share
+        if stage == 1:  # 2 Ψ for any number of micro-steps
+            assert gathers == {"calls": units, "bytes": whole}
+            assert reduces["calls"] == units
+            assert reduces["bytes"] <= whole
+        elif stage == 2:  # (k + 1) Ψ
+            assert gathers == {"calls": units, "bytes": whole}
+            assert reduces["calls"] == micros * units
+            assert reduces["bytes"] <= micros * whole
+        else:  # 3 Ψ at k = 1: each unit twice, the one that ends the forward once
+            assert gathers["calls"] <= micros * (2 * units - 1)
+            assert gathers["bytes"] <= micros * 2 * whole
+            assert reduces["calls"] == micros * units
+        assert traffic["scalar"]["calls"] == 1
+        assert traffic["other"]["calls"] == 0
+    # The padding itself stays below one alignment per unit and rank.
+    assert out["numel"] - out["used"] < units * world * 32
+
+
+def frozen_base(rank: int, world: int, stage: int) -> None:
+    """What no step changes is not sent after a step; what a load has written is."""
+    model = bert()
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    trained = [span for span in engine.layout.spans if span.is_updated]
+    assert len(trained) < len(list(engine.layout.spans))
+    for step in range(3):
+        ids = batch(step, 0, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        engine.traffic.reset()
+        optimizer.step()
+        optimizer.zero_grad()
+        gathers = engine.traffic["gather"]
+        assert (gathers.calls, gathers.bytes) == (
+            len(trained),
+            sum(4 * span.slice_numel * (world - 1) for span in trained),
+        )
+    changed = {name: value + 1 for name, value in bert(frozen=False).state_dict().items()}
+    model.load_state_dict(changed)
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    assert frozen
+    for name, param in model.named_parameters():
+        assert torch.equal(param, changed[name]), name
+    engine.detach()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_base_is_not_sent_after_a_step(pools, stage):
+    pools[3].run(frozen_base, stage)
+
+
+def test_bytes_on_the_wire_are_those_counted(two):
+    """The loopback interface's own counters agree with ours."""
+    sent, counted = two.run(measure_loopback)[0]
+    assert counted <= sent < counted * 1.05 + 300_000
+
+
+def measure_loopback(rank: int, world: int) -> tuple[int, int]:
+    model = gpt2(n_layer=4, n_embd=256)
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    ids = batch(0, 0, rank)
+    for step in range(4):
+        if step == 2:
+            engine.exchange(None)
+            engine.traffic.reset()
+            before = loopback_bytes()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.exchange(None)
+    traffic = engine.traffic.to_dict()
+    # Both ranks send over the same interface.
+    return (loopback_bytes() - before) // 2, sum(count["bytes"] for count in traffic.values())
+
+
+def loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() == "lo":
+            return int(rest.split()[8])
+    pytest.skip("no loopback counters here")

@@ -1,0 +1,638 @@
+"""accelerate: the plugin by itself, and a plain accelerate loop on two real ranks against plain data parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import json
+import pickle
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import hf_zero as zero
+from tests.kit.jobs.harness import distance, gpt2, optimizer_distance
+from tests.kit.launch import Results, launch
+
+STAGES = (0, 1, 2, 3)
+
+
+# ---- the plugin ------------------------------------------------------------------------------------------------------
+
+
+def test_plugin_has_the_fields_of_the_config() -> None:
+    inherited = {field.name for field in dataclasses.fields(ParallelismConfig)}
+    own = {field.name: field.default for field in dataclasses.fields(zero.ZeroPlugin) if field.name not in inherited}
+    assert own == {field.name: field.default for field in dataclasses.fields(zero.ZeroConfig)}
+    plugin = zero.ZeroPlugin(stage=1, reduce_dtype="bf16")
+    assert plugin.config == zero.ZeroConfig(stage=1, reduce_dtype="bf16")
+    assert repr(plugin) == "ZeroPlugin(stage=1, reduce_dtype='bf16')"
+    assert plugin.to_json() == plugin.config.to_dict()
+
+
+def test_plugin_is_pure_data() -> None:
+    plugin = zero.ZeroPlugin(stage=3)
+    Accelerator(cpu=True, parallelism_config=plugin)
+    again = pickle.loads(pickle.dumps(plugin))
+    assert again == plugin
+    assert again.config == plugin.config
+
+
+def test_plugin_turns_a_stock_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    assert type(accelerator) is zero.ZeroAccelerator
+    assert isinstance(accelerator, Accelerator)
+    assert isinstance(Accelerator(), zero.ZeroAccelerator), "accelerate keeps its first configuration"
+
+
+@pytest.mark.parametrize("argument", ["zero_plugin", "parallelism_config"])
+def test_accelerator_class(argument: str) -> None:
+    accelerator = zero.ZeroAccelerator(cpu=True, **{argument: zero.ZeroPlugin(stage=1)})
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    same_model, wrapped = accelerator.prepare(model, optimizer)
+    engine = zero.engine_of(model)
+    assert same_model is model
+    assert wrapped.optimizer is optimizer
+    assert engine is not None
+    assert engine.optimizer is optimizer
+    assert engine.config == zero.ZeroConfig(stage=1)
+
+
+def refused(match: str, error: type[Exception] = zero.ConfigError) -> Any:
+    return pytest.raises(error, match=match)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size", "dp_shard_size", "dp_replicate_size"])
+def test_other_parallelism_is_refused(name: str) -> None:
+    with refused(f"takes no {name}"):
+        zero.ZeroPlugin(stage=3, **{name: 2})
+
+
+def test_positional_settings_are_refused() -> None:
+    with refused("Settings are keywords"):
+        zero.ZeroPlugin(3)
+
+
+def test_parallelism_from_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with refused("PARALLELISM_CONFIG_TP_SIZE=2"):
+        zero.ZeroPlugin(stage=3)
+
+
+def test_bad_stage_is_refused() -> None:
+    with refused("stage must be 0, 1, 2 or 3"):
+        zero.ZeroPlugin(stage=7)
+
+
+def test_an_older_accelerator_is_refused() -> None:
+    Accelerator(cpu=True)
+    with refused("exists already and would ignore"):
+        zero.ZeroPlugin(stage=3)
+
+
+def test_an_older_accelerator_is_refused_also_late() -> None:
+    plugin = zero.ZeroPlugin(stage=3)
+    Accelerator(cpu=True)
+    with refused("would be ignored"):
+        zero.ZeroAccelerator(zero_plugin=plugin)
+
+
+def test_another_older_plugin_is_warned_of() -> None:
+    Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero.ZeroPlugin(stage=2)
+    with pytest.warns(UserWarning, match="would keep that and ignore"):
+        zero.ZeroPlugin(stage=3)
+
+
+def test_fsdp_is_refused() -> None:
+    with refused("both want to shard the model"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), parallelism_config=zero.ZeroPlugin())
+
+
+def test_deepspeed_from_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+    plugin = zero.ZeroPlugin()
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with refused("both want to shard the model"):
+        plugin._validate_accelerator(accelerator)
+
+
+def test_fp8_and_compile_are_refused() -> None:
+    with refused("torch.compile"):
+        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor"), parallelism_config=zero.ZeroPlugin())
+    AcceleratorState._reset_state(True)
+    plugin = zero.ZeroPlugin()
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._mixed_precision = "fp8"  # accelerate itself wants a GPU and a library before it says so
+    with refused("fp8"):
+        plugin._validate_accelerator(accelerator)
+
+
+def test_device_map_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.hf_device_map = {"0": 0, "1": "cpu"}
+    with refused("without device_map"):
+        accelerator.prepare(model)
+
+
+def test_wrapped_models_and_stray_optimizers_are_refused() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    with refused("pass the bare model"):
+        accelerator.prepare(nn.DataParallel(nn.Linear(2, 2)))
+    with refused("before its optimizer or together"):
+        accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    model = nn.Linear(2, 2)
+    two = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with refused("2 optimizers hold parameters of one Linear"):
+        accelerator.prepare(model, *two)
+
+
+class Lomo(torch.optim.SGD):
+    """Known by its name."""
+
+
+def test_lomo_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = nn.Linear(2, 2)
+    with refused("inside backward", zero.UnsupportedOptimizerError):
+        accelerator.prepare(model, Lomo(model.parameters(), lr=0.1))
+
+
+def test_a_model_sharded_otherwise_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    zero.shard(model, config=zero.ZeroConfig(stage=3))
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    with refused("is sharded with"):
+        accelerator.prepare(model)
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_model_is_sharded_only_where_that_saves(stage: int) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
+    model = nn.Linear(4, 4).requires_grad_(False)
+    expected = model(torch.ones(1, 4))
+    assert accelerator.prepare(model) is model
+    assert (zero.engine_of(model) is not None) is (stage == 3)
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_config_json_names_the_types_in_the_file(stage: int, tmp_path: Path) -> None:
+    """A convolution comes first: under bf16 autocast its weight is gathered in bfloat16."""
+    torch.manual_seed(0)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=2)
+    model = ResNetForImageClassification(config)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=zero.ZeroPlugin(stage=stage))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loss = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} >= {torch.float32}
+    again = ResNetForImageClassification.from_pretrained(tmp_path)
+    assert again.dtype == torch.float32
+    assert distance(dict(again.state_dict()), dict(model.state_dict())) == 0.0
+
+
+def test_a_second_accelerator_knows_the_first_ones_models() -> None:
+    first = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = nn.Linear(4, 4)
+    model, _ = first.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first.backward(model(torch.ones(2, 4)).sum())
+    norms = [float(who.clip_grad_norm_(model.parameters(), float("inf"))) for who in (first, Accelerator())]
+    assert norms[0] == norms[1] > 0.0
+
+
+def test_models_are_freed() -> None:
+    importlib.import_module("transformers.trainer")  # then the plugin looks whether a Trainer is calling
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = weakref.ref(model)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert seen() is None
+
+
+def prepared(
+    folder: Path, width: int = 4, async_save: bool = False, **settings: Any
+) -> tuple[Accelerator, nn.Module, Any]:
+    AcceleratorState._reset_state(True)
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2, **settings)
+    plugin = zero.ZeroPlugin(stage=3, async_save=async_save)
+    accelerator = Accelerator(cpu=True, project_config=project, parallelism_config=plugin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flip(path: Path, at: int = -3) -> None:
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_automatic_checkpoint_naming(tmp_path: Path, async_save: bool) -> None:
+    accelerator, model, optimizer = prepared(tmp_path, async_save=async_save)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+        accelerator.save_state()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = optimizer.state_dict()
+    step(accelerator, model, optimizer)
+    accelerator.load_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert distance(dict(model.state_dict()), saved) == 0.0
+    assert optimizer_distance(optimizer.state_dict(), state) == 0.0
+    for number in (1, 2):
+        zero.verify(tmp_path / "checkpoints" / f"checkpoint_{number}")
+
+
+def test_load_state_passes_over_a_damaged_folder(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(tmp_path)
+    folders = [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(2)]
+    states = []
+    for _ in folders:
+        step(accelerator, model, optimizer)
+        accelerator.save_state()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    flip(folders[1] / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"resuming from .*checkpoint_0. Passed over: checkpoint_1: .*is damaged"):
+        accelerator.load_state()
+    assert distance(dict(model.state_dict()), states[0]) == 0.0
+    with pytest.raises(zero.CheckpointError, match=r"model.safetensors is damaged"):
+        accelerator.load_state(str(folders[1]))
+    (folders[1] / "optimizer" / "exp_avg.safetensors").unlink()
+    step(accelerator, model, optimizer)
+    accelerator.save_state()
+    left = sorted(path.name for path in folders[0].parent.iterdir())
+    assert left == ["checkpoint_0", "checkpoint_2"], "an incomplete one goes before an older complete one"
+    (folders[0] / "zero_manifest.json").unlink()
+    flip(folders[0].parent / "checkpoint_2" / "random_states_0.pkl")
+    with pytest.raises(zero.CheckpointError, match=r"holds 2 checkpoint folders and none is complete"):
+        accelerator.load_state()
+
+
+def test_load_state_names_what_does_not_fit(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(tmp_path)
+    step(accelerator, model, optimizer)
+    accelerator.save_state()
+    other, *_ = prepared(tmp_path / "other", width=5)
+    with pytest.raises(zero.CheckpointError, match=r"does not fit Sequential: 0 missing"):
+        other.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
+
+
+@pytest.mark.filterwarnings("ignore:.*of plain accelerate")
+def test_load_state_of_plain_accelerate_names_what_does_not_fit(tmp_path: Path) -> None:
+    plain = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = plain.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    step(plain, model, optimizer)
+    folder = tmp_path / "plain"
+    plain.save_state(str(folder))
+    accelerator, model, optimizer = prepared(tmp_path)
+    with pytest.warns(UserWarning, match="of plain accelerate"):
+        accelerator.load_state(str(folder))
+    state = load_file(folder / "model.safetensors")
+    assert distance(dict(model.state_dict()), state) == 0.0
+    stranger = {**state, "stranger": torch.zeros(1)}
+    stranger.pop("1.bias")
+    save_file(stranger, folder / "model.safetensors")
+    with pytest.raises(zero.CheckpointError, match=r"missing \['1.bias'\], unexpected \['stranger'\]"):
+        accelerator.load_state(str(folder))
+    save_file(state, folder / "model.safetensors")
+    (folder / "optimizer.bin").unlink()
+    with pytest.raises(zero.CheckpointError, match="expected optimizer/ or optimizer.bin"):
+        accelerator.load_state(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(zero.CheckpointError, match=r"expected model.safetensors or pytorch_model.bin"):
+        accelerator.load_state(str(folder))
+
+
+class Counter:
+    """A registered object."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def test_hooks_and_registered_objects(tmp_path: Path) -> None:
+    """A hook that saves its model itself gets the values; what it takes from the list is not saved twice."""
+    accelerator, model, optimizer = prepared(tmp_path)
+    frozen = accelerator.prepare(nn.Linear(3, 3).requires_grad_(False))
+    counter = Counter(5)
+    accelerator.register_for_checkpointing(counter)
+    step(accelerator, model, optimizer)
+
+    def save_own(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        save_file({name: value.clone() for name, value in models[1].state_dict().items()}, f"{folder}/own.safetensors")
+        weights.pop()
+
+    seen: list[str] = []
+
+    def load_own(models: list[nn.Module], folder: str) -> None:
+        seen.append(folder)
+        models.pop().load_state_dict(load_file(f"{folder}/own.safetensors"))
+
+    hooks = accelerator.register_save_state_pre_hook(save_own), accelerator.register_load_state_pre_hook(load_own)
+    folder = Path(accelerator.save_state())
+    assert folder == tmp_path / "checkpoints" / "checkpoint_0"
+    zero.verify(folder)
+    assert not (folder / "model_1").exists()
+    expected = {name: tensor.clone() for name, tensor in frozen.state_dict().items()}
+    assert distance(load_file(folder / "own.safetensors"), expected) == 0.0
+    counter.value = 6
+    frozen.load_state_dict({name: tensor + 1 for name, tensor in expected.items()})
+    accelerator.load_state()
+    assert seen == [str(folder)]
+    assert counter.value == 5
+    assert distance(dict(frozen.state_dict()), expected) == 0.0
+    for hook in hooks:
+        hook.remove()
+    again = Path(accelerator.save_state())
+    assert distance(load_file(again / "model_1" / "model.safetensors"), expected) == 0.0
+    frozen.load_state_dict({name: tensor + 1 for name, tensor in expected.items()})
+    accelerator.load_state()
+    assert distance(dict(frozen.state_dict()), expected) == 0.0
+
+
+def test_a_failed_save_state_changes_nothing(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(tmp_path)
+    step(accelerator, model, optimizer)
+    accelerator.save_state()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no more")
+
+    hook = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(zero.CheckpointError, match="no more"):
+        accelerator.save_state()
+    hook.remove()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    accelerator.save_state()
+    assert accelerator.save_iteration == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_end_training_waits_for_the_save(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(tmp_path, async_save=True)
+    step(accelerator, model, optimizer)
+    folder = Path(accelerator.save_state())
+    step(accelerator, model, optimizer)
+    accelerator.end_training()
+    zero.verify(folder)
+
+
+def test_pickled_state_is_refused(tmp_path: Path) -> None:
+    accelerator, *_ = prepared(tmp_path)
+    with refused("safetensors only"):
+        accelerator.save_state(safe_serialization=False)
+
+
+def test_save_on_each_node_is_refused(tmp_path: Path) -> None:
+    accelerator, model, _ = prepared(tmp_path, save_on_each_node=True)
+    with refused("save_on_each_node"):
+        accelerator.save_state()
+    with refused("save_on_each_node"):
+        accelerator.save_model(model, tmp_path / "model")
+
+
+def test_autocast_is_accelerates_own() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=zero.ZeroPlugin(stage=3))
+    model = nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+        inside = model(torch.ones(1, 4))
+    assert inside.dtype == torch.float32, "accelerate hands outputs back in float32"
+    assert torch.equal(model(torch.ones(1, 4)), inside)
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
+    out = tmp_path_factory.mktemp("accelerate")
+    return launch("accelerate_job", out), out
+
+
+@pytest.fixture
+def found(job: tuple[Results, Path]) -> Results:
+    return job[0]
+
+
+def assert_curves(mine: dict[str, Any], reference: dict[str, Any], rel: float) -> None:
+    for name in ("losses", "norms", "lr"):
+        assert mine[name] == pytest.approx(reference[name], rel=rel), name
+    for name in ("before", "after"):
+        assert mine[name] == pytest.approx(reference[name], rel=rel), name
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_data_parallel(found: Results, stage: int) -> None:
+    """Two micro-steps, clipping, two groups, a schedule, evaluation before and after."""
+    mine = found(f"stage {stage}")
+    assert_curves(mine, found("ddp"), 1e-6)
+    assert mine["weights"] < 5e-6
+    assert mine["optimizer"] < 1e-7
+    assert not mine["meta"]
+    assert found(f"stage {stage}", rank=1)["meta"], "only rank 0 has the values of state_dict()"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_clipping_it_is_bit_equal(found: Results, stage: int) -> None:
+    mine = found(f"unclipped {stage}")
+    assert mine["losses"] == found("ddp unclipped")["losses"]
+    assert mine["weights"] == 0.0
+    assert mine["optimizer"] == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bf16_follows_autocast_data_parallel(found: Results, stage: int) -> None:
+    mine = found(f"bf16 {stage}")
+    assert_curves(mine, found("ddp bf16"), 1e-5)
+    assert mine["weights"] < 1e-5
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ["optimizer_first", "one_by_one", "twice", "evaluated_first"])
+def test_prepare_in_any_order(found: Results, how: str) -> None:
+    assert found("any order")[how] == 0.0
+
+
+@pytest.mark.gloo
+def test_optimizer_built_over_a_sharded_model(found: Results) -> None:
+    assert found("optimizer over a sharded model") == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_save_state_and_load_state(found: Results, stage: int) -> None:
+    state = found(f"state {stage}")
+    assert state["again"] == state["second"]
+    assert state["weights"] == 0.0
+    assert state["optimizer"] == 0.0
+    assert state["files"] == sorted(
+        [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "optimizer/exp_avg.safetensors",
+            "optimizer/exp_avg_sq.safetensors",
+            "optimizer/optimizer.json",
+            "random_states_0.pkl",
+            "random_states_1.pkl",
+            "scheduler.bin",
+            "zero_manifest.json",
+        ]
+    )
+
+
+@pytest.mark.gloo
+def test_load_state_on_one_rank(job: tuple[Results, Path]) -> None:
+    """Written by two ranks at stage 3, read by this process alone at stage 2."""
+    found, out = job
+    assert found("state for one rank") == "saved"
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    model = gpt2(seed=5)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer: Any = torch.optim.AdamW(groups, lr=1.0)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.load_state(str(out / "for_one_rank"))
+    expected = torch.load(out / "for_one_rank.pt", weights_only=True)
+    assert distance(dict(model.state_dict()), expected["weights"]) == 0.0
+    assert optimizer_distance(optimizer.state_dict(), expected["optimizer"]) == 0.0
+
+
+@pytest.mark.gloo
+def test_state_of_data_parallel_goes_on_sharded(found: Results) -> None:
+    assert found("ddp state")["weights"] < 5e-6
+
+
+@pytest.mark.gloo
+def test_save_model(found: Results) -> None:
+    saved = found("save_model")
+    assert saved["one_file"] == ["model.safetensors", "zero_manifest.json"]
+    assert "model.safetensors.index.json" in saved["many_files"]
+    assert saved["pickled"] == ["pytorch_model.bin", "zero_manifest.json"]
+    assert saved["as stock"] is True, "byte for byte what accelerate writes of the same model"
+    assert saved["one_file weights"] == saved["many_files weights"] == 0.0
+    assert saved["one_file names"] == saved["many_files names"] == ["lm_head.weight"], "tied: written once"
+    assert saved["reloaded"] == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failed_write_raises_on_every_rank(found: Results, rank: int) -> None:
+    message = found("save fails", rank=rank)
+    assert message.startswith("CheckpointError: ")
+    assert "a_file" in message
+
+
+@pytest.mark.gloo
+def test_clipping(found: Results) -> None:
+    clip = found("clip")
+    for name, value in clip["ddp"].items():
+        assert clip["zero"][name] == pytest.approx(value, rel=1e-5), name
+    assert clip["zero"]["slices"] == clip["zero"]["all"]
+    assert clip["mixed"].startswith("ConfigError")
+    assert "call it once per model" in clip["mixed"]
+
+
+@pytest.mark.gloo
+def test_trigger_sync_in_backward(found: Results) -> None:
+    sync = found("sync")
+    assert sync["1"] == pytest.approx(sync["ddp"], rel=1e-6)
+    assert sync["3"] == pytest.approx(sync["ddp"], rel=1e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_join_uneven_inputs_makes_batches_even_and_warns(found: Results, rank: int) -> None:
+    uneven = found("uneven", rank=rank)
+    assert uneven["warned"]
+    assert len(uneven["losses"]) == 3, "five batches: the second rank's last one is filled up"
+    assert uneven["uneven after"], "as it was"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_overflow_on_one_rank_skips_on_all(found: Results, stage: int, rank: int) -> None:
+    """torch's own scaler; only rank 1's loss overflowed, in the second step."""
+    seen = found(f"overflow {stage}", rank=rank)
+    assert seen["skipped"] == [False, True, False]
+    assert seen["scales"] == [1024.0, 512.0, 512.0]
+    if rank == 0:
+        assert seen["moved"][1] == 0.0
+        assert min(seen["moved"][0], seen["moved"][2]) > 0.0
+
+
+@pytest.mark.gloo
+def test_a_users_accelerator_class_is_kept(found: Results) -> None:
+    assert found("subclass") == {
+        "class": "ZeroOwnAccelerator",
+        "is mine": True,
+        "method": "mine",
+        "engine": True,
+        "type": "DistributedType.MULTI_CPU",
+    }
+
+
+@pytest.mark.gloo
+def test_two_models(found: Results) -> None:
+    both = found("two models")
+    assert both["zero"] == pytest.approx(both["ddp"], rel=1e-6)
+    assert both["restored"] == 0.0
+    assert {"model_1/config.json", "model_1/model.safetensors", "optimizer_1/optimizer.json"} <= set(both["files"])
+
+
+@pytest.mark.gloo
+def test_adapters_only(found: Results) -> None:
+    seen = found("adapters")
+    assert "adapter_model.safetensors" in seen["files"]
+    assert "other/adapter_model.safetensors" in seen["files"]
+    assert "model.safetensors" not in seen["files"]
+    assert seen["restored"] == 0.0

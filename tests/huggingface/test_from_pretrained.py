@@ -1,0 +1,397 @@
+"""`from_pretrained` inside `zero.Init`: the stock model, of which each rank read and holds its own part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+import hf_zero as zero
+from hf_zero.checkpoint.safetensors import read_header
+from hf_zero.errors import ConfigError, LayoutError, ZeroError
+from hf_zero.params.init import Init, birth_of, slice_bounds
+from tests.huggingface.test_weights import FAMILIES, build
+from tests.kit.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    worlds = {world: RankPool(world) for world in (2, 3)}
+    yield worlds
+    for pool in worlds.values():
+        pool.stop()
+
+
+def differences(model: Any, stock: Any) -> list[str]:
+    """What of this rank's part, and of everything that is whole, is not the stock model's."""
+    out = []
+    mine, theirs = (
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(stock.named_parameters(remove_duplicate=False)),
+    )
+    if list(mine) != list(theirs):
+        return [f"names {sorted(mine.keys() ^ theirs.keys())}"]
+    for name, param in mine.items():
+        other, birth = theirs[name], birth_of(param)
+        if birth is None:
+            out.append(f"{name} was not born")
+            continue
+        if param.is_contiguous() and param.numel() > 1 and param.untyped_storage().nbytes() > 8:
+            out.append(f"{name} is whole")
+        low, high = slice_bounds(param.numel(), birth.wire.rank, birth.wire.size)
+        same = (param.shape, param.dtype, param.requires_grad) == (other.shape, other.dtype, other.requires_grad)
+        if not same or not torch.equal(birth.own, other.detach().reshape(-1)[low:high]):
+            out.append(name)
+    ties = [{name for name in mine if mine[name] is mine[first]} for first in mine]
+    if ties != [{name for name in theirs if theirs[name] is theirs[first]} for first in theirs]:
+        out.append("ties")
+    buffers = dict(stock.named_buffers())
+    for name, buffer in model.named_buffers():
+        if buffer.dtype != buffers[name].dtype or not torch.equal(buffer, buffers[name]):
+            out.append(name)
+    return out
+
+
+def loaded(cls: Any, path: str | Path, **options: Any) -> tuple[Any, Any, Init]:
+    """The model inside Init, the stock one from the same random state."""
+    torch.manual_seed(3)
+    with Init() as init:
+        model = cls.from_pretrained(path, **options)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    stock = cls.from_pretrained(path, **options)
+    assert torch.equal(after, torch.get_rng_state())
+    return model, stock, init
+
+
+def check_families(rank: int, world: int, root: str, names: list[str]) -> dict[str, Any]:
+    out = {}
+    for name in names:
+        cls = type(FAMILIES[name]())
+        model, stock, init = loaded(cls, Path(root) / name)
+        files = [read_header(path) for path in sorted((Path(root) / name).glob("*.safetensors"))]
+        read = init.bytes_read - sum(header.header_bytes for header in files)
+        payload = sum(header.file_bytes - header.header_bytes for header in files)
+        with Init():
+            again = {key: value.clone() for key, value in model.state_dict().items()}
+        out[name] = (differences(model, stock), payload, read, sorted(again) == sorted(stock.state_dict()))
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> Path:
+    root = tmp_path_factory.mktemp("hub")
+    for name in FAMILIES:
+        build(name, torch.bfloat16 if name == "mixtral" else torch.float32).save_pretrained(root / name)
+    return Path(root)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_equal_to_stock(world: int, folders: Path, pools: dict[int, RankPool]) -> None:
+    """All families, merged experts too: nothing differs, and the ranks together read each payload byte once."""
+    results = pools[world].run(check_families, str(folders), list(FAMILIES))
+    for name in FAMILIES:
+        assert [result[name][0] for result in results] == [[]] * world, name
+        assert all(result[name][3] for result in results)
+        payload, read = results[0][name][1], [result[name][2] for result in results]
+        buffers = sum(b.nbytes for _, b in FAMILIES[name]().named_buffers()) if name == "resnet" else 0
+        assert sum(read) == payload + (world - 1) * buffers, name
+        assert max(read) <= (payload - buffers) / world + buffers + 8 * 80, (
+            name
+        )  # slices differ by an element per parameter
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", torch.bfloat16, torch.float16], ids=str)
+def test_types(dtype: Any, tmp_path: Path) -> None:
+    """Cast as it is read: `dtype=` and `torch_dtype=`, and parameters that stay in float32 in spite of them."""
+    build("t5", torch.bfloat16).save_pretrained(tmp_path)
+    for option in ({"dtype": dtype}, {"torch_dtype": dtype}):
+        model, stock, _ = loaded(transformers.T5ForConditionalGeneration, tmp_path, **option)
+        assert differences(model, stock) == []
+        assert {param.dtype for param in model.parameters()} == {param.dtype for param in stock.parameters()}
+
+
+def test_split_files(tmp_path: Path) -> None:
+    build("qwen3-moe").save_pretrained(tmp_path, max_shard_size=6_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    model, stock, _ = loaded(transformers.AutoModelForCausalLM, tmp_path)
+    assert differences(model, stock) == []
+
+
+def infos(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: sorted(map(str, value)) for key, value in info.items()}
+
+
+def test_loading_info_is_the_stock_one(tmp_path: Path) -> None:
+    """Missing, unexpected and mismatched keys: reported, and initialised with the stock loader's numbers."""
+    build("bert").save_pretrained(tmp_path)
+    cls: Any = transformers.BertForSequenceClassification
+
+    def as_stock(**options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+        torch.manual_seed(3)
+        with Init():
+            model, mine = cls.from_pretrained(tmp_path, output_loading_info=True, **options)
+        torch.manual_seed(3)
+        stock, theirs = cls.from_pretrained(tmp_path, output_loading_info=True, **options)
+        assert infos(mine) == infos(theirs)
+        assert differences(model, stock) == []
+        return stock, theirs
+
+    stock, info = as_stock(num_labels=3)
+    assert info["missing_keys"]
+    assert info["unexpected_keys"]
+
+    stock.save_pretrained(tmp_path)
+    with Init(), pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        cls.from_pretrained(tmp_path, num_labels=5)
+    _, info = as_stock(num_labels=5, ignore_mismatched_sizes=True)
+    assert len(info["mismatched_keys"]) == 2
+
+
+def check_missing(rank: int, world: int, path: str) -> tuple[Tensor, list[str]]:
+    torch.manual_seed(3)
+    with Init():
+        torch.rand(rank)  # a program that draws differently on each rank
+        model = transformers.BertForSequenceClassification.from_pretrained(path, num_labels=3)
+    state = model.state_dict()
+    torch.manual_seed(3)
+    stock = transformers.BertForSequenceClassification.from_pretrained(path, num_labels=3)
+    return state["classifier.weight"] if rank == 0 else torch.empty(0), differences(model, stock)
+
+
+def test_missing_keys_are_drawn_once(folders: Path, pools: dict[int, RankPool]) -> None:
+    """A new head has rank 0's numbers, whatever the ranks drew before."""
+    results = pools[3].run(check_missing, str(folders / "bert"))
+    assert [result[1] for result in results] == [[]] * 3
+    assert 0 < results[0][0].abs().max() < 1
+
+
+def edit(path: Path, change: Any) -> None:
+    """Change the tensors of a file."""
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def check_ties(rank: int, world: int, root: str) -> list[Any]:
+    out = []
+    for kind in ("equal", "different"):
+        torch.manual_seed(3)
+        with Init() as init:
+            model = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/{kind}")
+        stock = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/{kind}")
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        out.append((differences(model, stock), tied, init.peak_numel))
+    return out
+
+
+def test_both_names_of_a_tie(tmp_path: Path, pools: dict[int, RankPool]) -> None:
+    """Equal: one parameter, found without a whole one. Different, if only in the last rank's part: left untied."""
+    model = build("llama-tied")
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def alter(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    for kind in ("equal", "different"):
+        model.save_pretrained(tmp_path / kind)
+        edit(tmp_path / kind / "model.safetensors", add)
+    edit(tmp_path / "different" / "model.safetensors", alter)
+    for equal, different in pools[2].run(check_ties, str(tmp_path)):
+        assert equal == ([], True, 0)
+        assert different[:2] == ([], False)
+
+
+def test_tie_under_the_other_name(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)
+    edit(
+        tmp_path / "model.safetensors",
+        lambda tensors: tensors.update({"lm_head.weight": tensors.pop("transformer.wte.weight")}),
+    )
+    model, stock, _ = loaded(transformers.AutoModelForCausalLM, tmp_path)
+    assert differences(model, stock) == []
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_computed_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that transformers computes are read whole, one group at a time, and cut."""
+    from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
+
+    def mapping(*args: Any, **kwargs: Any) -> list[Any]:
+        return [
+            WeightRenaming("mlp.lower", "mlp.down_proj"),
+            WeightConverter("mlp.turned", "mlp.up_proj.weight", operations=[Transpose(0, 1)]),
+        ]
+
+    source = build("llama")
+    source._weight_conversions = mapping()
+    source.save_pretrained(tmp_path)
+    assert "model.layers.0.mlp.turned" in safetensors.torch.load_file(tmp_path / "model.safetensors")
+    monkeypatch.setattr("transformers.modeling_utils.get_model_conversion_mapping", mapping)
+    model, stock, init = loaded(transformers.AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
+    assert differences(model, stock) == []
+    assert init.bytes_read == (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_other_sources(tmp_path: Path) -> None:
+    """Pickled weights and state dicts: read by the stock loader, born all the same."""
+    source = build("gpt2")
+    source.save_pretrained(tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with Init() as init:
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            None, config=source.config, state_dict=dict(source.state_dict())
+        )
+    assert differences(model, stock) == []
+    assert init.bytes_read == 0
+
+    torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    model, stock, _ = loaded(transformers.AutoModelForCausalLM, tmp_path)
+    assert differences(model, stock) == []
+
+
+_REMOTE = """
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PretrainedConfig
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    def __init__(self, width=8, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+class Own(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = nn.Linear(config.width, config.width)
+        self.scale = nn.Parameter(torch.ones(config.width))
+        self.register_buffer("seen", torch.zeros(3))
+        self.post_init()
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0, 0.02)
+            module.bias.data.zero_()
+    def forward(self, x):
+        return self.inner(x) * self.scale
+"""
+
+
+def test_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(_REMOTE)
+    auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModel": "modeling_own.Own"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "width": 8, "auto_map": auto}))
+    tensors = {"inner.weight": torch.randn(8, 8), "scale": torch.randn(8), "seen": torch.arange(3.0)}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model, stock, _ = loaded(transformers.AutoModel, folder, trust_remote_code=True)
+    assert differences(model, stock) == []
+    assert torch.equal(model.seen, torch.arange(3.0))
+
+    edit(folder / "model.safetensors", lambda tensors: tensors.pop("scale"))
+    with Init(), pytest.raises(LayoutError, match=r"'scale'.*_init_weights does not initialise it"):
+        transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+
+
+def check_life(rank: int, world: int, root: str, name: str) -> list[str]:
+    """Read in parts, sharded, trained, saved in parts, loaded again."""
+    with Init():
+        model = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/{name}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    ids = torch.arange(16).view(2, 8) + rank
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    engine.save(f"{root}/{name}-trained")
+    with Init():
+        again = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/{name}-trained")
+    trained, stock = model.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(f"{root}/{name}-trained")
+    before = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/{name}").state_dict()
+    out = differences(again, stock)
+    if rank == 0:
+        out += [f"saved {key}" for key, value in stock.state_dict().items() if not torch.equal(value, trained[key])]
+        out += [f"same {key}" for key, value in trained.items() if torch.equal(value, before[key]) and "mlp" in key]
+    return out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-moe"])
+def test_born_trained_saved(name: str, folders: Path, pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(check_life, str(folders), name) == [[], []]
+
+
+def check_adapters(rank: int, world: int, root: str) -> list[Any]:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(3)
+    with Init():
+        base = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama")
+        fresh = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+        again = PeftModel.from_pretrained(
+            transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama"), f"{root}/adapter"
+        )
+        injected = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/adapter")
+    torch.manual_seed(3)
+    base = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama")
+    stock = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    other = PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama"), f"{root}/adapter"
+    )
+    third = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/adapter")
+    return [differences(fresh, stock), differences(again, other), differences(injected, third)]
+
+
+def test_adapters(folders: Path, pools: dict[int, RankPool]) -> None:
+    """New ones, and those of a folder, on a born model."""
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(folders / "adapter")
+    assert pools[2].run(check_adapters, str(folders)) == [[[], [], []]] * 2
+
+
+def check_truncated(rank: int, world: int, root: str) -> str:
+    path = f"{root}/rank{rank}" if rank == world - 1 else f"{root}/rank0"
+    try:
+        with Init():
+            transformers.AutoModelForCausalLM.from_pretrained(path)
+    except ZeroError as error:
+        with Init():
+            transformers.AutoModelForCausalLM.from_pretrained(f"{root}/rank0")  # nothing is left behind
+        return str(error)
+    return ""
+
+
+def test_short_file_on_one_rank(tmp_path: Path, pools: dict[int, RankPool]) -> None:
+    model = build("llama")
+    for rank in (0, 2):
+        model.save_pretrained(tmp_path / f"rank{rank}")
+    short = tmp_path / "rank2" / "model.safetensors"
+    short.write_bytes(short.read_bytes()[:-10])
+    for message in pools[3].run(check_truncated, str(tmp_path)):
+        assert str(short) in message
+        assert "cut short" in message
+
+
+def test_refused_and_restored(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    stock = vars(transformers.PreTrainedModel)["_load_pretrained_model"]
+    with Init(), pytest.raises(ConfigError, match="device_map"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"})
+    with Init():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+        assert vars(transformers.PreTrainedModel)["_load_pretrained_model"] is not stock
+    assert vars(transformers.PreTrainedModel)["_load_pretrained_model"] is stock
+    assert differences(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path)) == []

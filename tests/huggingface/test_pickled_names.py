@@ -1,0 +1,111 @@
+"""`training_args.bin` names what stays, `hf_zero.ZeroPlugin`, and no module inside the package, wherever the class is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRAIN = """
+import sys, torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+import hf_zero as zero
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+    def forward(self, x, labels=None):
+        return {"loss": self.layer(x).square().mean()}
+
+common = dict(max_steps=1, report_to=[], use_cpu=True, save_steps=1, disable_tqdm=True)
+if sys.argv[2] == "ours":
+    args = zero.ZeroTrainingArguments(sys.argv[1], zero_stage=3, zero_full_precision="*.weight", **common)
+else:
+    args = TrainingArguments(sys.argv[1], parallelism_config=zero.ZeroPlugin(stage=3, full_precision=("*.weight",)), **common)
+data = [{"x": torch.ones(3), "labels": 0}] * 8
+trainer = Trainer(Model(), args, train_dataset=data, callbacks=[zero.ZeroCallback(report=False)])
+trainer.train()
+"""
+
+READ = """
+import sys, torch
+args = torch.load(sys.argv[1], weights_only=False)
+import hf_zero as zero
+assert type(args.parallelism_config) is zero.ZeroPlugin, type(args.parallelism_config)
+assert args.parallelism_config.config == zero.ZeroConfig(stage=3, full_precision="*.weight"), args.parallelism_config
+print("READ", type(args) is zero.ZeroTrainingArguments)
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def globals_in(data: bytes) -> set[str]:
+    """`module.name` of every global that a pickle loads."""
+    found: set[str] = set()
+    texts: list[str] = []
+    memo: dict[int, Any] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name == "GLOBAL":
+            found.add(str(argument).replace(" ", "."))
+        elif opcode.name == "STACK_GLOBAL":
+            found.add(".".join(texts[-2:]))
+        elif "UNICODE" in opcode.name:
+            texts.append(str(argument))
+        elif opcode.name == "MEMOIZE":
+            memo[len(memo)] = texts[-1] if texts else ""
+        elif opcode.name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = texts[-1] if texts else ""
+        elif opcode.name in ("BINGET", "LONG_BINGET") and isinstance(memo.get(argument), str):
+            texts.append(memo[argument])
+    return found
+
+
+def ours(found: set[str]) -> set[str]:
+    return {name for name in found if name.startswith("hf_zero")}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_arguments_pickle_under_public_names(protocol: int, tmp_path: Path) -> None:
+    import hf_zero as zero
+
+    args = zero.ZeroTrainingArguments(str(tmp_path), zero_stage=3, use_cpu=True, report_to=[])
+    data = pickle.dumps(args, protocol)
+    assert ours(globals_in(data)) == {"hf_zero.ZeroPlugin", "hf_zero.ZeroTrainingArguments"}
+    again = pickle.loads(data)
+    assert type(again) is zero.ZeroTrainingArguments
+    assert again.parallelism_config == args.parallelism_config
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_what_a_trainer_writes_is_read_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
+    run(TRAIN, str(tmp_path), kind)
+    path = tmp_path / "checkpoint-1" / "training_args.bin"
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        found = ours(globals_in(archive.read(name)))
+    assert found == {"hf_zero.ZeroPlugin"} | ({"hf_zero.ZeroTrainingArguments"} if kind == "ours" else set())
+    assert f"READ {kind == 'ours'}" in run(READ, str(path))

@@ -1,0 +1,122 @@
+"""ZeroCallback in the real Trainer: what it logs, writes and prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_zero as zero
+from hf_zero.cli.main import main
+from tests.kit.jobs.harness import Tokens, gpt2
+
+
+def train(folder: Path, callbacks: list[TrainerCallback], resume: bool = False, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "zero_stage": 3,
+    }
+    args = zero.ZeroTrainingArguments(**{**settings, **changes})
+    trainer = Trainer(gpt2(), args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def steps_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Seen(TrainerCallback):
+    """What a reporter sees."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = Seen(), Seen()
+    callbacks = [first, zero.ZeroCallback(), last]
+    run = train(tmp_path, callbacks, zero_offload_optimizer="cpu", eval_strategy="steps", eval_steps=2)
+    of_training = [entry for entry in run.state.log_history if "loss" in entry]
+    assert len(of_training) == 2
+    for entry in of_training:
+        assert entry["zero/device_gib"] > 0
+        assert entry["zero/host_gib"] > 0
+        assert entry["zero/disk_gib"] == 0
+        assert 0 <= entry["zero/wait_s"] < entry["zero/step_s"]
+    for seen in (first, last):
+        assert [entry for entry in seen.logs if "zero/step_s" in entry] == [
+            {name: value for name, value in entry.items() if name != "step"} for entry in of_training
+        ]
+    assert not any("zero/step_s" in entry for entry in run.state.log_history if "eval_loss" in entry)
+
+    facts, *steps = steps_in(tmp_path / "zero_steps.jsonl")
+    assert (facts["kind"], facts["stage"], facts["predicted"]["backward_per_step"]) == ("facts", 3, 2)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["forwards"] for step in steps] == [2, 2, 2, 2]
+    assert steps[2]["evaluations"] > 0
+
+    text = capsys.readouterr().out
+    assert text.count("4 steps recorded") == 1
+    assert f"hf-zero report {tmp_path} shows every step" in text
+    engine = zero.engine_of(run.model)
+    assert engine is not None
+    assert engine.recorder is None, "nothing is measured after training"
+    assert main(["report", str(tmp_path)]) == 0
+    assert "host, optimizer" in capsys.readouterr().out
+
+
+def test_reporters_of_a_trainer_that_knows_of_no_plugin(tmp_path: Path) -> None:
+    """A model sharded by hand: nothing but the callback tells the Trainer of it."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    seen = Seen()
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=Tokens(),
+        callbacks=[seen, zero.ZeroCallback(report=False, record=False)],
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    assert type(trainer) is Trainer
+    of_training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["zero/step_s"] > 0 for entry in of_training] == [True, True]
+    assert [entry["zero/step_s"] for entry in seen.logs if "loss" in entry] == [
+        entry["zero/step_s"] for entry in of_training
+    ]
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, [zero.ZeroCallback(report=False)], max_steps=2, save_strategy="steps", save_steps=2)
+    AcceleratorState._reset_state(True)
+    train(tmp_path, [zero.ZeroCallback(report=False)], resume=True, max_steps=4)
+    records = steps_in(tmp_path / "zero_steps.jsonl")
+    assert [record.get("step", "facts") for record in records] == ["facts", 1, 2, "facts", 3, 4]
+
+
+def test_nothing_is_written_when_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path, [zero.ZeroCallback(report=False, record=False)])
+    assert not list(tmp_path.rglob("zero_steps*"))
+    assert "MiB by tier" not in capsys.readouterr().out
+    assert any("zero/step_s" in entry for entry in run.state.log_history)

@@ -1,0 +1,578 @@
+"""The stock Trainer on two real ranks with one argument more, against plain data parallel; and its arguments alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from safetensors.torch import load_file
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+import hf_zero as zero
+from tests.kit.jobs.harness import Tokens, distance, gpt2
+from tests.kit.launch import Results, launch
+
+STAGES = (0, 1, 2, 3)
+FOLDER = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer/exp_avg.safetensors",
+    "optimizer/exp_avg_sq.safetensors",
+    "optimizer/optimizer.json",
+    "rng_state_0.pth",
+    "rng_state_1.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "zero_manifest.json",
+    "zero_run.json",
+]
+OURS = {"zero_manifest.json", "zero_run.json"}
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_have_the_fields_of_the_config() -> None:
+    stock = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name: field for field in dataclasses.fields(zero.ZeroTrainingArguments) if field.name not in stock}
+    expected = {f"zero_{field.name}": field.default for field in dataclasses.fields(zero.ZeroConfig)}
+    assert {name: field.default for name, field in own.items()} == expected
+    assert all(field.metadata["help"] for field in own.values())
+
+
+@pytest.mark.parametrize("flag", ["--zero_stage", "--zero-stage"])
+def test_arguments_from_the_command_line(flag: str, tmp_path: Path) -> None:
+    parser = HfArgumentParser(zero.ZeroTrainingArguments)
+    line = ["--output_dir", str(tmp_path), "--use_cpu", flag, "3", "--zero-reduce-dtype", "bfloat16"]
+    (args,) = parser.parse_args_into_dataclasses(line)
+    assert args.parallelism_config.config == zero.ZeroConfig(stage=3, reduce_dtype="bfloat16")
+    again = pickle.loads(pickle.dumps(args))
+    assert again.parallelism_config.config == args.parallelism_config.config
+    assert json.loads(args.to_json_string())["parallelism_config"]["stage"] == 3
+    replaced = dataclasses.replace(args, zero_stage=1)
+    assert replaced.parallelism_config.config.stage == 1
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True}
+    with pytest.raises(zero.ConfigError, match="stage must be 0, 1, 2 or 3"):
+        zero.ZeroTrainingArguments(**settings, zero_stage=7)
+    with pytest.raises(zero.ConfigError, match="remove --deepspeed"):
+        zero.ZeroTrainingArguments(**settings, deepspeed={"zero_optimization": {"stage": 3}})
+    with pytest.raises(zero.ConfigError, match="remove --fsdp"):
+        zero.ZeroTrainingArguments(**settings, fsdp="full_shard")
+    with pytest.raises(zero.ConfigError, match="sets parallelism_config itself"):
+        zero.ZeroTrainingArguments(**settings, parallelism_config=ParallelismConfig())
+
+
+def test_arguments_forget_an_older_accelerator(tmp_path: Path) -> None:
+    """TrainingArguments resets accelerate's state, so that the plugin it makes is the one in force."""
+    Accelerator(cpu=True)
+    args = zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero_stage=3, report_to=[])
+    trainer = Trainer(gpt2(), args)
+    assert isinstance(trainer.accelerator, zero.ZeroAccelerator)
+
+
+def test_an_accelerator_between_arguments_and_trainer_is_found(tmp_path: Path) -> None:
+    args = zero.ZeroTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, zero_stage=3, report_to=[], max_steps=1, save_strategy="no"
+    )
+    Accelerator(cpu=True)
+    with pytest.raises(zero.ConfigError, match="an Accelerator was built between"):
+        zero.ZeroTrainer(gpt2(), args)
+    with pytest.raises(zero.ConfigError, match="build no other Accelerator between"):
+        Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=[zero.ZeroCallback()]).train()
+
+
+class OwnTrainer(Trainer):
+    """A user's subclass."""
+
+
+def test_trainer_classes(tmp_path: Path) -> None:
+    made = zero.zero_trainer_cls(OwnTrainer)
+    assert made is zero.zero_trainer_cls(OwnTrainer)
+    assert issubclass(made, OwnTrainer)
+    assert made.__name__ == "ZeroOwnTrainer"
+    assert zero.zero_trainer_cls(Trainer) is zero.ZeroTrainer
+    assert zero.zero_trainer_cls(zero.ZeroTrainer) is zero.ZeroTrainer
+    args = zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero_stage=1, report_to=[])
+    trainer = OwnTrainer(gpt2(), args)
+    assert isinstance(trainer, OwnTrainer)
+    assert type(trainer).__name__ == "ZeroOwnTrainer"
+    plain = OwnTrainer(gpt2(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    assert type(plain) is OwnTrainer
+
+
+class GivenTrainer(Trainer):
+    """Uses an Accelerator that was built elsewhere."""
+
+    given: Any = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self.accelerator = self.given
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+
+def small(folder: Path, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": []}
+    return {"output_dir": str(folder), "disable_tqdm": True, **settings, **changes}
+
+
+def test_an_accelerator_from_elsewhere(tmp_path: Path) -> None:
+    args = TrainingArguments(**small(tmp_path, save_strategy="no"))
+    GivenTrainer.given = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    trainer = GivenTrainer(gpt2(), args, train_dataset=Tokens())
+    assert type(trainer) is GivenTrainer
+    trainer.train()
+    assert type(trainer).__name__ == "ZeroGivenTrainer", "it learnt to save when its model was sharded"
+
+
+def test_callback_reports_once_before_and_once_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = zero.ZeroTrainingArguments(**small(tmp_path, save_strategy="no", zero_stage=3))
+    Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=[zero.ZeroCallback()]).train()
+    text = capsys.readouterr().out
+    assert text.count("MiB per rank") == 1
+    assert text.count("2 step(s). On this rank now:") == 1
+
+
+def test_a_checkpoint_without_optimizer_state_is_warned_of(tmp_path: Path) -> None:
+    settings = small(tmp_path, save_only_model=True, zero_stage=2, save_steps=1)
+    Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens()).train()
+    trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens())
+    with pytest.warns(UserWarning, match="holds no optimizer state"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
+    """The same checkpoint folder, written by two runs."""
+    for number in range(2):
+        settings = small(tmp_path, zero_stage=2, save_steps=2, learning_rate=10.0 ** -(2 + number))
+        trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens())
+        trainer.train()
+    zero.verify(tmp_path / "checkpoint-2")
+    look = Look()
+    settings = small(tmp_path, zero_stage=3, max_steps=3, save_strategy="no")
+    resumed = Trainer(gpt2(4), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens(), callbacks=[look])
+    expected = trainer.optimizer.state_dict()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance({"m": look.optimizer["state"][0]["exp_avg"]}, {"m": expected["state"][0]["exp_avg"]}) == 0.0
+
+
+def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path: Path) -> None:
+    """In the middle of an epoch, where the stock Trainer takes one: a job that starts again by itself would drift."""
+    for resume in (None, True):
+        settings = small(tmp_path, zero_stage=2, save_steps=2, max_steps=2)
+        trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens())
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == 2
+    assert trainer.state.epoch is not None
+    assert trainer.state.epoch % 1
+    stored = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    now = trainer.model.state_dict()
+    assert distance({name: now[name] for name in stored}, stored) == 0.0
+
+
+def test_resume_without_checkpoints_is_the_stock_error(tmp_path: Path) -> None:
+    trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**small(tmp_path, zero_stage=3)), train_dataset=Tokens())
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+class PickleTrainer(Trainer):
+    """Saves in a way of its own."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        torch.save(dict(self.model.state_dict()), Path(str(output_dir)) / "own.bin")
+
+
+def test_a_trainer_that_saves_otherwise_gets_the_values(tmp_path: Path) -> None:
+    args = zero.ZeroTrainingArguments(**small(tmp_path, zero_stage=3))
+    trainer = PickleTrainer(gpt2(), args, train_dataset=Tokens())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "own"))
+    zero.verify(tmp_path / "own")
+    found = torch.load(tmp_path / "own" / "own.bin", weights_only=True)
+    assert distance(found, dict(trainer.model.state_dict())) == 0.0
+
+
+class MoreTrainer(Trainer):
+    """Pickles something of its own besides."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        head = {"bias": self.model.state_dict()["transformer.ln_f.bias"]}
+        torch.save(head, Path(str(output_dir)) / "head.bin")
+
+
+def test_a_trainer_that_pickles_more_gets_the_values(tmp_path: Path) -> None:
+    args = zero.ZeroTrainingArguments(**small(tmp_path, zero_stage=3, save_steps=2))
+    trainer = MoreTrainer(gpt2(), args, train_dataset=Tokens())
+    trainer.train()
+    folder = tmp_path / "checkpoint-2"
+    zero.verify(folder)
+    state = trainer.model.state_dict()
+    found = torch.load(folder / "head.bin", weights_only=True)
+    assert torch.equal(found["bias"], state["transformer.ln_f.bias"])
+    assert (
+        distance({**load_file(folder / "model.safetensors"), "lm_head.weight": state["lm_head.weight"]}, dict(state))
+        == 0.0
+    )
+
+
+class CardTrainer(Trainer):
+    """A card of its own, as TRL's trainers have."""
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None) -> None:  # type: ignore[override]
+        (Path(str(self.args.output_dir)) / "README.md").write_text(f"{model_name} {dataset_name}")
+
+
+def test_a_trainers_own_card_stays(tmp_path: Path) -> None:
+    args = zero.ZeroTrainingArguments(**small(tmp_path, zero_stage=3, save_strategy="no"))
+    trainer: Any = CardTrainer(gpt2(), args, train_dataset=Tokens())
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(model_name="mine", dataset_name="rows")
+    assert (tmp_path / "README.md").read_text() == "mine rows"
+
+
+def test_model_card(tmp_path: Path) -> None:
+    args = zero.ZeroTrainingArguments(**small(tmp_path, zero_stage=3, save_strategy="no"))
+    trainer = Trainer(gpt2(), args, train_dataset=Tokens())
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(tags="tiny", dataset="user/rows", license="mit")
+    text = (tmp_path / "README.md").read_text()
+    for part in ("- tiny", "- user/rows", "license: mit", "zero-stage-3", "learning_rate"):
+        assert part in text
+    assert "num_train_epochs" not in text, "max_steps is what counts"
+    zero.verify(tmp_path)
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
+    out = tmp_path_factory.mktemp("trainer")
+    return launch("trainer_job", out, timeout=200), out
+
+
+@pytest.fixture
+def found(job: tuple[Results, Path]) -> Results:
+    return job[0]
+
+
+def assert_curve(mine: dict[str, list[float]], reference: dict[str, list[float]], rel: float) -> None:
+    for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
+        assert mine[name] == pytest.approx(reference[name], rel=rel), name
+
+
+def assert_run(mine: dict[str, Any], reference: dict[str, Any], rel: float) -> None:
+    assert_curve(mine["curve"], reference["curve"], rel)
+    for name in ("before", "after", "predictions"):
+        assert mine[name] == pytest.approx(reference[name], rel=rel), name
+    assert mine["best"] == reference["best"] == "checkpoint-4"
+    assert mine["dtype"] == reference["dtype"] == "float32"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_argument_is_enough(found: Results, stage: int) -> None:
+    """Evaluate, train, evaluate, save, load the best, predict; the very files of data parallel."""
+    mine, reference = found(f"stage {stage}"), found("ddp")
+    assert_run(mine, reference, 2e-6)
+    stock = [name for name in mine["files"] if "optimizer" not in name and Path(name).name not in OURS]
+    assert stock == [name for name in reference["files"] if "optimizer" not in name]
+    assert [name for name in mine["files"] if name.startswith("checkpoint-8/")] == [f"checkpoint-8/{n}" for n in FOLDER]
+    assert len(mine["curve"]["eval_loss"]) == 3
+    assert mine["class"] == "ZeroTrainer"
+    saved = found(f"stage {stage} saved")
+    assert saved.pop("reloaded") == 0.0
+    assert max(saved.values()) < 1e-5
+    assert {"optimizer 4", "optimizer 8"} <= set(saved)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("check", "reference", "tolerance"),
+    [("resume 3", "stage 3", 0.0), ("resume 1 from 3", "stage 3", 1e-5), ("zero from ddp", "ddp", 1e-5)],
+)
+def test_resume_equals_uninterrupted(found: Results, check: str, reference: str, tolerance: float) -> None:
+    resumed, whole = found(check), found(reference)
+    assert resumed["weights"] <= tolerance
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert resumed["curve"][name] == pytest.approx(whole["curve"][name], rel=2e-6)
+
+
+@pytest.mark.gloo
+def test_trainer_class(found: Results) -> None:
+    assert_run(found("trainer class"), found("ddp"), 2e-6)
+
+
+@pytest.mark.gloo
+def test_plain_data_parallel_does_not_resume_from_it_unawares(found: Results) -> None:
+    assert "optimizer.pt" in found("plain from ours")
+
+
+@pytest.mark.gloo
+def test_save_only_model(found: Results) -> None:
+    files = found("save_only_model")
+    assert {"model.safetensors", "zero_manifest.json"} <= set(files)
+    assert not [name for name in files if "optimizer" in name or "rng" in name]
+
+
+@pytest.mark.gloo
+def test_a_damaged_newest_checkpoint_is_passed_over(found: Results) -> None:
+    """One bit of its optimizer state: `resume_from_checkpoint=True` says so and goes on from the one before."""
+    same, warned = found("damaged")
+    assert float(same) == 0.0
+    assert "checkpoint-4. Passed over: checkpoint-8:" in warned
+    assert "exp_avg.safetensors is damaged" in warned
+    assert len(found("damaged", rank=1)) == 1, "rank 0 speaks"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_fresh_start_where_all_is_damaged(found: Results, rank: int) -> None:
+    said = found("nothing left", rank=rank)
+    assert said.startswith("CheckpointError: ")
+    assert "holds 2 checkpoint folders and none is complete: checkpoint-8: " in said
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_failed_checkpoint_leaves_the_one_before(found: Results, rank: int, async_save: bool) -> None:
+    seen = found(f"crash {async_save}", rank=rank)
+    assert seen["said"].startswith("CheckpointError: ")
+    assert "failed on rank 1: OSError: no space left" in seen["said"]
+    assert seen["left"] == ["checkpoint-4"]
+    assert seen["fine"] == 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_behind_training_is_reported_at_its_end(found: Results, rank: int) -> None:
+    seen = found("fails behind", rank=rank)
+    assert seen["said"].startswith("CheckpointError: ")
+    assert "checkpoint-8" in seen["said"]
+    assert "File too large" in seen["said"]
+    assert seen["left"] == ["checkpoint-4"]
+
+
+@pytest.mark.gloo
+def test_written_behind_it_is_the_same(found: Results) -> None:
+    seen = found("behind")
+    assert seen["unequal"] == []
+    assert seen["names"]
+    assert seen["curves"]
+    assert seen["best"], "paths are those of the finished checkpoints"
+    assert seen["count"] == 3
+
+
+@pytest.mark.gloo
+def test_evaluate_a_checkpoint(found: Results) -> None:
+    expected, loss = found("evaluate a checkpoint")
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.gloo
+def test_resume_into_a_sharded_model(found: Results) -> None:
+    assert found("resume into a sharded model") == 0.0
+
+
+@pytest.mark.gloo
+def test_nodes_without_a_shared_disk(found: Results) -> None:
+    """Rank 0's node has the whole checkpoint, the other has nothing; to resume, both need to see it."""
+    seen, other = found("two nodes"), found("two nodes", rank=1)
+    if not seen["apart"]:
+        pytest.skip("needs the right to mount a file system")
+    assert [name for name in seen["files"] if name.startswith("checkpoint-8/")] == [
+        f"checkpoint-8/{name}" for name in sorted([*FOLDER, "training_args.bin"])
+    ]
+    assert other["left"] == []
+    for rank in (seen, other):
+        assert rank["resume"].startswith("CheckpointError: ")
+        assert "is not there for ranks [1]" in rank["resume"]
+
+
+@pytest.mark.gloo
+def test_born_sharded(found: Results) -> None:
+    seen = found("born")
+    assert seen["weights"] == seen["resumed"] == 0.0
+    assert seen["from ddp"] < 1e-5
+
+
+@pytest.mark.gloo
+def test_rotation_keeps_the_best_and_the_last(found: Results) -> None:
+    best, *names = found("rotation")
+    assert best == "True"
+    assert len(names) == 2
+    assert "checkpoint-8" in names
+    assert not {"checkpoint-99", ".checkpoint-98.zero_saving"} & set(names)
+
+
+@pytest.mark.gloo
+def test_a_damaged_best_is_not_all_that_stays(found: Results) -> None:
+    best, *names = found("damaged best")
+    assert best == "checkpoint-4"
+    assert "checkpoint-8" in names
+
+
+@pytest.mark.gloo
+def test_bf16(found: Results) -> None:
+    assert_run(found("bf16"), found("ddp bf16"), 1e-3)
+    saved = found("bf16 saved")
+    assert saved["weights 4"] < 1e-5
+    assert saved["optimizer 4"] < 1e-6
+    assert saved["reloaded"] == 0.0
+
+
+@pytest.mark.gloo
+def test_train_twice(found: Results) -> None:
+    runs = found("twice")
+    assert_curve(runs["twice"], runs["twice_ddp"], 2e-6)
+
+
+@pytest.mark.gloo
+def test_a_plain_module(found: Results) -> None:
+    """A model that transformers knows nothing about saves and resumes too."""
+    runs = found("plain module")
+    assert_curve(runs["plain"], runs["plain_ddp"], 2e-6)
+    assert runs["weights"] < 1e-5
+    assert runs["resumed"] == 0.0
+
+
+@pytest.mark.gloo
+def test_bert_classification_with_a_metric(found: Results) -> None:
+    runs = found("classification")
+    mine, reference = runs["bert"], runs["bert_ddp"]
+    assert_curve(mine["curve"], reference["curve"], 2e-6)
+    for name in ("accuracy", "rows", "best"):
+        assert mine[name] == reference[name]
+    assert runs["weights"] < 1e-5
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_generate_with_other_lengths_on_each_rank(found: Results, rank: int) -> None:
+    seen = found("generate", rank=rank)
+    assert seen == {"equal": True, "tokens": 4 + 3 + 5 * rank}
+
+
+@pytest.mark.gloo
+def test_seq2seq_trainer_generates(found: Results) -> None:
+    assert found("generating evaluation") == {"equal": True, "rows": 8}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluate_without_training(found: Results, stage: int) -> None:
+    seen = found(f"evaluate only {stage}")
+    assert seen["loss"] == pytest.approx(seen["plain"], rel=1e-6)
+    assert seen["weights"] == 0.0
+    assert seen["quiet"], "nothing is gathered to save"
+    assert seen["engine"] is (stage == 3), "sharding saves memory in evaluation only where parameters are sharded"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failed_save_raises_on_every_rank(found: Results, rank: int) -> None:
+    message = found("save fails", rank=rank)
+    assert message.startswith("CheckpointError: ")
+    assert "a_file" in message
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("check", "start", "text"),
+    [
+        ("bf16_full_eval", "ConfigError", "use bf16=True"),
+        ("no plugin", "ConfigError", "needs a ZeroPlugin"),
+        ("callback without plugin", "ConfigError", "model that is not sharded"),
+        ("adafactor", "UnsupportedOptimizerError", "Adafactor"),
+    ],
+)
+def test_wrong_combinations_are_refused(found: Results, check: str, start: str, text: str) -> None:
+    message = found("refusals")[check]
+    assert message.startswith(start)
+    assert text in message
+
+
+@pytest.mark.gloo
+def test_push_to_the_hub(tmp_path: Path) -> None:
+    """Every save and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pushed = launch("hub_job", tmp_path, str(port))("push")
+    steps = [f"Training in progress, step {step}" for step in (2, 4)]
+    assert pushed["commits"] == [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
+    assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(
+        pushed["files"]
+    )
+    assert not [name for name in pushed["files"] if "zero_saving" in name]
+    assert pushed["weights"] == 0.0
+    assert "zero-stage-3" in pushed["card"]
+
+
+class Look(TrainerCallback):
+    """What training starts from."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.optimizer: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights = dict(kwargs["model"].state_dict())
+        self.optimizer = kwargs["optimizer"].state_dict()
+
+
+@pytest.mark.gloo
+def test_resume_on_one_rank(job: tuple[Results, Path], tmp_path: Path) -> None:
+    """Written by two ranks; this process resumes alone, at another stage."""
+    found, out = job
+    found("stage 3")
+    folder = out / "stage3" / "checkpoint-4"
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        parallelism_config=zero.ZeroPlugin(stage=1),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        weight_decay=0.1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        optim="adamw_torch",
+    )
+    look = Look()
+    trainer = Trainer(gpt2(seed=4), args, train_dataset=Tokens(), callbacks=[look])
+    trainer.train(resume_from_checkpoint=str(folder))
+    look.weights.pop("lm_head.weight")
+    assert distance(look.weights, load_file(folder / "model.safetensors")) == 0.0
+    names = [name for group in zero.engine_of(trainer.model).group_options() for name in group["params"]]
+    for state in ("exp_avg", "exp_avg_sq"):
+        mine = {names[number]: entries[state] for number, entries in look.optimizer["state"].items()}
+        assert distance(mine, load_file(folder / "optimizer" / f"{state}.safetensors")) == 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_resume_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    """Two ranks write, one or three go on with the same rows in a step: the losses of the uninterrupted run."""
+    whole = launch("worlds_job", tmp_path / "whole", str(tmp_path / "run"))("run")
+    resumed = launch("worlds_job", tmp_path / "resumed", str(tmp_path / "run"), "resume", ranks=ranks)("run")
+    assert resumed["world"] == ranks
+    assert len(resumed["loss"]) == 4
+    assert resumed["loss"] == pytest.approx(whole["loss"], rel=2e-6)
+    assert resumed["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-5)

@@ -1,0 +1,102 @@
+"""Every stage x world size x precision x accumulation x clipping equals plain data parallel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hf_zero.comm.wire import CollectiveWire
+from hf_zero.runtime.transports import Roads
+from tests.kit.common import Case, differences, train_engine, train_reference
+
+pytestmark = pytest.mark.gloo
+
+
+def compare(rank: int, world: int, model: str, dtype: str) -> list[str]:
+    """All stages, accumulations and clippings of one (world, model, precision); what is off, by rank 0."""
+    wrong = []
+    references = {}
+    for accumulation, clip, stage in itertools.product((1, 3), (None, 0.5), (0, 1, 2, 3)):
+        case = Case(model, stage, dtype, accumulation, clip)
+        ours, engine = train_engine(rank, world, case)
+        engine.detach()
+        if rank != 0:
+            continue
+        average_first = stage >= 2 and world > 1
+        key = (accumulation, clip, average_first)
+        if key not in references:
+            references[key] = train_reference(world, case, average_first)
+        reference = references[key]
+        largest, rms = differences(ours, reference)
+        losses = max(abs(a - b) for a, b in zip(ours.losses, reference.losses))
+        norms = max((abs(a - b) / b for a, b in zip(ours.norms, reference.norms)), default=0.0)
+        # Sums are taken in rank order on both sides, so without clipping nothing may differ; stage 0 leaves the order to
+        # the all-reduce. Clipping multiplies by a coefficient that two correct norms may round differently; Adam turns one
+        # such bit into up to 2 lr where a gradient is next to zero, so there the mean counts.
+        if clip is None and (stage > 0 or world <= 2):
+            good = largest == 0.0 and losses == 0.0
+        else:
+            good = (
+                rms < (2e-5 if dtype == "no" else 1e-4)
+                and largest < 1e-2
+                and losses < 2e-3
+                and norms < (1e-5 if dtype == "no" else 2e-3)
+            )
+        if not good or ours.scale != reference.scale:
+            wrong.append(
+                f"{case}: parameters and state {largest:.2e} (rms {rms:.2e}), losses {losses:.2e}, norms {norms:.2e}, "
+                f"scale {ours.scale} against {reference.scale}"
+            )
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equals_data_parallel(pools, world, model, dtype):
+    wrong = pools[world].run(compare, model, dtype, timeout_s=240)[0]
+    assert not wrong, "\n".join(wrong)
+
+
+def grouped(rank: int, world: int) -> list[float]:
+    out = []
+    for stage in (1, 2, 3):
+        case = Case(stage=stage, groups=2)
+        ours, _ = train_engine(rank, world, case)
+        if rank == 0:
+            out.append(differences(ours, train_reference(world, case, average_first=True))[0])
+    return out
+
+
+def test_two_parameter_groups_are_bit_equal(two):
+    assert two.run(grouped)[0] == [0.0, 0.0, 0.0]
+
+
+def narrow(rank: int, world: int) -> float:
+    case = Case(stage=3, dtype="bf16", reduce_dtype="bfloat16")
+    ours, _ = train_engine(rank, world, case)
+    return differences(ours, train_reference(world, case, average_first=True))[0] if rank == 0 else 0.0
+
+
+def test_reduce_dtype_bfloat16_is_close(two):
+    difference = two.run(narrow)[0]
+    assert 0.0 < difference < 2e-2
+
+
+def collective(rank: int, world: int) -> list[tuple[int, str, float, float]]:
+    """The wire that CUDA uses, here over gloo's own collectives: same buffers, same waits, the backend's order of sums."""
+    out = []
+    for stage, dtype in itertools.product((0, 1, 2, 3), ("no", "bf16")):
+        case = Case(stage=stage, dtype=dtype, accumulation=2, clip=0.5, groups=2)
+        ours, _ = train_engine(rank, world, case, roads=Roads(wire=CollectiveWire))
+        if rank == 0:
+            out.append((stage, dtype, *differences(ours, train_reference(world, case, stage >= 2))))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collective_wire(pools, world):
+    for stage, dtype, largest, rms in pools[world].run(collective)[0]:
+        assert rms < (2e-5 if dtype == "no" else 1e-4), (stage, dtype, rms)
+        assert largest < 1e-2, (stage, dtype, largest)

@@ -1,0 +1,415 @@
+"""Optimizers over whole matrices: equal to themselves where nothing is cut, refused by name elsewhere, never silently wrong."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_zero as zero
+from hf_zero.runtime.supported_optimizers import needs_wholes
+from tests.kit.injection import calls
+from tests.runtime.test_models import Stack, sgd
+from tests.runtime.test_ownership import adamw, plainly, trained
+
+pytestmark = pytest.mark.gloo
+
+
+class Odd(nn.Module):
+    """Shapes (), (1,) and (1, 1) beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Parameter(torch.tensor([2.0]))
+        self.lone = nn.Parameter(torch.tensor([[0.3]]))
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.line(x) * self.one + self.lone
+
+
+class Mixed(Stack):
+    block = Odd
+
+
+class Layerwise(torch.optim.Optimizer):
+    """LAMB-like: scales by each layer's norm; nothing in its name says so."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    def rate(self, p: Tensor) -> Tensor:
+        return p.norm().clamp(min=1e-3) / p.grad.norm().clamp(min=1e-3)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    m.lerp_(p.grad, 0.5)
+                    p.sub_(group["lr"] * self.rate(p) * m)
+
+
+class Global(Layerwise):
+    """Prodigy-like: one number over all parameters, so that two flat parts in one optimizer would agree."""
+
+    def rate(self, p: Tensor) -> Tensor:
+        everything = [q for group in self.param_groups for q in group["params"] if q.grad is not None]
+        return torch.stack([q.grad.square().sum() for q in everything]).sum().rsqrt()
+
+
+class Blockwise(Layerwise):
+    """8-bit-like: states of long parameters are quantised by blocks of 256 elements, with a scale for each."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["codes"] = torch.zeros(p.numel(), dtype=torch.uint8)
+                    state["scales"] = torch.zeros(-(-p.numel() // 256))
+                blocks = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % 256)).view(-1, 256)
+                state["scales"] = blocks.abs().amax(dim=1).clamp(min=1e-8)
+                codes = (blocks / state["scales"][:, None] * 127 + 128).round().to(torch.uint8)
+                state["codes"] = codes.flatten()[: p.numel()].clone()
+                grad = (codes.float() - 128) / 127 * state["scales"][:, None]
+                p.sub_(group["lr"] * grad.flatten()[: p.numel()].view(p.shape))
+
+
+class Replaces(Layerwise):
+    """Gives parameters new memory."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * self.rate(p) * p.grad
+
+
+class Untried(Layerwise):
+    """Cannot step before its user has told it something."""
+
+    def step(self, closure=None):
+        if len(self.param_groups[0]["params"]) < 3:
+            raise RuntimeError("call prepare() first")
+        super().step(closure)
+
+
+class TwoRules(torch.optim.Optimizer):
+    """Muon-like for some groups, plain descent for others."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 1e-2, "whole": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * (p.grad / p.grad.norm().clamp(min=1e-3) if group["whole"] else p.grad))
+
+
+class Eager(torch.optim.Optimizer):
+    """Schedule-free-like: steps in training mode only. Element-wise."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "train_mode": False})
+
+    def train(self):
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("not in train mode")
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+
+
+def hf_adafactor(params):
+    import transformers
+
+    return transformers.Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=True, warmup_init=False)
+
+
+def two_rules(params):
+    params = list(params)
+    return TwoRules(
+        [{"params": [p for p in params if p.dim() < 2]}, {"params": [p for p in params if p.dim() > 1], "whole": True}]
+    )
+
+
+OPTIMIZERS = {
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "transformers' Adafactor": hf_adafactor,
+    "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2),
+    "layerwise": Layerwise,
+    "global": Global,
+    "blockwise": Blockwise,
+    "replaces": Replaces,
+    "untried": Untried,
+    "two rules": two_rules,
+}
+PLACES = [(1, 2), (1, 3), (2, 0)]
+
+
+def equals_plain(rank: int, world: int, stage: int, names: list[str], folder: str) -> None:
+    for name in names:
+        build = OPTIMIZERS[name]
+        torch.manual_seed(0)
+        plain, model = Mixed(), Mixed()
+        model.load_state_dict(plain.state_dict())
+        model.blocks[1].line.requires_grad_(False)
+        plain.blocks[1].line.requires_grad_(False)
+        if name == "Muon":  # the rest of the model is another optimizer's business
+            for each in (model, plain):
+                for p in each.parameters():
+                    p.requires_grad_(p.dim() == 2)
+        opt, reference = build(list(model.parameters())), build(list(plain.parameters()))
+        groups = list(opt.param_groups)
+        for step in range(2):  # warm
+            plainly(plain, reference, world, step)
+            plainly(model, opt, world, step)
+        config = zero.ZeroConfig(stage=stage)
+        engine = zero.shard(model, opt, config)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
+        expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.9)
+        for step in (2, 3):
+            trained(model, opt, rank, step)
+            plainly(plain, reference, world, step)
+            scheduler.step()
+            expected.step()
+        same(model, opt, plain, reference, name)
+        # Its state, by torch's own pair of methods, by a checkpoint, and back in a plain optimizer.
+        opt.load_state_dict(opt.state_dict())
+        assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
+        where = f"{folder}/{name}"
+        engine.save(where)
+        trained(model, opt, rank, 9)
+        engine.load(where)
+        trained(model, opt, rank, 4)
+        plainly(plain, reference, world, 4)
+        same(model, opt, plain, reference, name)
+        other = Mixed()
+        for p, q in zip(other.parameters(), model.parameters()):
+            p.requires_grad_(q.requires_grad)
+        fresh = build(list(other.parameters()))
+        again = zero.shard(other, fresh, config)
+        again.load(where)
+        trained(other, fresh, rank, 4)
+        same(other, fresh, plain, reference, name)
+        with pytest.raises(zero.ConfigError, match="offload_states"):
+            again.offload_states()
+        engine.detach()
+        plainly(model, opt, world, 5)
+        plainly(plain, reference, world, 5)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
+
+
+def same(model: nn.Module, opt, plain: nn.Module, reference, name: str) -> None:
+    for key, p in plain.named_parameters():
+        assert torch.equal(zero.full_parameter(model.get_parameter(key)), p), (name, key)
+    ours, theirs = opt.state_dict(), reference.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert list(ours["state"]) == list(theirs["state"]), name
+    for index, entries in theirs["state"].items():
+        assert set(ours["state"][index]) == set(entries)
+        for key, value in entries.items():
+            mine = ours["state"][index][key]
+            if isinstance(value, Tensor):
+                assert mine.dtype == value.dtype, (name, key)
+                assert mine.shape == value.shape, (name, key)
+                assert torch.equal(mine, value), (name, key)
+            else:
+                assert mine == value, (name, key)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize(("world", "stage"), PLACES)
+def test_equals_the_plain_optimizer_where_nothing_is_cut(pools, tmp_path, world, stage, half):
+    pools[world].run(equals_plain, stage, list(OPTIMIZERS)[half::2], str(tmp_path))
+
+
+def refused(rank: int, world: int, folder: str) -> None:
+    def tried(name: str, **config) -> str:
+        model = Mixed()
+        opt = OPTIMIZERS[name](list(model.parameters()))
+        before = [group["params"][0] for group in opt.param_groups]
+        with pytest.raises(zero.UnsupportedOptimizerError) as caught:
+            zero.shard(model, opt, zero.ZeroConfig(**config))
+        assert [group["params"][0] for group in opt.param_groups] == before  # nothing has changed
+        assert not any(p.isnan().any() for p in model.parameters())
+        return str(caught.value)
+
+    for name in OPTIMIZERS:
+        for stage in (1, 2, 3) if world > 1 else ():
+            message = tried(name, stage=stage)
+            assert "ZeroConfig(stage=0) on any number of ranks, or one rank" in message
+            assert "element-wise" in message
+        message = tried(name, stage=2, offload_optimizer="cpu")
+        assert ("one rank with offload_optimizer='none'" if world > 1 else "set offload_optimizer='none'") in message
+    model = Stack()
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=2, offload_optimizer="cpu"))
+    with pytest.raises(zero.UnsupportedOptimizerError, match="Layerwise"):
+        engine.bind(Layerwise(model.parameters()))
+    with pytest.raises(zero.UnsupportedOptimizerError, match=r"LBFGS.*keeps the parameters"):
+        zero.shard(line := nn.Linear(3, 3), torch.optim.LBFGS(line.parameters()), zero.ZeroConfig(stage=0))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_refused_elsewhere_with_advice_that_is_true(pools, tmp_path, world):
+    pools[world].run(refused, str(tmp_path))
+
+
+def test_what_is_element_wise():
+    class Keeps(Layerwise):
+        def __init__(self, params):
+            super().__init__(params)
+            self.mine = {"all": [group["params"] for group in self.param_groups]}
+
+    def needs(build, cut: bool = False) -> bool:
+        model = Mixed()
+        return needs_wholes(build(list(model.parameters())), set(model.parameters()), cut=cut, offloaded=False)
+
+    assert not any(needs(build, cut=True) for build in (adamw, sgd, Eager, torch.optim.RAdam))
+    assert all(needs(build) for build in OPTIMIZERS.values())
+    with pytest.raises(zero.UnsupportedOptimizerError, match=r"keeps the parameters it was built with \(as 'mine'\)"):
+        needs(Keeps)
+
+    def warming(params):
+        return Layerwise(params, lr=0.0)  # as a scheduler's warm-up leaves it
+
+    assert needs(warming)
+
+
+def grown(rank: int, world: int, stage: int) -> None:
+    """A group added half way, clipping, a loss scaler, accessors; as the plain loop."""
+    torch.manual_seed(0)
+    plain, model = Stack(), Stack()
+    model.load_state_dict(plain.state_dict())
+
+    def first(m: nn.Module) -> list[Tensor]:
+        return [p for n, p in m.named_parameters() if "blocks.1" not in n]
+
+    opt, reference = Layerwise(first(model)), Layerwise(first(plain))
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    for step in range(4):
+        if step == 2:
+            opt.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 5e-3})
+            reference.add_param_group({"params": list(plain.blocks[1].parameters()), "lr": 5e-3})
+        trained(model, opt, rank, step)
+        plainly(plain, reference, world, step)
+        plain.zero_grad()
+    same(model, opt, plain, reference, "grown")
+    weight = model.head.weight
+    assert torch.equal(zero.full_optimizer_state(weight, "m"), reference.state[plain.head.weight]["m"])
+    zero.set_full_optimizer_state(weight, "m", torch.ones_like(plain.head.weight))
+    assert zero.local_optimizer_state(weight, "m").tolist() == [1.0] * weight.numel()
+    assert engine.report().measured["optimizer"] > 0
+    from tests.runtime.test_models import token_loss
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(token_loss(model, 0, 5)).backward()
+    scaler.unscale_(opt)
+    norm = engine.clip_grad_norm_(1e-2, parameters=[p for group in opt.param_groups for p in group["params"]])
+    token_loss(plain, 0, 5).backward()
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2))
+    shown = {p.shape: p.grad for group in opt.param_groups for p in group["params"]}
+    torch.testing.assert_close(shown[plain.head.weight.shape], plain.head.weight.grad, rtol=1e-5, atol=1e-9)
+    opt.zero_grad()
+    assert all(p.grad is None for group in opt.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 0)])
+def test_groups_clipping_scalers_and_accessors(pools, world, stage):
+    pools[world].run(grown, stage)
+
+
+def other_class(rank: int, world: int, folder: str) -> None:
+    model = Stack()
+    opt = adamw(model.parameters())
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=2))
+    trained(model, opt, rank, 0, 1)
+    engine.save(folder)
+    for build in (sgd, lambda params: torch.optim.RMSprop(params, lr=0.1), lambda params: Eager(params)):
+        other = Stack()
+        wrong = build(list(other.parameters()))
+        before = dict(wrong.param_groups[0])
+        engine = zero.shard(other, wrong, zero.ZeroConfig(stage=1))
+        with pytest.raises(zero.CheckpointError, match=rf"state of AdamW.*optimizer is {type(wrong).__name__}"):
+            engine.load(folder)
+        assert {k: v for k, v in wrong.param_groups[0].items() if k != "params"} == {
+            k: v for k, v in before.items() if k != "params"
+        }
+        engine.load(folder, load_optimizer=False)
+    other = Stack()
+    fits = torch.optim.Adam(other.parameters(), lr=1e-4)
+    engine = zero.shard(other, fits, zero.ZeroConfig(stage=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load(folder)
+    said = [str(w.message) for w in caught if "takes over" in str(w.message)]
+    assert len(said) == (rank == 0)
+    assert rank or ("'exp_avg'" in said[0] and "'lr': 0.01" in said[0])
+    for name in ("blocks.0.up.weight", "head.weight"):
+        mine = zero.full_optimizer_state(other.get_parameter(name), "exp_avg")
+        assert torch.equal(mine, zero.full_optimizer_state(model.get_parameter(name), "exp_avg"))
+
+
+def test_the_state_of_another_class(two, tmp_path):
+    two.run(other_class, str(tmp_path))
+
+
+def full_disk(rank: int, world: int, folder: str) -> None:
+    """Whatever file a full disk is met in, it is named: the system's own message lacks it."""
+    torch.manual_seed(0)
+    model = Stack()
+    opt = adamw(model.parameters())
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=2))
+    trained(model, opt, rank, 0)
+    engine.save(folder)
+
+    def save_failing_at(k: int) -> str | None:
+        writes = itertools.count()
+
+        def before(_, call, args) -> None:
+            if call[0] in ("create", "pwrite") and next(writes) == k:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        try:
+            with calls(before):
+                engine.save(folder)
+        except zero.CheckpointError as error:
+            return str(error)
+        return None
+
+    messages = list(itertools.takewhile(lambda message: message is not None, map(save_failing_at, itertools.count())))
+    found = [re.search(rf"{re.escape(folder)}/\.zero_saving/ck/?([\w./]*)", message) for message in messages]
+    assert all("No space left" in message and match for message, match in zip(messages, found)), messages
+    named = {match[1].rstrip(":") for match in found}
+    assert {
+        "model.safetensors",
+        "optimizer/exp_avg.safetensors",
+        "zero_state.safetensors",
+        "zero_manifest.json",
+    } <= named
+    zero.verify(folder)
+
+
+def test_a_full_disk_is_told_of_with_the_file(pools, tmp_path):
+    pools[1].run(full_disk, str(tmp_path / "ck"))

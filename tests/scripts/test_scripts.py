@@ -1,0 +1,331 @@
+"""The scripts as a user runs them: real processes, real launchers, two CPU ranks, a few steps.
+
+Run: pytest tests/scripts/test_scripts.py. Every process has a time limit and is gone afterwards. Not here: CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    default_data_collator,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import finetune
+import finetune_data
+import finetune_no_trainer
+
+import hf_zero as zero
+
+ROOT = Path(__file__).parents[2]
+FINETUNE, NO_TRAINER = str(ROOT / "scripts" / "finetune.py"), str(ROOT / "scripts" / "finetune_no_trainer.py")
+LAUNCHER = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
+SMALL = ["--max-steps=6", "--logging-steps=1", "--per-device-train-batch-size=4", "--block-size=64"]
+SMALL += ["--max-train-samples=96", "--max-eval-samples=12", "--disable-tqdm=true", "--corpus-size=300000"]
+LIMIT = 120  # seconds for one launch, on a machine that does other things too
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
+
+
+@dataclass
+class Ended:
+    """One process that has ended."""
+
+    status: int
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Working directory of all runs; the Hugging Face caches are in it, so that nothing is there before."""
+    return tmp_path_factory.mktemp("scripts")
+
+
+def start(command: Sequence[str], place: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "HF_"))}
+    environment |= {"HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", **variables}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(*processes: subprocess.Popen[str]) -> list[Ended]:
+    """Wait for all, at most `LIMIT` seconds each; whatever is left of their sessions is ended."""
+    try:
+        texts = [process.communicate(timeout=LIMIT) for process in processes]
+        return [Ended(process.returncode, *text) for process, text in zip(processes, texts)]
+    finally:
+        for process in processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            process.wait()
+
+
+def run(command: Sequence[str], place: Path, **variables: str) -> str:
+    """The output of a command that has to succeed."""
+    (ended,) = finish(start(command, place, **variables))
+    if ended.status:
+        raise RuntimeError(f"{command} ended with {ended.status}:\n{ended.output[-3000:]}\n{ended.errors[-6000:]}")
+    return ended.output
+
+
+def torchrun(words: Sequence[str], place: Path) -> str:
+    return run(["-m", LAUNCHER["torchrun"], "--standalone", "--nproc-per-node=2", *words], place)
+
+
+def run_ranks(words: Sequence[str], place: Path, **variables: str) -> list[Ended]:
+    """Two ranks without a launcher: nobody ends the one when the other has failed, and their outputs stay apart."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
+    return finish(*(start(words, place, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(2)))
+
+
+def history(folder: Path, key: str) -> list[float]:
+    return [log[key] for log in json.loads((folder / "trainer_state.json").read_text())["log_history"] if key in log]
+
+
+# --- what works ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(place: Path) -> Path:
+    """clm under plain data parallel on two ranks; the run that also fills the caches."""
+    torchrun([FINETUNE, *SMALL, "--zero-stage=0", "--output-dir=plain"], place)
+    return place / "plain"
+
+
+def test_stage_3_on_two_ranks_trains_like_plain_data_parallel(place: Path, plain: Path) -> None:
+    command = ["-m", LAUNCHER["accelerate"], "--multi_gpu", "--num_processes=2", "--main_process_port=0", FINETUNE]
+    output = run([*command, *SMALL, "--zero_stage=3", "--output_dir=sharded"], place, ACCELERATE_USE_CPU="true")
+    sharded = place / "sharded"
+    for key in ("loss", "grad_norm", "eval_loss", "eval_perplexity"):
+        assert len(history(plain, key)) >= 2
+        assert history(sharded, key) == pytest.approx(history(plain, key), rel=2e-4), key
+    assert history(sharded, "eval_perplexity")[-1] < 0.8 * history(sharded, "eval_perplexity")[0]
+
+    one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in (plain, sharded))
+    for (name, expected), found in zip(one.named_parameters(), other.parameters()):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
+    text = "def main(argv):\n    return 0\n"
+    tokenizer = AutoTokenizer.from_pretrained(sharded)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+    for words in (
+        "ZeRO stage 3 on 2 ranks",
+        "plain DP",
+        "transformer.wte",
+        "spans",
+        "tokens/s",
+        "peak memory",
+        "sharded",
+    ):
+        assert words in output, words
+    assert output.index("plain DP") < output.index("eval_perplexity")  # what goes where, before step 0
+    assert output.count("6 steps on 2 rank(s)") == 1  # the main process alone
+
+
+def test_perplexity_is_the_saved_models_own(place: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted again, by hand, over the cached evaluation blocks."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache" / "datasets")
+    monkeypatch.setattr(finetune_data, "CACHE", place / "cache" / "hf_zero")
+    _, _, data = finetune.prepare(*finetune.parse([*SMALL, f"--output-dir={place / 'again'}"]))
+    model = AutoModelForCausalLM.from_pretrained(plain).eval()
+    with torch.no_grad():
+        loss = model(**default_data_collator(list(data.eval))).loss
+    assert math.exp(loss) == pytest.approx(history(plain, "eval_perplexity")[-1], rel=1e-4)
+    # The Trainer's own mean is over batches, which differ in size here; a miscounted token per row would be 1/64 off.
+    assert loss.item() == pytest.approx(history(plain, "eval_loss")[-1], rel=5e-3)
+
+
+def test_masked_language_model_on_two_ranks(place: Path) -> None:
+    torchrun([FINETUNE, *SMALL, "--task=mlm", "--zero-stage=2", "--output-dir=mlm"], place)
+    perplexities = history(place / "mlm", "eval_perplexity")
+    assert perplexities[-1] < 0.9 * perplexities[0]
+    loss = history(place / "mlm", "eval_loss")[0]
+    assert loss == pytest.approx(math.log(perplexities[0]), rel=0.02)  # per token, not multiplied by the ranks
+    AutoModelForMaskedLM.from_pretrained(place / "mlm")
+
+
+def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
+    common = [FINETUNE, *SMALL, "--task=classification", "--zero-stage=3", "--output-dir=classes", "--save-steps=3"]
+    output = torchrun(common, place)
+    assert "macro F1" in output
+    folder = place / "classes"
+    first = history(folder, "loss")
+    scores = history(folder, "eval_accuracy") + history(folder, "eval_f1")
+    assert all(0 <= score <= 1 for score in scores)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model.config.num_labels == 8
+    assert "email" in model.config.label2id
+    with (folder / "checkpoint-6" / "optimizer" / "exp_avg.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"X")
+    run([*common, "--resume-from-checkpoint=latest"], place)  # on one rank, from checkpoint-3
+    zero.verify(folder / "checkpoint-6")
+    again = history(folder, "loss")
+    assert again[:3] == first[:3]
+    assert len(again) == len(first) == 6
+
+
+def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Path, plain: Path) -> None:
+    (place / "own.csv").write_text("".join(["body,kind\n", *(f"row number {n} of it,{n % 2}\n" for n in range(200))]))
+    words = ["--zero-stage", "3", "--model", str(plain), "--dataset", "own.csv", "--text_column", "body"]
+    words += ["--max_steps", "3", "--block_size", "32", "--disable_tqdm", "true", "--output_dir", "runs/own"]
+    output = run(["-m", LAUNCHER["accelerate"], FINETUNE, *words], place)
+    assert "ZeRO stage 3 on 1 rank" in output
+    AutoModelForCausalLM.from_pretrained(place / "runs" / "own")
+
+
+def test_the_best_model_needs_no_more_than_the_steps() -> None:
+    words = ["--load-best-model-at-end=true", "--metric-for-best-model=loss", "--save-steps=2", "--eval-steps=2"]
+    _, args = finetune.parse(words)
+    assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
+
+
+def zero_flags(text: str) -> dict[str, str]:
+    """Of a `--help`: the spellings of every flag that is a setting of the engine, each with its help."""
+    names = {field.name for field in fields(zero.ZeroConfig)}
+    found = {}
+    for entry in re.split(r"\n  (?=-)", text.partition("\noptions:")[2]):
+        spelled = re.findall(r"(?:^|, )--([\w-]+)", entry)
+        if any(name.startswith("zero") or name.replace("-", "_") in names for name in spelled):
+            found[" ".join(spelled)] = " ".join(entry.split())
+    return found
+
+
+def test_both_scripts_take_the_same_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune", "--help"])
+    found = []
+    for main in (finetune.main, finetune_no_trainer.main):
+        with pytest.raises(SystemExit):
+            main()
+        found.append(zero_flags(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert set(found[0]) == {
+        " ".join(dict.fromkeys((f"zero_{name}", f"zero-{name.replace('_', '-')}")))
+        for name in (field.name for field in fields(zero.ZeroConfig))
+    }
+
+
+def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
+    (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
+    small = [
+        "--steps=4",
+        "--batch-size=2",
+        "--block-size=64",
+        "--accumulation=2",
+        "--output-dir=loop",
+        "--save-steps=2",
+    ]
+    output = torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=3"], place)
+    before, after = (float(word.replace(",", "")) for word in output.split("perplexity")[1].split("│")[1].split("→"))
+    assert after < before
+    AutoModelForCausalLM.from_pretrained(place / "loop")
+    AutoTokenizer.from_pretrained(place / "loop")
+    weights = (place / "loop" / "model.safetensors").read_bytes()
+    shutil.rmtree(place / "loop" / "checkpoints" / "checkpoint_4")
+    torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=2", "--resume"], place)
+    assert (place / "loop" / "model.safetensors").read_bytes() == weights
+
+
+# --- what does not ---------------------------------------------------------------------------------------------------
+
+BAD = {
+    "unknown model": (["--model=no/such"], "no model 'no/such'"),
+    "missing file": (["--dataset=missing.jsonl"], "no dataset file 'missing.jsonl'"),
+    "empty dataset": (["--dataset=empty.jsonl"], "empty.jsonl"),
+    "rows without text": (["--dataset=blank.jsonl"], "the dataset is empty or too small"),
+    "no text column": (["--dataset=columns.jsonl"], "no column 'text' or 'sentence' or 'content'"),
+    "no label column": (["--dataset=text.jsonl", "--task=classification"], "no column 'label' or 'labels'"),
+    "stage 7": (["--zero-stage=7"], "stage must be 0, 1, 2 or 3"),
+    "ranks": (["--nproc=0"], "the number of ranks is the launcher's"),
+    "unwritable folder": (["--output-dir=text.jsonl/under"], "'text.jsonl/under' is not writable"),
+}
+
+
+def one_error(ended: Ended, rank: int, message: str) -> None:
+    lines = [line for line in ended.errors.splitlines() if "error:" in line]
+    assert ended.status == 1, ended.errors
+    assert len(lines) == 1, ended.errors
+    assert lines[0].startswith(f"[rank {rank}] error:")
+    assert message in lines[0]
+    assert "Traceback" not in ended.errors
+
+
+def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
+    """All cases in one pair of processes: starting them is what takes long. How a process ends is tested below."""
+    (place / "empty.jsonl").write_text("")
+    (place / "blank.jsonl").write_text('{"text": ""}\n')
+    (place / "columns.jsonl").write_text('{"a": "x", "b": "y"}\n')
+    (place / "text.jsonl").write_text('{"text": "x"}\n' * 50)
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import finetune, finetune_console as console\n"
+        "for name, words in json.loads(sys.argv[2]).items():\n"
+        "    try: finetune.main(words); print(json.dumps([name, 'no error']))\n"
+        "    except Exception as error: print(json.dumps([name, console.one_line(error)]))\n"
+    )
+    cases = {name: [*SMALL, "--output-dir=bad", *words] for name, (words, _) in BAD.items()}
+    for ended in run_ranks(["-c", code, str(ROOT / "scripts"), json.dumps(cases)], place):
+        assert ended.status == 0, ended.errors
+        found = dict(json.loads(line) for line in ended.output.splitlines() if line.startswith("["))
+        assert set(found) == set(BAD), ended.errors
+        for name, (_, message) in BAD.items():
+            assert message in found[name], name
+            assert "\n" not in found[name]
+
+
+def test_a_failing_command_ends_both_ranks_with_one_line_and_no_traceback(place: Path) -> None:
+    for rank, ended in enumerate(run_ranks([FINETUNE, *SMALL, "--dataset=missing.txt", "--output-dir=bad"], place)):
+        one_error(ended, rank, "no dataset file 'missing.txt'")
+
+
+def test_zero_ranks_are_refused_and_a_traceback_is_there_on_request(place: Path) -> None:
+    (ended,) = finish(start([FINETUNE], place, WORLD_SIZE="0", RANK="0", LOCAL_RANK="0", HF_ZERO_DEBUG="1"))
+    assert ended.status == 1
+    assert "Traceback" in ended.errors
+    assert "[rank 0] error: expected WORLD_SIZE >= 1" in ended.errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("when", ["at the end", "at a checkpoint"])
+def test_a_full_disk_at_save_ends_both_ranks(place: Path, plain: Path, when: str) -> None:
+    """No file may grow past 6 MiB: the weights (10 MiB) do not fit, everything before them is cached or small."""
+    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, resource.RLIM_INFINITY))"
+    code = f"{limit}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    words = [*SMALL, "--zero-stage=3", "--output-dir=full", *(["--save-steps=2"] if when == "at a checkpoint" else [])]
+    for rank, ended in enumerate(run_ranks(["-c", code, FINETUNE, *words], place)):
+        one_error(ended, rank, "model.safetensors could not be written")
+        assert "27" in ended.errors or "too large" in ended.errors
+    assert not (place / "full" / "model.safetensors").exists() or when == "at the end"
