@@ -16,18 +16,28 @@ from .uses import Order, Trace
 class BackwardOrder:
     """Of one schedule.
 
+    Args:
+        ask, after_reduce: see `schedule.Callbacks`.
+
     Attributes:
-        ask: asked on every rank at the end of a backward that syncs; `answered`: whether it was true on any rank.
-        after_reduce: called once per backward that syncs, when all of a unit's gradients are with their owners.
+        answered: whether `ask` was true on any rank.
         reducing: the unit whose gradients are on their way.
         blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
     """
 
-    def __init__(self, traces: Sequence[Trace], wire: SoloWire, *, frees: bool, defers: bool) -> None:
+    def __init__(
+        self,
+        traces: Sequence[Trace],
+        wire: SoloWire,
+        ask: Callable[[], bool],
+        after_reduce: Callable[[Unit], None] | None,
+        *,
+        frees: bool,
+        defers: bool,
+    ) -> None:
         self._traces, self._wire, self._frees, self._defers = traces, wire, frees, defers
-        self.ask: Callable[[], bool] = lambda: False
+        self._ask, self._after_reduce = ask, after_reduce
         self.answered = False
-        self.after_reduce: Callable[[Unit], None] | None = None
         self.blind: Trace | None = None
         self._sync = True
         self._backward = Order()
@@ -186,9 +196,9 @@ class BackwardOrder:
             self._step(trace)
 
     def _step(self, trace: Trace) -> None:
-        if self.after_reduce is not None and self._sync and trace.reduced and not trace.stepped:
+        if self._after_reduce is not None and self._sync and trace.reduced and not trace.stepped:
             trace.stepped = True
-            self.after_reduce(trace.unit)
+            self._after_reduce(trace.unit)
 
     def _finish_reduces(self) -> None:
         late, self._late = self._late, []
@@ -219,7 +229,7 @@ class BackwardOrder:
 
     def _agree_on_gradients(self) -> None:
         """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
-        asked = self.ask()
+        asked = self._ask()
         while True:
             blind = self.blind
             flags: list[int] = [trace.unit.has_grads() for trace in self._traces]

@@ -123,6 +123,8 @@ class Buffers:
 
     def changed(self) -> bool:
         """Whether this rank has one that changed since the ranks last agreed and is not sent yet."""
+        if not self.watched:
+            return False
         now, seen = self._now(), self._seen
         return len(now) != len(seen) or bool([1 for (a, v), (b, w) in zip(now, seen) if a is not b or v != w])
 

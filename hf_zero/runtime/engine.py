@@ -44,7 +44,7 @@ from .optimizer import Binding, originals_of, state_tensors, take_state, with_cl
 from .overflow import Overflow
 from .ownership import refuse_owned
 from .record import Recorder
-from .schedule import Schedule
+from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import FullState
 from .state_shard import Fields
@@ -138,7 +138,8 @@ class Engine:
             self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
         self._gradients = Gradients(self.sharded, self.offload, self._overflow, self.flush)
         self._passes = 0  # backwards and steps
-        self._schedule = self._new_schedule()
+        self.schedule = Schedule(model, self._assembly.hosts(), self._wire, self._callbacks())
+        """When units move."""
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire, self.settle)
@@ -236,16 +237,11 @@ class Engine:
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._edits.settle()
-        former = self._schedule
-        seen = former.state()
-        former.detach(whole=False)
         self._full_state.detach()
         self.sharded.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
         copies.protect(self.sharded)
-        self._schedule = self._new_schedule()
-        self._schedule.take_over(seen)
-        former.heir = self._schedule
+        self.schedule.recut(self.units)
         self._full_state = FullState(self.model, self.units, self._wire, self.settle)
         self._edits = Edits(self.model, self.units)
 
@@ -268,11 +264,11 @@ class Engine:
         Stages 0 and 1: gradients add up on this rank and travel once, with the first backward outside (or at the step).
         Stages 2 and 3: they still go to their owners each time, which is what keeps them sharded.
         """
-        before, self._schedule.sync = self._schedule.sync, False
+        before, self.schedule.sync = self.schedule.sync, False
         try:
             yield
         finally:
-            self._schedule.sync = before
+            self.schedule.sync = before
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -305,11 +301,11 @@ class Engine:
         """
         if not set_to_none:
             self._gradients.zero()
-            self._schedule.unsynced = False
+            self.schedule.unsynced = False
             return
         for unit in self.units:
             unit.drop_grads(shards=True)
-        self._schedule.unsynced = False
+        self.schedule.unsynced = False
         if self._binding is not None:
             self._binding.show_grads()
 
@@ -404,7 +400,7 @@ class Engine:
             CheckpointError: on every rank, naming the file and what is wrong. The model may hold part of it then: load
                 another one before going on.
         """
-        self._schedule.quiesce()
+        self.schedule.quiesce()
         for unit in self.units:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
@@ -474,11 +470,6 @@ class Engine:
         self._gradients.show_slices()
 
     @property
-    def schedule(self) -> Schedule:
-        """When units move. Another object after units were cut anew."""
-        return self._schedule
-
-    @property
     def wire(self) -> SoloWire:
         return self._wire
 
@@ -494,7 +485,7 @@ class Engine:
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
-        self._schedule.quiesce()
+        self.schedule.quiesce()
         self.settle()
 
     def settle(self, flats: Iterable[Flat] | None = None) -> None:
@@ -531,7 +522,7 @@ class Engine:
         Args:
             flats: whose gradients are to be what the parameters' `.grad` say; None: all.
         """
-        self._schedule.flush()
+        self.schedule.flush()
         self.finish_step()
         if not _inside_backward():
             self._gradients.settle(flats)
@@ -542,7 +533,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
-        self._schedule.reset()
+        self.schedule.reset()
 
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
@@ -559,7 +550,7 @@ class Engine:
             self.recorder.close()
         self._assembly.dissolve()
         self.offload.close()
-        self._schedule.detach(whole=True)
+        self.schedule.detach()
         self._full_state.detach()
         for handle in self._handles:
             handle.remove()
@@ -625,16 +616,14 @@ class Engine:
             overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
             overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
-    def _new_schedule(self) -> Schedule:
-        schedule = Schedule(self.model, self._assembly.hosts(), self._wire)
-        schedule.before_forward = self._before_forward
-        if self.buffers.watched:
-            schedule.order.ask = self.buffers.changed
-        schedule.before_backward = self._before_backward
-        schedule.after_backward = self._after_backward
-        if self.config.step_in_backward:
-            schedule.order.after_reduce = self._step_unit
-        return schedule
+    def _callbacks(self) -> Callbacks:
+        return Callbacks(
+            before_forward=self._before_forward,
+            before_backward=self._before_backward,
+            after_reduce=self._step_unit if self.config.step_in_backward else None,
+            ask=self.buffers.changed,
+            after_backward=self._after_backward,
+        )
 
     # What hooks call ------------------------------------------------------------------------------------------------
 
@@ -679,22 +668,22 @@ class Engine:
             self.offload.agree_on_reads()
 
     def _after_any_forward(self, *_: Any) -> None:
-        self.buffers.after_forward(self._schedule.sync)
+        self.buffers.after_forward(self.schedule.sync)
 
     def _before_backward(self) -> None:
-        if self._schedule.sync or self.policy.reduce_each_backward:
+        if self.schedule.sync or self.policy.reduce_each_backward:
             self._gradients.hide()
 
     def _after_backward(self) -> None:
-        if self._schedule.sync and self.buffers.watched:
-            self.buffers.agree(changed=self._schedule.order.answered)
+        if self.schedule.sync and self.buffers.watched:
+            self.buffers.agree(changed=self.schedule.order.answered)
         self.offload.agree_on_reads()
-        if self._schedule.sync:
+        if self.schedule.sync:
             self.offload.land()
         if self._binding is None and self._trains_unbound is False:
             self._trains_unbound = any(flat.grads() for flat in self._trained)
         storage = self.offload.storage if self.config.offloads else None
-        self._overflow.show(self.units, storage, reduced=self._schedule.sync and self.layout.shards > 1)
+        self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.layout.shards > 1)
         if self._binding is not None:
             self._binding.show_grads()
         self._gradients.show()
@@ -718,8 +707,8 @@ class Engine:
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
                 "yet: run a forward and a backward before the step"
             )
-        self._schedule.flush()
-        self._schedule.quiesce()
+        self.schedule.flush()
+        self.schedule.quiesce()
         self._gradients.settle()
         self._edits.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
@@ -740,7 +729,7 @@ class Engine:
         self.offload.end_step()
         self._assembly.regather()
         self._edits.optimizer_wrote = False
-        self._schedule.stepped()
+        self.schedule.stepped()
         self._passes += 1
         if self.recorder is not None:
             self.recorder.step()

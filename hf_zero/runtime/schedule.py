@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -61,8 +62,12 @@ class Lead:
     __slots__ = ("dispensable", "schedule")
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = weakref.ref(schedule)
+        self.schedule: Callable[[], Schedule | None] = weakref.ref(schedule)
         self.dispensable = not schedule.frees  # else parameters may be released
+
+    def end(self) -> None:
+        """The units of graphs that were made so far are no more."""
+        self.schedule = _nobody
 
     def missing(self) -> None:
         """A backward comes to a unit that is no more.
@@ -78,21 +83,46 @@ class Lead:
             )
 
 
+def _nobody() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a schedule calls, in the order of a step.
+
+    Attributes:
+        before_forward: the model's forward begins, and no part of it is under way. The units may be cut anew in it.
+        before_backward: the first event of a backward, before the ranks agree on its order.
+        after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
+        ask: at the end of a backward that syncs, on every rank; `BackwardOrder.answered` says if any rank said yes.
+        after_backward: every owner's gradients are complete, and everything is released.
+    """
+
+    before_forward: Callable[[], None] = lambda: None
+    before_backward: Callable[[], None] = lambda: None
+    after_reduce: Callable[[Unit], None] | None = None
+    ask: Callable[[], bool] = lambda: False
+    after_backward: Callable[[], None] = lambda: None
+
+
 class Schedule:
     """Installs the hooks on one model and runs its units."""
 
-    def __init__(self, model: nn.Module, units: Iterable[tuple[Unit, list[nn.Module]]], wire: SoloWire) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[tuple[Unit, list[nn.Module]]],
+        wire: SoloWire,
+        callbacks: Callbacks,
+    ) -> None:
         self.model = model
         self.wire = wire
+        self.callbacks = callbacks
         self.sync = True
         """False inside `no_sync`."""
         self.unsynced = False
         """Some local gradients wait for a reduce. The same on every rank, as `no_sync` is."""
-        self.before_backward: Callable[[], None] = lambda: None
-        self.after_backward: Callable[[], None] = lambda: None
-        self.before_forward: Callable[[], None] = lambda: None
-        self.heir: Schedule | None = None
-        """What was put in its place. That may be when a forward begins: torch goes on with the hooks that it found."""
         self._handles: list[Any] = []
         self._pass = self._clock = 0
         self._forward = Order()
@@ -103,96 +133,102 @@ class Schedule:
         self._running: list[Host] = []  # hosts whose forward is under way, innermost last
         self._hooked: Host | None = None  # in whose forward saved tensors pass through `_saved` just now
         self._learning = LEARNING
-        self._inner: list[tuple[nn.Module, Trace]] = []  # modules inside hosts
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
+        self._touched: list[Use] = []  # in the backward under way
         self.traces: list[Trace] = []
         self._hosts: list[Host] = []
         for unit, modules in units:
             trace = Trace(unit, modules, len(self.traces))
             self.traces.append(trace)
             self._hosts += [Host(module, trace) for module in modules]
+        self._guests: list[Host] = []  # modules inside hosts that act as hosts
         self.frees = any(not trace.unit.policy.keep_full for trace in self.traces)
-        self._lead = Lead(self)
         # Alone, a reduce is an addition in place: nothing to put off.
         self._defers = any(not t.unit.policy.reduce_each_backward for t in self.traces) and wire.size > 1
-        self.order = BackwardOrder(self.traces, wire, frees=self.frees, defers=self._defers)
         self._root = Host(model, None)
         for host in self._hosts:
             self._hook(host, self._pre_forward, self._post_forward)
-        self._dictionaries: list[on_read.ParameterDict] = []
+        hosts = {host.module for host in self._hosts}
+        self._inner = [(m, host) for host in self._hosts for m in host.module.modules() if m not in hosts]
+        self._dictionaries = on_read.put_on(self._readable(), self._read) if self.frees else []
         self._trace_of: dict[nn.Module, Trace] = {}
-        self._opened: set[Trace] = set()
-        self._touched: list[Use] = []  # in the backward under way
+        self._set_out()
         if self.frees:
-            owner_of = {
-                flat.full.untyped_storage()._cdata: weakref.ref(trace)
-                for trace in self.traces
-                for flat in trace.unit.flats
-            }
-            self._saved = SavedTensors(owner_of, partial(_bring, self._lead))
-            self._watch_reads()
+            for trace in self.traces:
+                # Recurrent layers keep their parameters in lists: nobody sees those read.
+                if any(isinstance(inner, nn.RNNBase) for module in trace.modules for inner in module.modules()):
+                    self._host_inside(trace)
         # The last to come first: the root may be a host, too, and its forward begins a new count.
         self._hook(self._root, self._root_pre_forward, self._root_post_forward)
+
+    def _readable(self) -> Iterator[nn.Module]:
+        """Modules that have parameters of a unit."""
+        known = {param for trace in self.traces for flat in trace.unit.flats for param in flat.params}
+        for module in self.model.modules():
+            if any(param in known for param in module._parameters.values() if param is not None):
+                yield module
+
+    def _set_out(self) -> None:
+        """The units are new ones: what graphs, saved tensors and reads of parameters refer to."""
+        self._lead = Lead(self)
+        self.order = BackwardOrder(
+            self.traces,
+            self.wire,
+            self.callbacks.ask,
+            self.callbacks.after_reduce,
+            frees=self.frees,
+            defers=self._defers,
+        )
+        self._forward = Order()
+        if not self.frees:
+            return
+        owner_of = {
+            flat.full.untyped_storage()._cdata: weakref.ref(trace) for trace in self.traces for flat in trace.unit.flats
+        }
+        self._saved = SavedTensors(owner_of, partial(_bring, self._lead))
+        trace_of = {param: trace for trace in self.traces for flat in trace.unit.flats for param in flat.params}
+        watched: dict[Trace, list[on_read.ParameterDict]] = {trace: [] for trace in self.traces}
+        for each in self._dictionaries:
+            traces = {trace_of[param] for param in each.values() if param is not None and param in trace_of}
+            if traces:  # a parameter of the module's may have been replaced since
+                trace = self._trace_of[each.module] = min(traces, key=lambda trace: trace.at)
+                watched[trace].append(each)
+        for trace, dictionaries in watched.items():
+            trace.unit.watch(dictionaries)
+
+    def recut(self, units: Iterable[Unit]) -> None:
+        """The same modules' units with other spans. Between passes, also as a forward begins.
+
+        Hooks and what was learnt of each unit stay. Backwards over graphs that were made before are refused where parameters
+        are released.
+        """
+        self._lead.end()
+        heirs = {trace: trace.heir(unit) for trace, unit in zip(self.traces, units)}
+        self.traces = list(heirs.values())
+        for host in self._hosts + self._guests:
+            if host.trace is not None:
+                host.trace = heirs[host.trace]
+        self._set_out()
 
     def _hook(self, host: Host, before: Callable[..., None], after: Callable[..., None]) -> None:
         module, add = host.module, self._handles.append
         add(module.register_forward_pre_hook(partial(before, host), prepend=True, with_kwargs=True))
         add(module.register_forward_hook(partial(after, host), always_call=True))
 
-    def _watch_reads(self) -> None:
-        """Parameters of a released unit are gathered when they are read."""
-        unit_of = {param: trace for trace in self.traces for flat in trace.unit.flats for param in flat.params}
-        for module in self.model.modules():
-            traces = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
-            if not traces:
-                continue
-            trace = self._trace_of[module] = min(traces, key=lambda each: each.at)
-            found = on_read.put_on([module], self._read)
-            self._dictionaries += found
-            trace.unit.watch(found)
-        hosts = {host.module for host in self._hosts}
-        self._inner += [
-            (module, host.trace)
-            for host in self._hosts
-            if host.trace is not None
-            for module in host.module.modules()
-            if module not in hosts
-        ]
-        for trace in self.traces:
-            # Recurrent layers keep their parameters in lists: nobody sees those read.
-            inside = (module for host in self._hosts if host.trace is trace for module in host.module.modules())
-            if any(isinstance(module, nn.RNNBase) for module in inside):
-                self._host_inside(trace)
-
     def _host_inside(self, trace: Trace) -> None:
         """Someone calls modules inside this unit's hosts and goes around their forward: these act as hosts from now on."""
-        if trace in self._opened:
+        if trace.opened:
             return
-        self._opened.add(trace)
+        trace.opened = True
         known = {host.module for host in self._hosts}
         for module, owner in self._trace_of.items():
             if owner is trace and module not in known:
-                self._hook(Host(module, trace), self._guest_pre_forward, self._guest_post_forward)
+                self._guests.append(Host(module, trace))
+                self._hook(self._guests[-1], self._guest_pre_forward, self._guest_post_forward)
 
-    def state(self) -> tuple[Any, ...]:
-        """What `take_over` gives to the schedule of the same units with other spans."""
-        learnt = [(trace.expected, trace.strict, trace.stays, trace in self._opened) for trace in self.traces]
-        return self.sync, self.unsynced, self._seen_backward, self._learning, learnt
-
-    def take_over(self, state: tuple[Any, ...]) -> None:
-        self.sync, self.unsynced, self._seen_backward, self._learning, learnt = state
-        for trace, (expected, strict, stays, is_open) in zip(self.traces, learnt):
-            trace.expected, trace.strict, trace.stays = expected, strict, stays
-            if is_open:
-                self._host_inside(trace)
-
-    def detach(self, *, whole: bool) -> None:
-        """Take all hooks off the model.
-
-        Args:
-            whole: parameters are plain ones afterwards, and a backward over an earlier graph needs no hooks.
-        """
-        self._lead.dispensable = self._lead.dispensable or whole
+    def detach(self) -> None:
+        """Take all hooks off the model. Its parameters are plain ones: a backward over an earlier graph needs no hooks."""
+        self._lead.dispensable = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -214,13 +250,7 @@ class Schedule:
         if self._root in self._running:  # an exception that no hook was told of
             self._abandon()
         if not self._running:
-            self.before_forward()
-            if self.heir is not None:
-                self.heir._begin_in_place(args, kwargs)
-                return
-        self._begin_root(host)
-
-    def _begin_root(self, host: Host) -> None:
+            self.callbacks.before_forward()
         self._look_over()
         self._with_graph = torch.is_grad_enabled()
         self._enter(host)
@@ -229,13 +259,6 @@ class Schedule:
         if self.frees:
             for trace in self.traces:
                 trace.seen = trace.running = 0
-
-    def _begin_in_place(self, args: Any, kwargs: Any) -> None:
-        """The model's forward began with the hooks of another schedule, whose units were cut anew then."""
-        self._begin_root(self._root)
-        for host in self._hosts:
-            if host.module is self.model:
-                self._pre_forward(host, self.model, args, kwargs)
 
     def _guest_pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if host.trace is not None and not host.trace.running:
@@ -263,9 +286,9 @@ class Schedule:
         if self.frees and self._hooked is None and torch.is_grad_enabled():
             if not self._running:
                 # A hook of others on a module inside a host may record its tensors: a backward may begin there.
-                for module, trace in self._inner:
-                    if module._forward_hooks or module._forward_pre_hooks:
-                        trace.strict = True
+                for module, owner in self._inner:
+                    if owner.trace is not None and (module._forward_hooks or module._forward_pre_hooks):
+                        owner.trace.strict = True
             strict = self._learning if host.trace is None else self._learning or host.trace.strict
             if strict and self._saved.push():
                 self._hooked = host
@@ -301,7 +324,7 @@ class Schedule:
         self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         trace = host.trace
-        if trace is None or self.heir is not None:
+        if trace is None:
             return
         if not self._running:  # a part of the model, called by itself
             if self._in_backward and not in_backward_of_any():
@@ -542,7 +565,7 @@ class Schedule:
         self._in_backward = self._seen_backward = True
         self._task = torch._C._current_graph_task_id()
         self._again = torch.is_grad_enabled()
-        self.before_backward()
+        self.callbacks.before_backward()
         self.order.begin(self.sync)
         if self._again and self.frees:  # what it saves of parameters is not told to `_saved`
             for trace in self.traces:
@@ -597,7 +620,7 @@ class Schedule:
         self._touched.clear()
         self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
-        self.after_backward()
+        self.callbacks.after_backward()
         blind, self.order.blind = self.order.blind, None
         if blind is not None:
             raise StateError(
@@ -626,7 +649,7 @@ class Schedule:
             self.order.finish()
         finally:
             self.sync = sync
-        self.after_backward()
+        self.callbacks.after_backward()
 
     def quiesce(self) -> None:
         """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""

@@ -64,7 +64,7 @@ class Unit:
         """Parameters could not be read from disk: what was computed since is worthless."""
         self.always_asks = False
         """Every access to a parameter is told to the schedule, also while the unit is gathered."""
-        self._dictionaries: list[ParameterDict] = []
+        self._dictionaries: Sequence[ParameterDict] = ()
         self._brings: list[tuple[Flat, Inflight]] = []
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -197,10 +197,9 @@ class Unit:
 
     def watch(self, dictionaries: Sequence[ParameterDict]) -> None:
         """These modules' parameters belong to this unit: while it is released, a read of one is told to the schedule."""
-        self._dictionaries += dictionaries
-        if self.state is not State.GATHERED:
-            for each in dictionaries:
-                each.__class__ = GatherOnRead
+        self._dictionaries = dictionaries
+        for each in dictionaries:
+            each.__class__ = ParameterDict if self.state is State.GATHERED and not self.always_asks else GatherOnRead
 
     def gather_if_kept(self) -> None:
         """After the slices have been elsewhere: whole again, where the stage keeps that. A collective there."""

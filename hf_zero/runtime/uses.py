@@ -108,13 +108,14 @@ class Trace:
 
     __slots__ = (
         "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
-        "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "noted", "noticed",
-        "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses",
-        "weightless",
+        "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "modules",
+        "noted", "noticed", "opened", "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped",
+        "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
         self.unit = unit
+        self.modules = modules  # its hosts
         self.at = at  # its index
         self.expected = len(modules)  # uses in a pass, as of the last one
         self.seen = 0  # in this pass so far
@@ -126,6 +127,7 @@ class Trace:
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.noticed = False  # its parameters have hooks of their own
+        self.opened = False  # modules inside its hosts act as hosts
         self.borrowed = False  # others than its hosts have read it
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
@@ -140,6 +142,13 @@ class Trace:
         self.entered = False  # there for this rank's use
         self.stepped = False  # who wants to know has been told that all gradients are there
         self.local = False  # gradients wait on this rank, from a backward that did not send them
+
+    def heir(self, unit: Unit) -> Trace:
+        """What takes its place when the unit's spans are cut anew: it knows what was learnt, and none of the uses."""
+        trace = Trace(unit, self.modules, self.at)
+        trace.expected, trace.strict, trace.stays = self.expected, self.strict, self.stays
+        trace.opened, trace.noticed = self.opened, self.noticed
+        return trace
 
     def release(self) -> None:
         """Unless it is held."""
