@@ -53,7 +53,7 @@ from .transports import Roads
 from .unit import Unit
 from .usage import report
 from .whole_matrices import WholeBinding
-from .write_watch import Edits
+from .writes import WriteWatch
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -143,7 +143,7 @@ class Engine:
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire, self.settle)
-        self._edits = Edits(model, self.units)
+        self._writes = WriteWatch(model, self.units, self.quiesce, self.refresh)
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
         overrides.put_on(model, self.units, self.zero_grad)
@@ -236,14 +236,14 @@ class Engine:
         fields: Sequence[Fields],
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
-        self._edits.settle()
+        self._writes.settle()
         self._full_state.detach()
         self.sharded.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
         copies.protect(self.sharded)
         self.schedule.recut(self.units)
         self._full_state = FullState(self.model, self.units, self._wire, self.settle)
-        self._edits = Edits(self.model, self.units)
+        self._writes.restart()
 
     def _part_spans(self) -> None:
         """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
@@ -405,7 +405,7 @@ class Engine:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
         with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
-            self._edits.settle()
+            self._writes.settle()
         self.wait_for_save()
         load(
             self.sharded,
@@ -498,7 +498,7 @@ class Engine:
             StateError, TierError: see `finish_step`; what was written cannot be carried over.
         """
         self.finish_step()
-        self._edits.settle(flats)
+        self._writes.settle(flats)
 
     def finish_step(self) -> None:
         """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
@@ -639,24 +639,12 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
-        self._follow_edits()
+        graph = torch.is_grad_enabled()
+        self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
         self.buffers.before_forward()
         if self.recorder is not None:
             self.recorder.forward()
-
-    def _follow_edits(self) -> None:
-        graph = torch.is_grad_enabled()
-        flats = self._edits.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
-        if not flats:
-            return
-        if self.policy.keep_full:
-            self._edits.settle()
-            self.refresh()
-        else:
-            self.quiesce()
-            for flat in flats:
-                flat.refresh()
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.offload.monitor is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -690,7 +678,7 @@ class Engine:
         self._passes += 1
 
     def _optimizer_wrote(self) -> None:
-        self._edits.optimizer_wrote = True
+        self._writes.optimizer_wrote = True
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.offload.refuse_while_away("optimizer.step()")
@@ -710,7 +698,7 @@ class Engine:
         self.schedule.flush()
         self.schedule.quiesce()
         self._gradients.settle()
-        self._edits.before_step(in_backward=self.config.step_in_backward)
+        self._writes.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
         self._part_spans()
         self._gradients.hide_slices()
@@ -728,7 +716,7 @@ class Engine:
             self.offload.begin_step(self._binding.optimizer)
         self.offload.end_step()
         self._assembly.regather()
-        self._edits.optimizer_wrote = False
+        self._writes.optimizer_wrote = False
         self.schedule.stepped()
         self._passes += 1
         if self.recorder is not None:

@@ -23,7 +23,8 @@ from .offload_states import Arrangement
 from .shadow_optimizer import Twin, fields_of
 from .state_shard import Fields
 from .transports import Roads
-from .unit import Step, Unit
+from .unit import Unit
+from .writes import Step
 
 STATES = ("parameters", "gradients", "optimizer")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,18 +21,9 @@ from ..config import StagePolicy
 from ..core.layout import UnitLayout
 from ..errors import StateError, TierError
 from ..tiers.tier import Tier
-from . import writes as edits
+from . import writes
 from .flat_param import Flat
 from .reads import GatherOnRead, ParameterDict
-
-
-class Step(Protocol):
-    """An update under way in another thread."""
-
-    def wait(self) -> None: ...
-
-    @property
-    def is_done(self) -> bool: ...
 
 
 class State(Enum):
@@ -58,7 +48,7 @@ class Unit:
         """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
         where this rank has moved something since: collectives have one order."""
         self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
-        self.stepping: Step | None = None
+        self.stepping: writes.Step | None = None
         """The update of this unit that another thread is busy with."""
         self.failure: TierError | None = None
         """Parameters could not be read from disk: what was computed since is worthless."""
@@ -78,6 +68,14 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, {self.layout.numel} elements)"
 
+    @property
+    def is_gathered(self) -> bool:
+        return self.state is State.GATHERED
+
+    @property
+    def is_released(self) -> bool:
+        return self.state is State.SHARDED
+
     def gather(self) -> None:
         """Start to bring the full parameters in."""
         if self.state is not State.SHARDED:
@@ -90,7 +88,7 @@ class Unit:
             self.finish_step()
         if not self.policy.keep_full:
             for flat in self.flats:
-                edits.released(flat, self.name)
+                writes.check_released(flat, self.name)
                 if self._check_on_gather:
                     flat.guards.check(self.name)
         for flat in self.flats:
@@ -150,7 +148,7 @@ class Unit:
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
             if not self.policy.keep_full:
-                edits.note_watched(flat)
+                writes.note_watched(flat)
             flat.stale = False
         self.state = State.GATHERED
         if not self.always_asks:
@@ -174,7 +172,7 @@ class Unit:
                 break
         for flat in self.flats:
             try:
-                edits.in_use(flat, self)
+                writes.carry_in_use(flat, self)
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
             flat.point(flat.guards.shown)
@@ -191,7 +189,7 @@ class Unit:
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
                 try:
-                    edits.carry(flat)
+                    writes.carry(flat)
                 except TierError as error:  # on this rank alone: told to all at the end of the pass
                     self.failure = self.failure or error
 

@@ -22,11 +22,11 @@ on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import StateError
 from ..tiers.array import fetch
@@ -38,11 +38,33 @@ WATCHED_NUMEL = 1 << 22
 _PLAIN_NAMES = frozenset({"Conv1D"})
 
 
-class Holding(Protocol):
-    """A unit, as far as it is needed here."""
+class Step(Protocol):
+    """An update under way in another thread."""
+
+    def wait(self) -> None: ...
 
     @property
-    def name(self) -> str: ...
+    def is_done(self) -> bool: ...
+
+
+class Unit(Protocol):
+    """A unit of parameters (`unit.Unit`), as far as it is needed here."""
+
+    name: str
+    flats: list[Flat]
+    trained: list[Flat]
+    stepping: Step | None
+
+    @property
+    def is_gathered(self) -> bool: ...
+
+    @property
+    def is_released(self) -> bool: ...
+
+    @property
+    def in_memory(self) -> bool: ...
+
+    def finish_step(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -97,17 +119,17 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
             shard.note()
 
 
-def shown(flat: Flat, unit: str) -> None:
+def carry_replaced(flat: Flat, unit: str) -> None:
     """Where whole parameters are: `param.data` that someone has replaced is carried over."""
     moved = flat.moved(flat.addresses)
     if moved:
-        values_of(flat, unit)
+        carry_written(flat, unit)
         for index in moved:
             take_over(flat, unit, index)
         flat.note_place()
 
 
-def values_of(flat: Flat, unit: str) -> None:
+def carry_written(flat: Flat, unit: str) -> None:
     """Where whole parameters stay: what was written to them is carried over."""
     if flat.printed is None or digest(flat.place) == flat.printed:
         return
@@ -120,7 +142,7 @@ def values_of(flat: Flat, unit: str) -> None:
     flat.note_place()
 
 
-def released(flat: Flat, unit: str) -> None:
+def check_released(flat: Flat, unit: str) -> None:
     """Where parameters are released: replaced `.data` is carried over; other writes are lost.
 
     Raises:
@@ -134,7 +156,7 @@ def released(flat: Flat, unit: str) -> None:
             flat.guards.refuse(unit, index)
 
 
-def in_use(flat: Flat, unit: Holding) -> None:
+def carry_in_use(flat: Flat, unit: Unit) -> None:
     """Before a release: what was written while the parameters were there is carried over."""
     if flat.unread:
         flat.unread = False
@@ -197,3 +219,174 @@ def _joined(flat: Flat, wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
         high = part.slice_start + part.numel
     if high > low:
         yield low, high
+
+
+class WriteWatch:
+    """When one engine looks for values that somebody else wrote, and who follows them.
+
+    Args:
+        units: the engine's own list: a unit in it is replaced where it is cut anew, see `restart`.
+        release: returns with nothing gathered and all masters those of one step.
+        refresh: after masters were written, whole parameters follow, where the stage keeps them. A collective.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], release: Callable[[], None], refresh: Callable[[], None]
+    ) -> None:
+        self._model, self._units, self._release, self._refresh = model, units, release, refresh
+        self.restart()
+
+    def restart(self) -> None:
+        """The units' spans are new."""
+        self._samples_at: object = None
+        self.optimizer_wrote = False
+        """A method of the optimizer that torch's optimizers do not have was called: it may have written its tensors."""
+        self._flats = [flat for unit in self._units for flat in unit.flats]
+        self._keeps = any(flat.keeps for flat in self._flats)  # all or none
+        self._placed: list[Tensor] = []
+        """Where whole parameters stay: they and what they are views of."""
+        self._addresses: list[int] = []
+        """Of these, when they were as they should be."""
+        if self._keeps:
+            self._placed = [
+                *(param for flat in self._flats for param in flat.params),
+                *(flat.full for flat in self._flats),
+            ]
+        else:
+            watch(self._model, self._flats)
+
+    def settle(self, flats: Iterable[Flat] | None = None) -> None:
+        """Masters have what was written to parameters afterwards; of these spans, or of all. Without communication."""
+        wanted = None if flats is None else set(flats)
+        for unit in self._units:
+            for flat in unit.flats:
+                if wanted is None or flat in wanted:
+                    self._settle(unit, flat)
+
+    def _settle(self, unit: Unit, flat: Flat, *, values: bool = True) -> None:
+        if self._keeps and unit.is_gathered:
+            carry_replaced(flat, unit.name)
+            if values:
+                carry_written(flat, unit.name)
+        elif not self._keeps and unit.is_released:
+            if flat.moved(flat.guards.addresses):
+                unit.finish_step()
+                unit.close()
+            check_released(flat, unit.name)
+
+    def before_forward(self, now: object, *, values: bool) -> None:
+        """What everybody computes with follows what was written. A collective where masters were.
+
+        Args:
+            now: other than the last time: the optimizer's tensors are looked at closely.
+            values: parameters, too: their step comes before `before_step`.
+        """
+        if self._keeps and not self._in_place():
+            for unit in self._units:
+                if unit.is_gathered:
+                    for flat in unit.flats:
+                        carry_replaced(flat, unit.name)
+            self._note()
+        if self._keeps and values:
+            self._values()
+            for flat in self._flats:
+                flat.counted()  # known from here on, see `_refuse_late`
+        closely, self._samples_at = now != self._samples_at, now
+        written = self._masters(closely)
+        if not written:
+            return
+        if self._keeps:
+            self.settle()
+            self._refresh()
+        else:
+            self._release()
+            for flat in written:
+                flat.refresh()
+
+    def before_step(self, *, in_backward: bool) -> None:
+        """Masters and what is computed with are one before they are updated. Without communication.
+
+        Args:
+            in_backward: updates are under way since then, in another thread: a later write has nothing to be carried into.
+
+        Raises:
+            StateError: a parameter that is being updated was written; names it.
+        """
+        if self._keeps and in_backward:
+            for unit in self._units:
+                for flat in unit.trained if unit.is_gathered else ():
+                    if unit.in_memory:
+                        self._settle(unit, flat, values=flat.span.is_updated)
+                    elif flat.span.is_updated:
+                        self._refuse_late(flat)
+            self._note()
+        elif self._keeps and self._in_place():
+            self._values()
+        else:
+            for unit in self._units:
+                for flat in unit.flats:
+                    self._settle(unit, flat, values=flat.span.is_updated)
+            self._note()
+        for flat in self._masters(True):
+            flat.refresh()
+            flat.stale = flat.stale or flat.keeps
+
+    @staticmethod
+    def _refuse_late(flat: Flat) -> None:
+        late = flat.counted() or flat.moved(flat.addresses)
+        if late:
+            raise StateError(
+                f"parameter {flat.span.slots[late[0]].spec.name!r} was written between the beginning of a forward and the "
+                "step: with step_in_backward it is updated in backward already, and the write would be lost. Write "
+                "parameters after optimizer.step(), or turn step_in_backward off"
+            )
+
+    def _in_place(self) -> bool:
+        """Whether no parameter's `.data` was replaced since `_note`: one look at all addresses."""
+        for flat in self._flats:
+            if flat.pinned:
+                return False
+        return list(map(Tensor.data_ptr, self._placed)) == self._addresses
+
+    def _note(self) -> None:
+        """Every parameter is where it should be."""
+        gathered = True
+        for unit in self._units:
+            gathered = gathered and unit.is_gathered
+        for flat in self._flats:
+            gathered = gathered and not flat.pinned
+        self._addresses = list(map(Tensor.data_ptr, self._placed)) if self._keeps and gathered else []
+
+    def _values(self) -> None:
+        """What was written to whole parameters is carried over."""
+        for unit in self._units:
+            for flat in unit.trained:
+                if flat.printed is not None and flat.span.is_updated and unit.is_gathered:
+                    carry_written(flat, unit.name)
+
+    def _masters(self, closely: bool) -> list[Flat]:
+        found, wrote = [], self.optimizer_wrote
+        counted, self.optimizer_wrote = wrote, False
+        for unit in self._units:
+            at_work = unit.stepping is not None and not unit.stepping.is_done
+            for flat in unit.trained:
+                if not flat.span.is_updated:
+                    continue
+                edited = False
+                for shard in flat.shards:
+                    if shard.seen is None or (at_work and shard.is_offloaded):
+                        continue
+                    if shard.master._version != shard.seen[0]:
+                        edited = counted = True
+                    elif closely and not shard.aliased and shard.edited():
+                        edited = True
+                if edited or wrote:
+                    found.append(flat)
+        if found and not counted and found[0].keeps and found[0].span.shards > 1:
+            # Whether another rank sees it is not known: its part may be none of what was written.
+            raise StateError(
+                f"the optimizer's tensors ({found[0].span.spec.name!r} first) were written through `.data` since the "
+                "last step: nothing counts such writes, so ranks cannot agree to carry them over. Write the tensors themselves "
+                "under torch.no_grad(), or call engine.refresh() on every rank right afterwards"
+            )
+        return found
