@@ -14,10 +14,9 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +33,9 @@ from ..tiers.fingerprint import copied, digest
 from ..tiers.pool import Storage
 from ..tiers.records import Records
 from ..tiers.tier import Tier
-from .gradients import Gradient, Handles
+from .bucket import SpanGradients
 from .initial import left_in_files, poured, shard_over
-from .placeholder import Guards
-from .state_shard import Fields, Shard, assembled, cut, is_elementwise
-
-T = TypeVar("T")
+from .state_shard import Fields, Shard, assembled, is_elementwise
 
 
 class Staging(Protocol):
@@ -48,8 +44,51 @@ class Staging(Protocol):
     def up(self, values: Tensor, target: Tensor) -> None: ...
 
 
-class Flat:
-    """Storage of one span on this rank.
+class Guards:
+    """One NaN per parameter of a span; a released parameter's `.data` is its guard expanded to the true shape.
+
+    A stray read gives NaN; a stray write changes the guard and is found by the next gather. Types without a NaN have 0, and
+    nothing is found.
+
+    Attributes:
+        addresses: of what is shown.
+        shown: by parameter, its guard expanded, in the type that it is gathered in: a change of a parameter's type would cut it
+            off from the graphs that it is part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
+    """
+
+    def __init__(self, span: Span, device: torch.device) -> None:
+        self._span = span
+        dtype = dtype_of(span.spec.compute_dtype)
+        self._has_nan = dtype.is_floating_point or dtype.is_complex
+        value = float("nan") if self._has_nan else 0
+        self._values = torch.full((len(span.slots),), value, dtype=dtype, device=device)
+        self.shown = [guard.expand(slot.spec.shape) for guard, slot in zip(self._values.unbind(), span.slots)]
+        self.addresses = [guard.data_ptr() for guard in self.shown]
+
+    def intact(self) -> Tensor:
+        """0-dim bool: no parameter was written while it was released. No host wait."""
+        if self._has_nan:
+            return self._values.isnan().all()
+        return torch.ones((), dtype=torch.bool, device=self._values.device)
+
+    def check(self, unit: str) -> None:
+        """Raise if a parameter was written while it was released."""
+        if self._has_nan and not bool(self.intact()):
+            self.refuse(unit, int((~self._values.isnan()).nonzero()[0]))
+
+    def refuse(self, unit: str, index: int) -> NoReturn:
+        """This parameter was written while it was released."""
+        if self._has_nan:
+            self._values.fill_(float("nan"))
+        raise StateError(
+            f"parameter {self._span.slots[index].spec.name!r} of unit {unit!r} was written to while it was released (its "
+            "values live in the ranks' shards; what was written is lost). Assign `param.data = values` on every rank, or use "
+            "zero.GatheredParameters, zero.set_full_parameter or load_state_dict"
+        )
+
+
+class Flat(SpanGradients):
+    """Storage of one span on this rank: values here, gradients in the base class.
 
     Args:
         placement: where `own` and the shards rest.
@@ -67,17 +106,11 @@ class Flat:
         placement: Placement,
         fields: Fields = (),
     ) -> None:
-        self.span = span
-        self.params = list(params)
-        self.rank = wire.rank if span.shards > 1 else 0
-        self.storage = storage
+        super().__init__(span, params, wire, precision, storage)
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         self.wholes: list[nn.Parameter] = []
         """By parameter, a view of the master of true shape, where the optimizer has those instead (see `whole_matrices`)."""
-        self.device = storage.device
-        spec = span.spec
-        self.compute_dtype, self.master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
         self.rest = placement.parameters
         with torch.no_grad():
@@ -94,13 +127,10 @@ class Flat:
             self.stale = False
             """Where `full` stays: other ranks' slices of it may be old. The same on every rank: who gathers decides by it."""
             self._region: Records | None = None
-            self.shards: list[Shard] = []
             self.own: Values = self.place
             self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
-        self.views = self._cut(self.full)
+        self.views = self.cut_up(self.full)
         self._base, self._addresses = -1, [0] * len(self.params)
-        self._none, self._all = [False] * len(self.params), [True] * len(self.params)  # never written to
-        self._use = f"gradients of {span.spec.name!r} and what is with it"
         self.keeps = policy.keep_full
         self.unread = False
         """Its place in `full` could not be read from where it rests: it has no values."""
@@ -115,19 +145,6 @@ class Flat:
         self.note_place()
         self.full_bytes = self.full.numel() * self.full.element_size()
         self.guards = Guards(span, self.device)
-        self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
-        # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
-        self._holds = self.compute_dtype != self.master_dtype
-        self._held = self._allocating = False
-        self.arrived = [False] * len(self.params)
-        """By parameter: this rank has had a gradient of it since `drop_master_grad`."""
-        self.present = self.arrived
-        """The same on any rank, after a backward."""
-        shapes = [slot.spec.shape for slot in span.slots]
-        self.handles = Handles(self, shapes, self.compute_dtype, self.device)
-        self._bucket: Tensor | None = None
-        self._bucket_views: list[Tensor] = []
-        self._bucket_bytes = 0
 
     def _settle_in(
         self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields, at_rest: Records | None
@@ -203,9 +220,6 @@ class Flat:
         """On disk: `own` is the masters' field of the one shard's records."""
         return self._region is None
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        return [flat[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.span.slots]
-
     # Parameters -----------------------------------------------------------------------------------------------------
 
     def point(self, targets: Sequence[Tensor]) -> None:
@@ -270,14 +284,6 @@ class Flat:
     def uncount(self, index: int) -> None:
         """What was written to a parameter in place so far is known."""
         self._versions[index] = self.params[index]._version
-
-    def pieces(self, index: int) -> Iterator[tuple[Shard, int, int, int]]:
-        """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
-        slot, low = self.span.slots[index], self.rank * self.span.slice_numel
-        start, stop = max(low, slot.offset), min(low + self.span.slice_numel, slot.stop)
-        if start < stop:
-            for shard, at, numel in cut(self.shards, start - low, stop - start):
-                yield shard, at, numel, low + shard.start + at - slot.offset
 
     def open(self) -> None:
         """Give `full` its storage back; a gather fills it."""
@@ -485,243 +491,7 @@ class Flat:
                 place.copy_(whole.detach().reshape(-1))
                 whole.data = place.view(slot.spec.shape)
 
-    # Gradients ------------------------------------------------------------------------------------------------------
-
-    def has_grads(self) -> bool:
-        if self._held:
-            return True
-        for param in self.params:
-            grad = param.grad
-            if grad is not None and (type(grad) is not Gradient or grad.local is not None):
-                return True
-        return False
-
-    def has_nan_grads(self) -> bool:
-        for param in self.params:
-            grad = param.grad.local if isinstance(param.grad, Gradient) else param.grad
-            if grad is not None and bool(grad.isnan().any()):
-                return True
-        return False
-
-    def drop_grads(self, *, local: bool = False) -> None:
-        """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
-        for param in self.params:
-            grad = param.grad
-            if local and type(grad) is Gradient:
-                grad.local = None
-            else:
-                param.grad = None
-        if not local:
-            self.handles.drop()
-            self.present = self._all
-        if self._held:
-            self._held = False
-            self.drop_bucket()
-
-    def hold(self) -> None:
-        """Between backwards of one step, without a reduce: keep the local gradients, in float32 at least."""
-        if self._holds:
-            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype))
-            self._held = True
-
-    def _gather_local(self, grads: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
-        if not self._held:
-            bucket, views = self.bucket(dtype)
-            _fill(views, grads)
-            return bucket
-        _add(self._bucket_views, grads)
-        if self._bucket is None:
-            raise StateError("gradients are held without a bucket")
-        return self._bucket
-
-    def take(self) -> list[Tensor | None]:
-        """The local gradients, dense, in order; the parameters forget them."""
-        grads = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
-        if True in self.handles.placed:
-            grads, cleared = self.handles.sort_out(grads)
-            if cleared:
-                self.clear_reduced(cleared)
-        if False in self.arrived:
-            self.arrived = [grad is not None or old for grad, old in zip(grads, self.arrived)]
-        for index, grad in enumerate(grads):
-            if grad is not None and grad.layout is not torch.strided:
-                grads[index] = grad.to_dense()
-        return grads
-
-    @torch.no_grad()
-    def clear_reduced(self, cleared: Sequence[int]) -> None:
-        """These parameters (places in `params`) have no gradient any more: where none of the span has one, there is none."""
-        self.arrived = [has and index not in cleared for index, has in enumerate(self.arrived)]
-        self.present = [has and index not in cleared for index, has in enumerate(self.present)]
-        if True not in self.present:
-            self.drop_master_grad()
-            if self._held:
-                self._held = False
-                self.drop_bucket()
-            return
-        for index in cleared:
-            if self._held:
-                self._bucket_views[index].zero_()
-            for shard, at, numel, _ in self.pieces(index):
-                grad = shard.whole_grad()
-                if grad is not None:
-                    grad[at : at + numel].zero_()
-
-    @property
-    def waits(self) -> bool:
-        """Gradients of backwards inside `no_sync` are held in the bucket."""
-        return self._held
-
-    def waiting(self, index: int) -> Tensor:
-        """One of them, in its parameter's shape."""
-        return self._bucket_views[index]
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the shards have gradients."""
-        for shard in self.shards:  # noqa: SIM110 -- asked for often
-            if shard.has_grad:
-                return True
-        return False
-
-    def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
-        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
-        wanted = dtype or self.reduce_dtype
-        if self._bucket is None or self._bucket.dtype != wanted:
-            self._bucket = self.allocate(self.span.numel, wanted)
-            self._bucket_views = self._cut(self._bucket)
-            self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
-        else:
-            self._reserve(self._bucket_bytes, partial(self._bucket.untyped_storage().resize_, self._bucket_bytes))
-        if self.span.used_numel < self.span.numel:
-            self._bucket[self.span.used_numel :].zero_()
-        return self._bucket, self._bucket_views
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Device memory for gradients, 1-D."""
-
-        def make() -> Tensor:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-
-        return self._reserve(numel * dtype.itemsize, make)
-
-    def _reserve(self, bytes_: int, make: Callable[[], T]) -> T:
-        self._allocating = True
-        try:
-            return self.storage.allocate(self._use, bytes_, make)
-        finally:
-            self._allocating = False
-
-    @property
-    def in_use(self) -> bool:
-        """Local gradients are in the bucket, or about to be."""
-        return self._held or self._allocating
-
-    def drop_bucket(self) -> None:
-        if self._bucket is not None:
-            self._bucket.untyped_storage().resize_(0)
-
-    def source(self, wire: SoloWire) -> Tensor:
-        """The local gradients as one 1-D buffer in the reduce dtype."""
-        grads = self.take()
-        if len(grads) == 1 and wire.ragged and not self._held:
-            # A span of one parameter needs no copy: its gradient is the buffer, less the padding.
-            grad = grads[0]
-            if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous():
-                return grad.view(-1)
-        bucket = self._gather_local(grads)
-        self._held = False
-        if bucket.dtype != self.reduce_dtype:
-            sent = self.allocate(self.span.numel, self.reduce_dtype).copy_(bucket)
-            self.drop_bucket()
-            bucket = sent
-        # Every rank must send as much as its peers wait for, whether it has a gradient or not.
-        return bucket[: self.span.used_numel] if wire.ragged and len(grads) == 1 else bucket
-
-    @property
-    def in_memory(self) -> bool:
-        """One shard, on the device: gradients need no copying."""
-        first = self.shards[0]
-        return first is self.shards[-1] and first.tier is Tier.DEVICE
-
-    def add_local(self) -> None:
-        """World size 1: local gradients go straight into the master's gradient, which is the bucket itself."""
-        grads = self.take()
-        if not self.in_memory:
-            # In the type they came in: nothing is lost, and half the bytes go down.
-            bucket, views = self.bucket(self.compute_dtype)
-            _fill(views, grads)
-            self.add_reduced(bucket)
-            self.drop_bucket()
-            return
-        shard = self.shards[0]
-        grad = shard.device_grad
-        if grad is None:
-            bucket, views = self.bucket()
-            _fill(views, grads)
-            shard.device_grad = bucket
-            return
-        if self._bucket is None or grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
-            shard.device_grad = self.bucket()[0].copy_(grad)
-        _add(self._bucket_views, grads)
-
-    def add_reduced(self, mean: Tensor) -> None:
-        if self.in_memory and self.shards[0].master.grad is None:
-            self.shards[0].device_grad = mean
-            return
-        for shard in self.shards:
-            shard.add(mean[shard.start : shard.stop])
-
-    def grads(self) -> list[tuple[Shard, Tensor]]:
-        """Every shard that has a gradient, with it."""
-        return [(shard, grad) for shard in self.shards if (grad := shard.whole_grad()) is not None]
-
-    def grad(self, device: torch.device) -> Tensor:
-        """The slice's reduced gradient, 1-D in the master dtype; zeros where a shard has none."""
-        out = assembled(self.shards, lambda shard: shard.whole_grad(), 0, self.span.slice_numel, device)
-        return torch.zeros(self.span.slice_numel, dtype=self.master_dtype, device=device) if out is None else out
-
-    def some_grad(self, wire: SoloWire) -> None:
-        """Zeros, from now on, for shards that have no gradient."""
-        if self.in_memory and wire.size == 1 and self.shards[0].device_grad is None:
-            self.shards[0].device_grad = self.bucket()[0].detach().zero_()
-        for shard in self.shards:
-            shard.some_grad()
-
-    def drop_master_grad(self) -> None:
-        for shard in self.shards:
-            shard.drop_grad()
-        self.present = self.arrived = self._none
-
-    def set_present(self, present: list[bool]) -> None:
-        """Which parameters have a gradient on any rank. Without one there is no gradient, whatever was sent for it."""
-        if True in present:
-            self.present = present
-        else:
-            self.drop_master_grad()
-
 
 def _slots(span: Span) -> list[tuple[int, ParamSpec]]:
     """Whatever the optimizer's groups are."""
     return [(slot.offset, replace(slot.spec, group=-1)) for slot in span.slots]
-
-
-def _fill(views: list[Tensor], grads: list[Tensor | None]) -> None:
-    present = [grad for grad in grads if grad is not None]
-    if len(present) == len(views):
-        torch._foreach_copy_(views, present)
-        return
-    # A parameter that took no part in this rank's loss contributes zeros.
-    for view, grad in zip(views, grads):
-        if grad is None:
-            view.zero_()
-        else:
-            view.copy_(grad)
-
-
-def _add(views: list[Tensor], grads: list[Tensor | None]) -> None:
-    pairs = [(view, grad) for view, grad in zip(views, grads) if grad is not None]
-    if pairs:
-        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
