@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.precision import Precision, dtype_name, patterns_of
+from ..core.precision import Precision, dtype_name, dtype_of, patterns_of
+from .sharded import Sharded
 
 _CALL = "_compiled_call_impl"  # what nn.Module's __call__ goes to, where an instance has it
 
@@ -47,36 +48,45 @@ _COPIES = _words("to type type_as float half bfloat16 double clone contiguous de
 
 
 class Autocast:
-    """Of one engine."""
+    """Of one engine, from now until `remove`.
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
-        self._precision, self._device = precision, device
+    Args:
+        hosts: modules whose forward uses a unit's parameters.
+
+    Attributes:
+        cast: what is gathered in the compute dtype, by name.
+    """
+
+    def __init__(self, sharded: Sharded, hosts: Collection[nn.Module]) -> None:
+        self._precision, self._device = sharded.precision, sharded.device
+        self.cast = {
+            param: sharded.names[param][0]
+            for flat in sharded.flats
+            if flat.compute_dtype != dtype_of(flat.span.spec.dtype)
+            for param in flat.params
+        }
         self._here = _Here()
         self._told: list[tuple[nn.Module, Any]] = []
-        self._uses: Uses | None = None
+        self._uses = Uses(self.cast, self._precision, self._device) if self.cast else None
+        self._tell(sharded.model, hosts)
 
-    def around(self, model: nn.Module, hosts: Collection[nn.Module], cast: Mapping[nn.Parameter, str]) -> Autocast:
-        """Tell every module that may be an entry.
+    def _tell(self, model: nn.Module, hosts: Collection[nn.Module]) -> None:
+        """Every module that may be an entry.
 
         Inside a host (a block), where most modules are, these are the ones whose parts autocast would cast; further out, all
         that have parameters: what they are given may be of the compute dtype.
-
-        Args:
-            cast: parameters that are gathered in the compute dtype, by name.
         """
-        self._uses = Uses(cast, self._precision, self._device) if cast else None
         blocks = [host for host in hosts if host is not model]
         inside = {inner for host in blocks for inner in host.modules()}.difference(blocks)
         for module in model.modules():
             mine = module.parameters()
-            if module is not model and not any(param in cast or module not in inside for param in mine):
+            if module is not model and not any(param in self.cast or module not in inside for param in mine):
                 continue
             before = module.__dict__.get(_CALL)
             plain = before if before is not None else partial(type(module)._call_impl, module)
             enter = self._enter_root if module is model else self._enter
             module.__dict__[_CALL] = partial(enter, plain)
             self._told.append((module, before))
-        return self
 
     def remove(self) -> None:
         for module, before in self._told:

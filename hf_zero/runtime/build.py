@@ -20,10 +20,12 @@ from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
 from .deferred import birth_of, hand_over
 from .flat_param import Flat
-from .optimizer import Binding
+from .optimizer import Binding, originals_of, state_tensors
 from .sharded import Sharded
 from .state_shard import Fields
+from .supported_optimizers import needs_wholes
 from .unit import State, Unit
+from .whole_matrices import WholeBinding
 
 
 class Assembly:
@@ -31,7 +33,6 @@ class Assembly:
 
     Attributes:
         sharded: the model, and what is built.
-        names: parameter -> all its names.
 
     Raises:
         ConfigError: it was born on another number of ranks.
@@ -42,13 +43,11 @@ class Assembly:
         self._placements: Sequence[Placement] = ()
         self._fields: Sequence[Fields] = ()
         self._drafter = drafter
-        self.names = self._drafter.names
-        self.first_names = {param: names[0] for param, names in self.names.items()}
-        _check_births(self.names, sharded.wire)
+        _check_births(sharded.names, sharded.wire)
 
     def local_values(self) -> Iterator[tuple[str, Tensor]]:
         """What of each parameter could differ from other ranks': not one that the ranks were given parts of at birth."""
-        for param, name in self.first_names.items():
+        for param, (name, *_) in self.sharded.names.items():
             birth = birth_of(param)
             if birth is None:
                 yield name, param.detach()
@@ -77,43 +76,58 @@ class Assembly:
         """The layout that these specs make; nothing changes."""
         return self._drafter.layout(specs, self.sharded.layout.shards)
 
+    def kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
+        """Over slices or over whole matrices.
+
+        Raises:
+            UnsupportedOptimizerError: it can have neither.
+        """
+        sharded = self.sharded
+        cuts = sharded.policy.shard and sharded.wire.size > 1
+        offloaded = sharded.config.offload_optimizer != "none"
+        wholes = needs_wholes(optimizer, sharded.names, cut=cuts, offloaded=offloaded)
+        return WholeBinding if wholes else Binding
+
+    def originals(self, optimizer: torch.optim.Optimizer, bound: Binding | None) -> list[list[nn.Parameter]]:
+        """The parameters in an optimizer's groups, as it was built; `bound` if it is."""
+        return originals_of(optimizer, {param: names[0] for param, names in self.sharded.names.items()}, bound)
+
     def plan(
-        self,
-        specs: list[list[ParamSpec]],
-        machine: Machine,
-        optimizer_tensors: int,
+        self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None, known: Machine, ranks_here: int
     ) -> Plan:
-        """The plan for these specs; nothing changes."""
+        """The plan for these specs; nothing changes. A collective under `auto`, and once there are units.
+
+        Args:
+            known: measured speeds. What is free is looked up now, on every rank.
+        """
+        sharded, machine = self.sharded, Machine()
+        if sharded.config.is_auto:
+            held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)
+            free = here(sharded.device, ranks=ranks_here, offload_dir=sharded.config.offload_dir, held_bytes=held)
+            found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(known))
+            machine = Machine.least(found)
         return plan(
             self.lay_out(specs),
             machine,
-            self.sharded.config,
-            world_size=self.sharded.wire.size,
-            precision=self.sharded.precision,
-            optimizer_tensors=optimizer_tensors,
+            sharded.config,
+            world_size=sharded.wire.size,
+            precision=sharded.precision,
+            optimizer_tensors=state_tensors(optimizer),
             in_files=self._in_files(),
-            sizes=self.sharded.storage.sizes,
+            sizes=sharded.storage.sizes,
         )
 
     def _in_files(self) -> frozenset[str]:
         """Parameters whose values the model's own files have, and may keep. A collective once there are units."""
         born = [
             name
-            for param, name in self.first_names.items()
+            for param, (name, *_) in self.sharded.names.items()
             if (birth := birth_of(param)) is not None and birth.origin is not None
         ]
         if not self.sharded.units:
             return frozenset(born)
-        flats = [flat for unit in self.sharded.units for flat in unit.flats if flat.in_files]
-        mine = frozenset(slot.spec.name for flat in flats for slot in flat.span.slots)
+        mine = frozenset(slot.spec.name for flat in self.sharded.flats if flat.in_files for slot in flat.span.slots)
         return mine.intersection(*self.sharded.wire.exchange(mine))
-
-    def machine_now(self, known: Machine, ranks_here: int, offload_dir: str | None) -> Machine:
-        """What every rank has free at least, with the speeds that are known. A collective."""
-        held = sum(p.untyped_storage().nbytes() for p in self.names if p.device == self.sharded.device)
-        free = here(self.sharded.device, ranks=ranks_here, offload_dir=offload_dir, held_bytes=held)
-        found: list[Machine] = self.sharded.wire.exchange(free.with_speeds_of(known))
-        return Machine.least(found)
 
     def build(
         self,
@@ -270,22 +284,20 @@ class Assembly:
             LayoutError: one was frozen or unfrozen since the spans were cut.
         """
         if not self.sharded.policy.keep_full and self.sharded.device.type != "cpu":  # on CPU every gather looks
-            intact = torch.stack([flat.guards.intact() for unit in self.sharded.units for flat in unit.flats])
+            intact = torch.stack([flat.guards.intact() for flat in self.sharded.flats])
             if not bool(intact.all()):
                 for unit in self.sharded.units:
                     for flat in unit.flats:
                         flat.guards.check(unit.name)
-        for unit in self.sharded.units:
-            for flat in unit.flats:
-                trainable = flat.span.trainable
-                for index, param in enumerate(flat.params):
-                    if param.requires_grad is trainable:
-                        continue
-                    raise LayoutError(
-                        f"requires_grad of {flat.span.slots[index].spec.name!r} was {trainable} when the model was sharded and "
-                        f"is {not trainable} now: freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built "
-                        "anew"
-                    )
+        for flat in self.sharded.flats:
+            trainable = flat.span.trainable
+            for index, param in enumerate(flat.params):
+                if param.requires_grad is trainable:
+                    continue
+                raise LayoutError(
+                    f"requires_grad of {flat.span.slots[index].spec.name!r} was {trainable} when the model was sharded and "
+                    f"is {not trainable} now: freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
+                )
 
     def regather(self) -> None:
         """After a step: whole again, where the stage keeps that, and nothing on its way in. A collective there."""
@@ -298,21 +310,19 @@ class Assembly:
 
     def dissolve(self) -> None:
         """Every parameter whole and plain again, in its own type; a collective."""
-        for unit in self.sharded.units:
-            self._restore(unit.flats, in_own_type=True)
-        for param in self.names:
+        self._restore(self.sharded.flats, in_own_type=True)
+        for param in self.sharded.names:
             hand_over(param, None)
 
     def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""
-        for unit in self.sharded.units:
-            for flat in unit.flats:
-                if any(param in params for param in flat.params):
-                    whole = self._whole(flat, flat.values)
-                    for slot, param in zip(flat.span.slots, flat.params):
-                        if param in params:
-                            value = whole[slot.offset : slot.stop].view(slot.spec.shape)
-                            yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
+        for flat in self.sharded.flats:
+            if any(param in params for param in flat.params):
+                whole = self._whole(flat, flat.values)
+                for slot, param in zip(flat.span.slots, flat.params):
+                    if param in params:
+                        value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                        yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
 
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:

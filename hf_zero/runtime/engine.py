@@ -20,10 +20,10 @@ from ..comm import agree
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout, ParamSpec
-from ..core.precision import Precision, dtype_of, gathered_as
+from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, LayoutError, ZeroError
-from ..plan.machine import Machine, device_bytes_in_use
-from ..plan.plan import Drafter, Plan, advice
+from ..plan.machine import Machine
+from ..plan.plan import Drafter, Plan
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
@@ -40,7 +40,7 @@ from .flat_param import Flat
 from .gradient_ops import Gradients
 from .monitor import Monitor
 from .offload import STATES, Offload
-from .optimizer import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
+from .optimizer import Binding, take_state, with_closure_followed, with_closure_run
 from .overflow import Overflow
 from .ownership import refuse_owned
 from .record import Recorder
@@ -48,7 +48,6 @@ from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import FullState
 from .state_shard import Fields
-from .supported_optimizers import needs_wholes
 from .transports import Roads
 from .unit import Unit
 from .usage import report
@@ -79,16 +78,15 @@ class Engine:
         device: torch.device | None = None,
         roads: Roads | None = None,
     ) -> None:
-        self.model = model
-        self._machine = machine or Machine()
-        self.config = config
+        self.model, self.config = model, config
         self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision)
         roads = roads or Roads()
         self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._machine, self._mixed_precision = machine or Machine(), mixed_precision
         self._binding: Binding | None = None
-        self._mixed_precision = mixed_precision
         self._trains_unbound: bool | None = False
         """A backward left gradients that no optimizer will see; None once that was said."""
+        self._passes = 0  # backwards and steps
         self.recorder: Recorder | None = None
         """What measures every step, see `record`."""
         self._side: SoloWire | None = None
@@ -97,29 +95,35 @@ class Engine:
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
-        with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
+
+        # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
+        with agree.on_errors(self._wire, "zero.shard"):
             _refuse_nested(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
             self.device = device_of(model, device)
-            self.sharded = Sharded(model, config, self.policy, self.precision, self._wire, self.device)
+            self.sharded = Sharded(
+                model, config, self.policy, self.precision, self._wire, self.device, dict(drafter.names)
+            )
             self._assembly = Assembly(self.sharded, drafter)
-            refuse_owned(self._assembly.names)
+            names = self.sharded.names
+            refuse_owned(names)
             self._overflow = Overflow(model, self.precision, self._wire, self.device)
-            originals = originals_of(optimizer, self._assembly.first_names, None) if optimizer is not None else []
-            kind = Binding if optimizer is None else self._kind_of_binding(optimizer)
+            originals = [] if optimizer is None else self._assembly.originals(optimizer, None)
+            kind = Binding if optimizer is None else self._assembly.kind_of_binding(optimizer)
             specs = self._assembly.specs(originals)
-        names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
         self._wire.take_tags()
+
+        # The plan needs to know what the tiers have room for, and may be refused as well.
         self.units = self.sharded.units
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.sharded.storage = self.offload.storage
         self.offload.storage.wide = self._overflow.possible
         with agree.on_errors(self._wire, "zero.shard"):
-            self.sharded.plan = self._new_plan(specs, optimizer)
+            self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             fields = self.offload.fields(optimizer)
             if config.step_in_backward and self._overflow.possible:
@@ -127,39 +131,65 @@ class Engine:
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
+
+        # From here on the model changes.
         self._assembly.build(specs, self.plan.placements, fields)
         unguard(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
-        self.buffers = Buffers(model, self._wire)
-        if self.buffers.watched:
-            self._handles.append(model.register_forward_hook(self._after_any_forward))
-        if self.precision.autocast_dtype is not None:
-            hosts = [host for _, modules in self._assembly.hosts() for host in modules]
-            self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
+        self.buffers = Buffers(model, self._wire)  # sends rank 0's, on the device
         self._gradients = Gradients(self.sharded, self.offload, self._overflow, self.flush)
-        self._passes = 0  # backwards and steps
-        self.schedule = Schedule(model, self._assembly.hosts(), self._wire, self._callbacks())
-        """When units move."""
-        if self.offload.reads:
-            self._handles.append(model.register_forward_hook(self._after_forward))
         self._full_state = FullState(model, self.units, self._wire, self.settle)
         self._writes = WriteWatch(model, self.units, self.quiesce, self.refresh)
+        self._hook_model()
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
         overrides.put_on(model, self.units, self.zero_grad)
         copies.put_on(model, self._assembly, self._wire, self.quiesce)
         model.__dict__[_ENGINE] = self
         self._watch()
-        if config.is_auto:  # comes before the schedule's own: state may move while nothing is gathered
-            self._handles.append(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
-        self.offload.explain_with(self.advice)
-        self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
+        self.offload.explain_with(self.sharded.advice)
         if self.rank == 0:
-            ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-            print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
-            if self.precision.autocast_dtype is not None:
-                cast = gathered_as([*self._cast_params().values()], len(names), self.precision.autocast_dtype)
-                print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
+            self._print_summary()
+
+    def _hook_model(self) -> None:
+        """Everything that hears of the model's forward, from the outside in.
+
+        torch runs pre-hooks that were prepended from the last to the first, other hooks in the order of their registration.
+        """
+        model, add = self.model, self._handles.append
+        hosts = [host for _, modules in self._assembly.hosts() for host in modules]
+        # 1. Around the call itself, so that all hooks, and what they start, run under autocast.
+        self._autocast = Autocast(self.sharded, hosts) if self.precision.autocast_dtype is not None else None
+        if self._autocast is not None:
+            add(self._autocast)
+        # 2. Gathers and releases.
+        self.schedule = Schedule(
+            model,
+            self._assembly.hosts(),
+            self._wire,
+            Callbacks(
+                before_forward=self._before_forward,
+                before_backward=self._before_backward,
+                after_reduce=self._step_unit if self.config.step_in_backward else None,
+                ask=self.buffers.changed,
+                after_backward=self._after_backward,
+            ),
+        )
+        # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
+        if self.config.is_auto:
+            add(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
+        # 4. After the schedule's: the forward has waited for its reads. Not after an exception: ranks do not share it.
+        if self.offload.reads or self.buffers.watched:
+            add(model.register_forward_hook(self._after_forward))
+        # 5. Last: what any of these raised is explained.
+        add(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
+
+    def _print_summary(self) -> None:
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        print(f"hf_zero: stage {self.config.stage} on {ranks}; {self.precision}", file=sys.stderr)
+        if self._autocast is not None and self.precision.autocast_dtype is not None:
+            cast = gathered_as([*self._autocast.cast.values()], len(self.sharded.names), self.precision.autocast_dtype)
+            print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise copies.refuse_copy("an Engine")
@@ -187,10 +217,6 @@ class Engine:
         return self.sharded.plan
 
     @property
-    def _trained(self) -> list[Flat]:
-        return [flat for unit in self.units for flat in unit.trained]
-
-    @property
     def layout(self) -> Layout:
         return self.sharded.layout
 
@@ -207,22 +233,22 @@ class Engine:
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         with agree.on_errors(self._wire, "Engine.bind"):
-            kind = self._kind_of_binding(optimizer)
+            kind = self._assembly.kind_of_binding(optimizer)
             if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
                 raise LayoutError(
                     f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, or "
                     "the other way round: build the optimizer anew with all its groups, and bind that"
                 )
-            originals = originals_of(optimizer, self._assembly.first_names, previous)
+            originals = self._assembly.originals(optimizer, previous)
             fields = self.offload.fields(optimizer)
             specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self._assembly.names)
+        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             previous.forget()
             previous = None
         if self._assembly.cuts_otherwise(specs):
-            if any(flat.grads() for flat in self._trained):
+            if any(flat.grads() for flat in self.sharded.trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
             self._recut(specs, optimizer, previous, fields)
         self._bind(optimizer, originals, kind)
@@ -238,7 +264,7 @@ class Engine:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._writes.settle()
         self._full_state.detach()
-        self.sharded.plan = self._new_plan(specs, optimizer)
+        self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
         copies.protect(self.sharded)
         self.schedule.recut(self.units)
@@ -284,14 +310,14 @@ class Engine:
         self.offload.refuse_clipping("clip_grad_norm_")
         self.flush()
         self._gradients.wrote()
-        return clip_norm(self._trained, self._assembly.names, self._wire, max_norm, float(norm_type), parameters)
+        return clip_norm(self.sharded.trained, self.sharded.names, self._wire, max_norm, float(norm_type), parameters)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
         self.offload.refuse_clipping("clip_grad_value_")
         self.flush()
         self._gradients.wrote()
-        clip_values(self._trained, self._assembly.names, clip_value, parameters)
+        clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
@@ -337,7 +363,7 @@ class Engine:
         """The optimizer's groups: their options, and under `params` the parameters' names."""
         if self._binding is None:
             return []
-        return self._binding.group_options(self._assembly.first_names)
+        return self._binding.group_options({param: names[0] for param, names in self.sharded.names.items()})
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -512,10 +538,6 @@ class Engine:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
         self._full_state.settle()
 
-    def place_of(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
-        """Where a parameter of this model is: its unit, its span, and which of the span's it is."""
-        return self.sharded.places[param]
-
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
 
@@ -564,33 +586,6 @@ class Engine:
 
     # Building -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _cuts(self) -> bool:
-        """Whether a parameter may be cut in two."""
-        return self.policy.shard and self.world_size > 1
-
-    def _kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
-        offloaded = self.config.offload_optimizer != "none"
-        wholes = needs_wholes(optimizer, self._assembly.names, cut=self._cuts, offloaded=offloaded)
-        return WholeBinding if wholes else Binding
-
-    def _new_plan(self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None) -> Plan:
-        machine = Machine()
-        if self.config.is_auto:
-            machine = self._assembly.machine_now(self._machine, self.offload.ranks_here, self.config.offload_dir)
-        return self._assembly.plan(specs, machine, state_tensors(optimizer))
-
-    def _cast_params(self) -> dict[nn.Parameter, str]:
-        """What is gathered in the compute dtype, by name."""
-        names = self._assembly.first_names
-        return {
-            param: names[param]
-            for unit in self.units
-            for flat in unit.flats
-            if flat.compute_dtype != dtype_of(flat.span.spec.dtype)
-            for param in flat.params
-        }
-
     def _watch(self) -> None:
         """Anew where units or optimizer are."""
         if self.config.is_auto:
@@ -616,15 +611,6 @@ class Engine:
             overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
             overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
-    def _callbacks(self) -> Callbacks:
-        return Callbacks(
-            before_forward=self._before_forward,
-            before_backward=self._before_backward,
-            after_reduce=self._step_unit if self.config.step_in_backward else None,
-            ask=self.buffers.changed,
-            after_backward=self._after_backward,
-        )
-
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
@@ -647,16 +633,14 @@ class Engine:
             self.recorder.forward()
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.offload.monitor is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self.offload.monitor is not None and torch.is_grad_enabled() and not _inside_backward():
             self.offload.refuse_while_away("forward")
             self.offload.monitor.expect(args, kwargs)
 
     def _after_forward(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not a recomputation
-            self.offload.agree_on_reads()
-
-    def _after_any_forward(self, *_: Any) -> None:
         self.buffers.after_forward(self.schedule.sync)
+        if not _inside_backward():  # not a recomputation
+            self.offload.agree_on_reads()
 
     def _before_backward(self) -> None:
         if self.schedule.sync or self.policy.reduce_each_backward:
@@ -669,7 +653,7 @@ class Engine:
         if self.schedule.sync:
             self.offload.land()
         if self._binding is None and self._trains_unbound is False:
-            self._trains_unbound = any(flat.grads() for flat in self._trained)
+            self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.layout.shards > 1)
         if self._binding is not None:
@@ -725,27 +709,24 @@ class Engine:
             self.offload.monitor.look()
         self._gradients.show_slices()
 
-    def advice(self) -> str:
-        """What of the settings would have made this model fit on the device as it is now. Without communication."""
-        held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
-        return advice(self.plan, held, self.precision, state_tensors(self.optimizer))
-
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
-            error.add_note(f"hf_zero: {self.advice()}. The model's state is whole: the next forward starts afresh")
+            error.add_note(
+                f"hf_zero: {self.sharded.advice()}. The model's state is whole: the next forward starts afresh"
+            )
+
+    def _quiet_binding(self) -> Binding:
+        if self._binding is None:
+            raise ConfigError("no optimizer is bound")
+        self.quiesce()
+        return self._binding
 
     def _optimizer_state_dict(self) -> dict[str, Any]:
-        if self._binding is None:
-            raise ConfigError("no optimizer is bound")
-        self.quiesce()
-        return self._binding.state_dict()
+        return self._quiet_binding().state_dict()
 
     def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._binding is None:
-            raise ConfigError("no optimizer is bound")
-        self.quiesce()
-        self._binding.load_state_dict(state_dict)
+        self._quiet_binding().load_state_dict(state_dict)
 
 
 def _inside_backward() -> bool:
@@ -786,8 +767,7 @@ def shard(
         UnsupportedOptimizerError: an optimizer that needs whole tensors.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
-    engine = Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
-    return engine
+    return Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
 
 
 def _refuse_nested(model: nn.Module) -> None:

@@ -11,9 +11,12 @@ from ..comm.wire import SoloWire
 from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
-from ..plan.plan import Plan
+from ..plan.machine import device_bytes_in_use
+from ..plan.plan import Plan, advice
 from ..tiers.pool import Storage
+from ..tiers.tier import Tier
 from .flat_param import Flat
+from .optimizer import state_tensors
 from .unit import Unit
 
 
@@ -25,7 +28,11 @@ class Sharded:
     this weakly, or the model and all its memory would outlive their last use.
 
     Attributes:
+        model: the module itself; its parameters show views of flat spans, or placeholders.
+        config: the user's settings. `policy`: what they make of stage and number of ranks. `precision`: types.
+        wire: what this rank talks to the others through.
         device: where it computes.
+        names: parameter -> all its names in the model, the first one first.
         layout: where each element lives; its `shards` is 1 where the stage shards nothing.
         units: in the order of the layout. The list stays the same object; a unit in it is replaced where it is cut anew.
         places: parameter -> its unit, its span, and which of the span's parameters it is.
@@ -40,6 +47,7 @@ class Sharded:
     precision: Precision
     wire: SoloWire
     device: torch.device
+    names: dict[nn.Parameter, list[str]]
     layout: Layout = field(init=False)
     units: list[Unit] = field(default_factory=list)
     places: dict[nn.Parameter, tuple[Unit, Flat, int]] = field(default_factory=dict)
@@ -49,3 +57,18 @@ class Sharded:
 
     def __post_init__(self) -> None:
         self.layout = Layout((), self.wire.size if self.policy.shard else 1)
+
+    @property
+    def flats(self) -> list[Flat]:
+        """Every span's storage, unit by unit."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def trained(self) -> list[Flat]:
+        """Those whose parameters require a gradient."""
+        return [flat for unit in self.units for flat in unit.trained]
+
+    def advice(self) -> str:
+        """What of the settings would have made this model fit on the device as it is now. Without communication."""
+        held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
+        return advice(self.plan, held, self.precision, state_tensors(self.optimizer))
