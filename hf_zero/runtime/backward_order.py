@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..comm.wire import SoloWire
 from .unit import State, Unit
-from .uses import Order, Trace
+from .uses import Trace
 
 
 class BackwardOrder:
@@ -40,14 +40,12 @@ class BackwardOrder:
         self.answered = False
         self.blind: Trace | None = None
         self._sync = True
-        self._backward = Order()
         self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
         self.reducing: Trace | None = None
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
         self._walk: list[Trace] = []  # and of their gathers, where units are released
-        self._walked_units: set[Unit] = set()
         self._turn = self._walked = 0  # how far these have come
 
     def begin(self, sync: bool) -> None:
@@ -101,7 +99,6 @@ class BackwardOrder:
                 trace.place = place
             if self._frees:
                 self._walk = sorted(used, key=lambda trace: (-trace.agreed_latest, trace.at))
-                self._walked_units = {trace.unit for trace in used}
                 for step, trace in enumerate(self._walk):
                     trace.step = step
         return self._order
@@ -109,14 +106,12 @@ class BackwardOrder:
     def need(self, trace: Trace) -> None:
         """Backward enters this unit: it is there afterwards, and the one that comes next is on its way."""
         self.agreed()
-        following = self._backward.note(trace.unit)
-        if following is not None and following not in self._walked_units:
-            following = None  # other ranks may not need it in this backward
+        following = None
         if trace.joinable:
             while self._walked < trace.step:
                 self._stand_in(self._walk[self._walked])
             self._walked = max(self._walked, trace.step + 1)
-            following = self._next_in_walk() or following
+            following = self._next_in_walk()
         self._make_way(trace)
         trace.came = trace.entered = True
         trace.unit.gather()
@@ -250,10 +245,6 @@ class BackwardOrder:
         for trace in self._traces:
             start = trace.unit.set_present(found, start)
 
-    def close(self) -> None:
-        """The last node of a backward has run."""
-        self._backward.close()
-
     def skip_gathers(self) -> None:
         """Nothing is to be gathered in this backward: it has been already, or gradients alone are sent."""
         self.agreed()
@@ -264,4 +255,3 @@ class BackwardOrder:
         self.reducing = None
         self._late.clear()
         self.agreed()
-        self._backward = Order()

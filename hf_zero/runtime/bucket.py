@@ -52,6 +52,7 @@ class SpanGradients:
         self.handles: Handles[Any] = Handles(self, shapes, self.compute_dtype, self.device)
         self._none, self._all = [False] * len(self.params), [True] * len(self.params)  # never written to
         self._held = self._allocating = False
+        self._use = f"gradients of {span.spec.name!r} and what is with it"
         self._bucket: Tensor | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
@@ -190,7 +191,7 @@ class SpanGradients:
     def _reserve(self, bytes_: int, make: Callable[[], T]) -> T:
         self._allocating = True
         try:
-            return self.storage.allocate(f"gradients of {self.span.spec.name!r} and what is with it", bytes_, make)
+            return self.storage.allocate(self._use, bytes_, make)
         finally:
             self._allocating = False
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -42,6 +43,14 @@ class Staging(Protocol):
     """What carries updated values up to the device, see `host_step`."""
 
     def up(self, values: Tensor, target: Tensor) -> None: ...
+
+
+class State(Enum):
+    """Of a unit and all its spans, see `unit`."""
+
+    SHARDED = "SHARDED"
+    GATHERING = "GATHERING"
+    GATHERED = "GATHERED"
 
 
 class Guards:

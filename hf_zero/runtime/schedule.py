@@ -235,10 +235,6 @@ class Schedule:
         on_read.take_off(self._dictionaries)
         self._dictionaries.clear()
 
-    @property
-    def units(self) -> Iterator[Unit]:
-        return (trace.unit for trace in self.traces)
-
     # Forward --------------------------------------------------------------------------------------------------------
 
     def _root_pre_forward(self, host: Host, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -396,11 +392,6 @@ class Schedule:
                     # Weakly: the collector does not look into a tensor's hooks, and the schedule has the parameter.
                     hook = partial(_came_unnoticed, weakref.ref(self))
                     self._handles.append(param.register_post_accumulate_grad_hook(hook))
-
-    def came_unnoticed(self) -> None:
-        """A parameter's gradient is there, and no node has told of a backward."""
-        if not self._in_backward:
-            self._begin_backward()
 
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
@@ -597,7 +588,6 @@ class Schedule:
 
     def _end_backward(self) -> None:
         """Whatever the node hooks missed; then every owner's gradient is complete."""
-        self.order.close()
         self._tail = None
         for trace in self.traces:
             trace.in_backward = trace.in_open = False
@@ -685,9 +675,10 @@ def _is_frozen(module: nn.Module) -> bool:
 
 
 def _came_unnoticed(schedule: weakref.ref[Schedule], _: nn.Parameter) -> None:
+    """A parameter's gradient is there, and maybe no node has told of a backward."""
     there = schedule()
-    if there is not None:
-        there.came_unnoticed()
+    if there is not None and not there._in_backward:
+        there._begin_backward()
 
 
 # What hangs on a graph -------------------------------------------------------------------------------------------------

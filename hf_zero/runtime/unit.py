@@ -9,7 +9,6 @@ gradients to their owners and is independent of these states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from itertools import chain
 
 import torch
@@ -23,13 +22,8 @@ from ..errors import StateError, TierError
 from ..tiers.tier import Tier
 from . import writes
 from .flat_param import Flat
+from .flat_param import State as State  # what others need of a unit
 from .reads import GatherOnRead, ParameterDict
-
-
-class State(Enum):
-    SHARDED = "SHARDED"
-    GATHERING = "GATHERING"
-    GATHERED = "GATHERED"
 
 
 class Unit:
@@ -67,14 +61,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, {self.layout.numel} elements)"
-
-    @property
-    def is_gathered(self) -> bool:
-        return self.state is State.GATHERED
-
-    @property
-    def is_released(self) -> bool:
-        return self.state is State.SHARDED
 
     def gather(self) -> None:
         """Start to bring the full parameters in."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..tiers.array import fetch
 from ..tiers.fingerprint import digest
-from .flat_param import Flat
+from .flat_param import Flat, State
 
 WATCHED_NUMEL = 1 << 22
 """Frozen parameters of a module of the user's own are compared at every release up to this size."""
@@ -53,13 +53,8 @@ class Unit(Protocol):
     name: str
     flats: list[Flat]
     trained: list[Flat]
+    state: State
     stepping: Step | None
-
-    @property
-    def is_gathered(self) -> bool: ...
-
-    @property
-    def is_released(self) -> bool: ...
 
     @property
     def in_memory(self) -> bool: ...
@@ -264,11 +259,11 @@ class WriteWatch:
                     self._settle(unit, flat)
 
     def _settle(self, unit: Unit, flat: Flat, *, values: bool = True) -> None:
-        if self._keeps and unit.is_gathered:
+        if self._keeps and unit.state is State.GATHERED:
             carry_replaced(flat, unit.name)
             if values:
                 carry_written(flat, unit.name)
-        elif not self._keeps and unit.is_released:
+        elif not self._keeps and unit.state is State.SHARDED:
             if flat.moved(flat.guards.addresses):
                 unit.finish_step()
                 unit.close()
@@ -283,7 +278,7 @@ class WriteWatch:
         """
         if self._keeps and not self._in_place():
             for unit in self._units:
-                if unit.is_gathered:
+                if unit.state is State.GATHERED:
                     for flat in unit.flats:
                         carry_replaced(flat, unit.name)
             self._note()
@@ -314,7 +309,7 @@ class WriteWatch:
         """
         if self._keeps and in_backward:
             for unit in self._units:
-                for flat in unit.trained if unit.is_gathered else ():
+                for flat in unit.trained if unit.state is State.GATHERED else ():
                     if unit.in_memory:
                         self._settle(unit, flat, values=flat.span.is_updated)
                     elif flat.span.is_updated:
@@ -352,7 +347,7 @@ class WriteWatch:
         """Every parameter is where it should be."""
         gathered = True
         for unit in self._units:
-            gathered = gathered and unit.is_gathered
+            gathered = gathered and unit.state is State.GATHERED
         for flat in self._flats:
             gathered = gathered and not flat.pinned
         self._addresses = list(map(Tensor.data_ptr, self._placed)) if self._keeps and gathered else []
@@ -361,7 +356,7 @@ class WriteWatch:
         """What was written to whole parameters is carried over."""
         for unit in self._units:
             for flat in unit.trained:
-                if flat.printed is not None and flat.span.is_updated and unit.is_gathered:
+                if flat.printed is not None and flat.span.is_updated and unit.state is State.GATHERED:
                     carry_written(flat, unit.name)
 
     def _masters(self, closely: bool) -> list[Flat]:

@@ -425,7 +425,7 @@ def _read(text: str) -> Case:
 
 
 if __name__ == "__main__":
-    from tests import random_programs  # under its own name, which the ranks import …
+    from tests.kit import random_programs  # under its own name, which the ranks import …
 
     sys.modules["__main__"] = types.ModuleType("__main__")  # … and not a second time as this
     sys.exit(random_programs.main())
