@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..comm.agree import arriving
 from ..comm.wire import SoloWire
 from ..tiers.fingerprint import fingerprint
+from .saved_tensors import in_backward_of_any
 
 Sign = tuple[tuple[int, ...], str]
 """Shape and type."""
@@ -161,7 +162,7 @@ class Buffers:
 
     def before_forward(self) -> None:
         """Of the whole model. A collective where buffers change, and are due."""
-        if not self._due or not self._live or self._apart or _in_backward():
+        if not self._due or not self._live or self._apart or in_backward_of_any():
             return
         # In evaluation programs tend to run one rank alone.
         with nullcontext() if torch.is_grad_enabled() else arriving(self._wire, "a forward, for rank 0's buffers"):
@@ -171,7 +172,7 @@ class Buffers:
         """Args:
         sync: not inside `no_sync`.
         """
-        if not self._apart and not _in_backward():
+        if not self._apart and not in_backward_of_any():
             self._due = sync and torch.is_grad_enabled()
 
     @contextmanager
@@ -216,10 +217,6 @@ class Buffers:
 
     def _wire_device(self) -> torch.device:
         return getattr(self._wire, "device", torch.device("cpu"))
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _sign(buffer: Tensor) -> Sign:

@@ -44,6 +44,7 @@ from .optimizer import Binding, take_state, with_closure_followed, with_closure_
 from .overflow import Overflow
 from .ownership import refuse_owned
 from .record import Recorder
+from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import FullState
@@ -546,7 +547,7 @@ class Engine:
         """
         self.schedule.flush()
         self.finish_step()
-        if not _inside_backward():
+        if not in_backward_of_any():
             self._gradients.settle(flats)
 
     def gradients_written(self) -> None:
@@ -633,13 +634,13 @@ class Engine:
             self.recorder.forward()
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.offload.monitor is not None and torch.is_grad_enabled() and not _inside_backward():
+        if self.offload.monitor is not None and torch.is_grad_enabled() and not in_backward_of_any():
             self.offload.refuse_while_away("forward")
             self.offload.monitor.expect(args, kwargs)
 
     def _after_forward(self, *_: Any) -> None:
         self.buffers.after_forward(self.schedule.sync)
-        if not _inside_backward():  # not a recomputation
+        if not in_backward_of_any():  # not a recomputation
             self.offload.agree_on_reads()
 
     def _before_backward(self) -> None:
@@ -727,10 +728,6 @@ class Engine:
 
     def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._quiet_binding().load_state_dict(state_dict)
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def shard(

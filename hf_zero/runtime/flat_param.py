@@ -214,10 +214,8 @@ class Flat(SpanGradients):
         """Whether this is what would be built for `span`, too: frozen, of the same slots, at rest in the same places."""
         if span.trainable or self.resident or self.rest is not placement.parameters:
             return False
-        places = [(shard.tier, shard.numel) for shard in self.shards]
-        wanted = [*placement.optimizer] or [(placement.parameters, span.slice_numel)]
         alike = (span.slice_numel, span.shards) == (self.span.slice_numel, self.span.shards)
-        return alike and _slots(span) == _slots(self.span) and (self.in_files or places == wanted)
+        return alike and _slots(span) == _slots(self.span) and (self.in_files or self.rests_as(placement))
 
     def rests_as(self, placement: Placement) -> bool:
         """Whether its parts rest where this says."""
