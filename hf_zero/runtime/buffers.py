@@ -10,6 +10,7 @@ pass once.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -194,7 +195,8 @@ class Buffers:
         for size in sizes:
             starts.append(end)
             end += -(-size // _ALIGN) * _ALIGN
-        message = torch.zeros(end + len(sizes), dtype=torch.uint8, device=self._wire_device())
+        device = getattr(self._wire, "device", torch.device("cpu"))
+        message = torch.zeros(end + len(sizes), dtype=torch.uint8, device=device)
         if self._wire.rank == 0:
             message[end:].copy_(torch.tensor(fits, dtype=torch.uint8))
             for buffer, start, size, good in zip(buffers, starts, sizes, fits):
@@ -207,16 +209,13 @@ class Buffers:
         for (of, key), buffer, start, size, good, sent in zip(self._slots, buffers, starts, sizes, fits, theirs):
             if buffer is None or not good or not sent:
                 continue
-            value = _from_bytes(message[start : start + size], buffer)
+            value = message[start : start + size].view(buffer.dtype).view(buffer.shape)
             if buffer.is_inference():
                 of[key] = value.clone()
                 continue
             # A graph may hold this buffer (two forwards, one backward); as in DDP this is no write that it must hear of.
             with torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
-
-    def _wire_device(self) -> torch.device:
-        return getattr(self._wire, "device", torch.device("cpu"))
 
 
 def _sign(buffer: Tensor) -> Sign:
@@ -225,17 +224,10 @@ def _sign(buffer: Tensor) -> Sign:
 
 def _nbytes(sign: Sign) -> int:
     shape, dtype = sign
-    count = 1
-    for size in shape:
-        count *= size
-    return count * int(getattr(torch, dtype).itemsize)
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
 def _bytes(buffer: Tensor) -> Tensor:
     """Its values as 1-D uint8."""
     plain = torch.view_as_real(buffer.detach().resolve_conj()) if buffer.is_complex() else buffer.detach()
     return plain.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _from_bytes(raw: Tensor, like: Tensor) -> Tensor:
-    return raw.view(like.dtype).view(like.shape)

@@ -50,7 +50,6 @@ from .sharded import Sharded
 from .state_dict import FullState
 from .state_shard import Fields
 from .transports import Roads
-from .unit import Unit
 from .usage import report
 from .whole_matrices import WholeBinding
 from .writes import WriteWatch
@@ -99,7 +98,8 @@ class Engine:
 
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
         with agree.on_errors(self._wire, "zero.shard"):
-            _refuse_nested(model)
+            if engine_of(model) is not None:
+                raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
@@ -164,6 +164,7 @@ class Engine:
         if self._autocast is not None:
             add(self._autocast)
         # 2. Gathers and releases.
+        in_backward = self.config.step_in_backward
         self.schedule = Schedule(
             model,
             self._assembly.hosts(),
@@ -171,7 +172,7 @@ class Engine:
             Callbacks(
                 before_forward=self._before_forward,
                 before_backward=self._before_backward,
-                after_reduce=self._step_unit if self.config.step_in_backward else None,
+                after_reduce=(lambda unit: self.offload.step_unit(unit, self.optimizer)) if in_backward else None,
                 ask=self.buffers.changed,
                 after_backward=self._after_backward,
             ),
@@ -692,9 +693,6 @@ class Engine:
             self.offload.prepare_step()
         return arguments
 
-    def _step_unit(self, unit: Unit) -> None:
-        self.offload.step_unit(unit, self.sharded.optimizer)
-
     def _after_step(self, *_: Any) -> None:
         if self._binding is not None:
             self._binding.stepped()
@@ -765,11 +763,6 @@ def shard(
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     return Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
-
-
-def _refuse_nested(model: nn.Module) -> None:
-    if engine_of(model) is not None:
-        raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

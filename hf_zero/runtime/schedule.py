@@ -410,7 +410,8 @@ class Schedule:
             # What is handed on is no use of the unit; what was put into a container that was handed in is one.
             for node in {*nodes, *nodes_of(tensors_in(inputs))}.difference(given):
                 node.register_prehook(hook)
-            if not nodes and self.frees and not self._in_backward and not (found and is_open and _is_frozen(module)):
+            frozen = found and is_open and not any(param.requires_grad for param in module.parameters())
+            if not nodes and self.frees and not self._in_backward and not frozen:
                 # Nobody can look into its output.
                 trace.held = trace.held if self._hooked else 2
                 trace.strict = True
@@ -668,10 +669,6 @@ class Schedule:
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
             trace.unit.release()
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(param.requires_grad for param in module.parameters())
 
 
 def _came_unnoticed(schedule: weakref.ref[Schedule], _: nn.Parameter) -> None:
