@@ -14,7 +14,7 @@ import torch
 import hf_zero as zero
 from hf_zero.core.layout import ALIGN_NUMEL, Span
 from hf_zero.plan.costs import Placement, together
-from hf_zero.runtime.engine import Engine
+from hf_zero.runtime.build import Assembly
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Sizes, Tier
 from tests.kit.common import MODELS, Case, Result, batch, optimizer_for
@@ -49,10 +49,10 @@ def mixed(case: Case) -> Iterator[None]:
     if case.offload_optimizer != "mixed":
         yield
         return
-    plain = Engine._new_plan
+    plain = Assembly.plan
 
-    def planned(engine: Engine, *args: Any) -> Any:
-        plan = plain(engine, *args)
+    def planned(assembly: Assembly, *args: Any) -> Any:
+        plan = plain(assembly, *args)
         placements = []
         for span, placement in zip(plan.layout.spans, plan.placements):
             stretches = split(span)
@@ -60,11 +60,11 @@ def mixed(case: Case) -> Iterator[None]:
             placements.append(Placement(together(placement.parameters, span, stretches), stretches))
         return replace(plan, placements=tuple(placements))
 
-    Engine._new_plan = planned  # type: ignore[method-assign]
+    Assembly.plan = planned  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Engine._new_plan = plain  # type: ignore[method-assign]
+        Assembly.plan = plain  # type: ignore[method-assign]
 
 
 def unequal(ours: Result, reference: Result) -> list[str]:
