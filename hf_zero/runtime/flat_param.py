@@ -1,14 +1,15 @@
 """Storage of one span on this rank: parameters gathered and at rest, gradients, optimizer state.
 
 In elements of the compute dtype unless said:
-* `full`   1-D, whole span. Made once; a release resizes its *storage* to 0 and a gather refills the same storage,
-           because autograd keeps views of it (`weight.t()`) between forward and backward.
-* `views`  `full` cut into parameter shapes; a gathered parameter's `.data` is its view.
-* `own`    1-D, this rank's slice at rest: a slice of `full` where that stays, else a buffer of its own, on the device, in
-           host memory or on disk (`rest`). Frozen values that stay in the model's own files are in the type they have there.
-* `shards` the slice in the master dtype, the optimizer's parameters, in one stretch or several, each in a tier of its own
-           (see `state_shard`). The same memory as `own` when the two types and tiers are equal.
-* `guards` what a released parameter's `.data` is, see `Guards`.
+* `full`: 1-D, whole span. Made once; a release resizes its *storage* to 0 and a gather refills the same storage, because
+  autograd keeps views of it (`weight.t()`) between forward and backward.
+* `place`: this rank's slice of `full`.
+* `views`: `full` cut into parameter shapes; a gathered parameter's `.data` is its view.
+* `own`: 1-D, this rank's slice at rest: `place` where `full` stays, else a buffer of its own, on device, in host
+  memory or on disk (`rest`). Frozen values that stay in the model's own files are in the type they have there.
+* `shards`: the slice in the master dtype, the optimizer's parameters, in one stretch or several, each in a tier of its own
+  (see `state_shard`). The same memory as `own` when the two types and tiers are equal.
+* `guards`: what a released parameter's `.data` is, see `Guards`.
 All writes go through `full`, `own` and the shards, never through a parameter, so parameters keep their version counters.
 """
 
@@ -134,7 +135,7 @@ class Flat(SpanGradients):
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
             self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
             self.stale = False
-            """Where `full` stays: other ranks' slices of it may be old. The same on every rank: who gathers decides by it."""
+            """Where `full` stays: other ranks' slices of it may be old. The same on all ranks: gathers depend on it."""
             self._region: Records | None = None
             self.own: Values = self.place
             self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)

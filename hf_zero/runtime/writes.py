@@ -66,7 +66,7 @@ class Unit(Protocol):
 
 @torch.no_grad()
 def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
-    """Of this rank's place in `full`, elements [low, high): those that the masters do not give go into them and `own`."""
+    """Elements [low, high) of `place`: those that the masters do not give go into them and `own`."""
     high = flat.span.slice_numel if high is None else high
     width = flat.storage.sizes.block_numel
     for shard in flat.shards:
