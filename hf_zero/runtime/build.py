@@ -18,10 +18,11 @@ from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
-from .deferred import birth_of, hand_over
+from .deferred import birth_of
 from .flat_param import Flat
 from .optimizer import Binding
-from .sharded import Sharded
+from .ownership import adopt, release
+from .sharded import Place, Sharded
 from .state_shard import Fields
 from .unit import State, Unit
 
@@ -61,8 +62,7 @@ class Assembly:
         return self._drafter.specs(group_of, {param: self._spec(param) for param in self.sharded.places})
 
     def _spec(self, param: nn.Parameter) -> ParamSpec:
-        _, flat, index = self.sharded.places[param]
-        return flat.span.slots[index].spec
+        return self.sharded.places[param].slot.spec
 
     def cuts_otherwise(self, specs: list[list[ParamSpec]]) -> bool:
         """Whether these specs make other spans than there are now."""
@@ -161,8 +161,8 @@ class Assembly:
         unit.release()
         for flat in flats:
             for index, param in enumerate(flat.params):
-                self.sharded.places[param] = unit, flat, index
-                hand_over(param, weakref.ref(self.sharded))
+                self.sharded.places[param] = Place(unit, flat, index)
+                adopt(param, weakref.ref(self.sharded), shows_nan=not unit.policy.keep_full)
         return unit
 
     def parted(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]] | None:
@@ -301,7 +301,7 @@ class Assembly:
         for unit in self.sharded.units:
             self._restore(unit.flats, in_own_type=True)
         for param in self.names:
-            hand_over(param, None)
+            release(param)
 
     def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""

@@ -28,14 +28,13 @@ from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
-from . import copies
+from . import deferred_hooks
 from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
 from .build import Assembly, device_of
 from .checkpoints import Behind, load, save
 from .clipping import clip_norm, clip_values
-from .deferred_hooks import unguard
 from .flat_param import Flat
 from .gradient_ops import Gradients
 from .monitor import Monitor
@@ -46,7 +45,7 @@ from .ownership import refuse_owned
 from .record import Recorder
 from .schedule import Schedule
 from .sharded import Sharded
-from .state_dict import FullState
+from .state_dict import ShardedHooks
 from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .transports import Roads
@@ -97,6 +96,7 @@ class Engine:
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
+        self._patches = overrides.Patches()
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
             _refuse_nested(model)
             config.check_world_size(self.world_size)
@@ -128,7 +128,7 @@ class Engine:
                     "bf16, or turn it off"
                 )
         self._assembly.build(specs, self.plan.placements, fields)
-        unguard(model)
+        deferred_hooks.take_off(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         self.buffers = Buffers(model, self._wire)
         if self.buffers.watched:
@@ -141,12 +141,16 @@ class Engine:
         self._schedule = self._new_schedule()
         if self.offload.reads:
             self._handles.append(model.register_forward_hook(self._after_forward))
-        self._full_state = FullState(model, self.units, self._wire, self.settle)
+        self._state_dict_hooks = ShardedHooks(self.sharded, self.settle)
+        for module in model.modules():
+            if (
+                next(module.parameters(), None) is not None
+            ):  # others may be in other models, too (XLM's activation, for one)
+                self._patches.hooks(*self._state_dict_hooks.register(module))
         self._edits = Edits(model, self.units)
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
-        overrides.put_on(model, self.units, self.zero_grad)
-        copies.put_on(model, self._assembly, self._wire, self.quiesce)
+        overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
         model.__dict__[_ENGINE] = self
         self._watch()
         if config.is_auto:  # comes before the schedule's own: state may move while nothing is gathered
@@ -161,7 +165,7 @@ class Engine:
                 print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise copies.refuse_copy("an Engine")
+        raise overrides.refuse_copy("an Engine")
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -239,14 +243,11 @@ class Engine:
         former = self._schedule
         seen = former.state()
         former.detach(whole=False)
-        self._full_state.detach()
         self.sharded.plan = self._new_plan(specs, optimizer)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
-        copies.protect(self.sharded)
         self._schedule = self._new_schedule()
         self._schedule.take_over(seen)
         former.heir = self._schedule
-        self._full_state = FullState(self.model, self.units, self._wire, self.settle)
         self._edits = Edits(self.model, self.units)
 
     def _part_spans(self) -> None:
@@ -441,7 +442,7 @@ class Engine:
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
-        return self._full_state.outline()
+        return self._state_dict_hooks.outline()
 
     def offload_states(self, include: Iterable[str] = STATES) -> None:
         """Move what rests on the device to host memory, until `reload_states`: for who shares the GPU with something else.
@@ -519,11 +520,7 @@ class Engine:
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self._full_state.settle()
-
-    def place_of(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
-        """Where a parameter of this model is: its unit, its span, and which of the span's it is."""
-        return self.sharded.places[param]
+        self._state_dict_hooks.after_load()
 
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
@@ -560,14 +557,11 @@ class Engine:
         self._assembly.dissolve()
         self.offload.close()
         self._schedule.detach(whole=True)
-        self._full_state.detach()
         for handle in self._handles:
             handle.remove()
-        overrides.take_off(self.model)
-        copies.take_off(self.model)
+        self._patches.take_off()
         self.model.__dict__.pop(_ENGINE, None)
         if binding is not None and state is not None:
-            overrides.take_off_optimizer(binding.optimizer)
             binding.unbind(state)
             self._binding = self.sharded.optimizer = None
 
@@ -620,10 +614,10 @@ class Engine:
         if fresh:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            overrides.after_own_methods(optimizer, self._optimizer_wrote)
-            overrides.override(optimizer, "zero_grad", self.zero_grad)
-            overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
-            overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
+            overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
+            self._patches.method(optimizer, "zero_grad", self.zero_grad)
+            self._patches.method(optimizer, "state_dict", self._optimizer_state_dict)
+            self._patches.method(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
     def _new_schedule(self) -> Schedule:
         schedule = Schedule(self.model, self._assembly.hosts(), self._wire)

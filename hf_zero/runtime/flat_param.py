@@ -34,8 +34,8 @@ from ..tiers.fingerprint import copied, digest
 from ..tiers.pool import Storage
 from ..tiers.records import Records
 from ..tiers.tier import Tier
+from .deferred import left_in_files, poured, shard_over
 from .gradients import Gradient, Handles
-from .initial import left_in_files, poured, shard_over
 from .placeholder import Guards
 from .state_shard import Fields, Shard, assembled, cut, is_elementwise
 

@@ -18,8 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.params.init import EXTENSIONS, birth_of, born, slice_bounds
-from hf_zero.runtime.deferred import INSIDE
+from hf_zero.params.init import EXTENSIONS, birth_of, born, entered, slice_bounds
 from tests.kit.common import VOCAB, batch, gpt2, optimizer_for
 from tests.kit.pool import RankPool
 
@@ -312,14 +311,14 @@ def test_different_seeds_become_rank_0s(two: RankPool) -> None:
 def contexts(rank: int, world: int) -> None:
     """Nested, repeated, failed and extended contexts leave nothing behind."""
     hooks = nn.modules.module._global_parameter_registration_hooks, nn.modules.module._global_module_registration_hooks
-    entered: list[str] = []
+    seen: list[str] = []
 
     class Extension:
         def __enter__(self) -> None:
-            entered.append("in")
+            seen.append("in")
 
         def __exit__(self, *error: Any) -> None:
-            entered.append("out")
+            seen.append("out")
 
     EXTENSIONS.append(lambda init: Extension())
     try:
@@ -327,13 +326,13 @@ def contexts(rank: int, world: int) -> None:
             with zero.Init(init="fast") as inner, zero.Init(enabled=False):
                 assert inner is outer
                 one = nn.Linear(4, 4)
-            assert entered == ["in"]
-            assert [outer] == INSIDE
+            assert seen == ["in"]
+            assert entered() is outer
             two = nn.Sequential(nn.Linear(4, 4), one)
-        assert entered == ["in", "out"]
+        assert seen == ["in", "out"]
     finally:
         EXTENSIONS.pop()
-    assert not INSIDE
+    assert entered() is None
     assert not any(hooks)
     assert all(birth_of(p) for p in two.parameters())
     assert birth_of(nn.Linear(2, 2).weight) is None
@@ -354,7 +353,7 @@ def contexts(rank: int, world: int) -> None:
 
     with pytest.raises(ValueError, match="halfway"):
         fail()
-    assert not INSIDE
+    assert entered() is None
     assert not any(hooks)
     assert torch.equal(whole(made[0].weight), torch.full((4, 4), 5.0))
     # Entering again: born models can be read, written, copied and run inside.
@@ -414,7 +413,7 @@ def half_made(rank: int, world: int) -> None:
     for p, q in zip(model.parameters(), plain.parameters()):
         assert torch.equal(whole(p), q)
     zero.shard(model)
-    assert not INSIDE
+    assert entered() is None
 
 
 def test_modules_are_not_asked_while_they_are_made(two: RankPool) -> None:
