@@ -337,7 +337,7 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
         birth = birth_of(param)
         if birth is None:
             continue
-        birth.check_guard(f"parameter {name!r}")
+        birth.check_guard(param, name)
         if birth.wire.size not in (1, wire.size):
             raise ConfigError(
                 f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "

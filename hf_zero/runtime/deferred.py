@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
 from ..core.layout import Span
 from ..core.precision import dtype_of
-from ..errors import StateError, TierError
+from ..errors import StateError
 from ..tiers.array import FilePieces, OnDisk
 from ..tiers.pool import Storage
 from ..tiers.records import Records
@@ -167,23 +168,6 @@ class Birth:
                 torch.empty(high - low, dtype=self.origin.dtype, device=self._device)
             )
 
-    def _values_together(self) -> Tensor:
-        """`values`; a collective where there is an origin: what one rank cannot read is an error on all of them."""
-        if self.origin is None or self.wire.size == 1:
-            return self.values()
-        found, failure = torch.empty(0), None
-        try:
-            found = self.values()
-        except TierError as error:
-            failure = error
-        answers = self.wire.exchange(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, theirs in enumerate(answers):
-            if theirs is not None:
-                raise TierError(f"rank {rank} could not read a parameter: {theirs}")
-        return found
-
     def slice_of(self, param: nn.Parameter) -> Tensor:
         """1-D, this rank's elements, in either state; may be a view."""
         if not self.is_open:
@@ -210,11 +194,12 @@ class Birth:
             raise StateError("a born parameter has no slice yet")
         return self.origin.dtype, self._device
 
-    def check_guard(self, what: str) -> None:
+    def check_guard(self, param: nn.Parameter, name: str = "") -> None:
         """Raise if the parameter was written to while it was closed."""
         guard = self._guard
         if guard is not None and guard.dtype in _GUARDED and not bool(guard.isnan()):
             guard.fill_(float("nan"))
+            what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(param.shape)}"
             raise StateError(
                 f"{what} was written to while it was released (its values live in the ranks' slices; what was written is "
                 "lost). Write it inside `with zero.Init():` or zero.GatheredParameters, or with load_state_dict"
@@ -258,7 +243,7 @@ class Birth:
         if self.is_open:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+            self.check_guard(param)
             shape, (dtype, device) = param.shape, self._kind
             if whole is not None:
                 pass
@@ -322,7 +307,7 @@ class Birth:
     def move(self, param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `fn`, which may change type and device but no value's place, to the slice; the parameter's new `.data`."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+            self.check_guard(param)
             device = self._only_moves(fn) if self.at_rest else None
             if device is not None:
                 self._device = device
@@ -353,7 +338,7 @@ class Birth:
         if self.is_open:
             with torch._C.DisableTorchFunction():
                 return param.detach().clone()
-        self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+        self.check_guard(param)
         return self.read(param.shape)
 
     def put(self, param: nn.Parameter, value: Tensor) -> None:
@@ -362,7 +347,7 @@ class Birth:
             if self.is_open:
                 param.data.copy_(value)
                 return
-            self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+            self.check_guard(param)
             low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
             self.own.copy_(value.detach().reshape(-1)[low:high])
 
@@ -389,7 +374,8 @@ class Birth:
 
         What lies between `numel` and `room_numel` is overwritten.
         """
-        own, wire = self._values_together(), self.wire
+        wire = self.wire
+        own = read(wire, self.values, may_fail=self.origin is not None and wire.size > 1)
         if wire.size == 1:
             room[:numel].copy_(own)
             return

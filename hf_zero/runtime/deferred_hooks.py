@@ -6,7 +6,7 @@ model's birth, does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,14 +20,6 @@ from ..errors import StateError
 from .deferred import Birth, birth_of, opening_mode
 from .instance_methods import RESIZE, strip, wrapped
 from .state_dict import StateDictHooks
-
-
-def births_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Birth]]:
-    """The born parameters that `module` holds itself."""
-    for name, param in module._parameters.items():
-        birth = birth_of(param) if param is not None else None
-        if param is not None and birth is not None:
-            yield name, param, birth
 
 
 class DeferredHooks(StateDictHooks):
@@ -62,8 +54,8 @@ class DeferredHooks(StateDictHooks):
     def _refuse_forward(self, module: nn.Module, args: Any) -> None:
         if opening_mode() is not None:
             return  # parameters open as they are used
-        for name, param, birth in births_in(module):
-            if not birth.is_open:
+        for name, param in module._parameters.items():
+            if param is not None and self.wire_of(param) is not None:
                 raise StateError(
                     f"{type(module).__name__}.{name} (shape {tuple(param.shape)}) was born sharded and has no whole values "
                     "here: call zero.shard(model, …), accelerator.prepare(model) or hand the model to a Trainer before "

@@ -95,7 +95,6 @@ class Engine:
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
-        self._handles: list[Any] = []
         self._patches = overrides.Patches()
         with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
             _refuse_nested(model)
@@ -132,15 +131,15 @@ class Engine:
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         self.buffers = Buffers(model, self._wire)
         if self.buffers.watched:
-            self._handles.append(model.register_forward_hook(self._after_any_forward))
+            self._patches.hooks(model.register_forward_hook(self._after_any_forward))
         if self.precision.autocast_dtype is not None:
             hosts = [host for _, modules in self._assembly.hosts() for host in modules]
-            self._handles.append(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
+            self._patches.hooks(Autocast(self.precision, self.device).around(model, hosts, self._cast_params()))
         self._gradients = Gradients(self.sharded, self.offload, self._overflow, self.flush)
         self._passes = 0  # backwards and steps
         self._schedule = self._new_schedule()
         if self.offload.reads:
-            self._handles.append(model.register_forward_hook(self._after_forward))
+            self._patches.hooks(model.register_forward_hook(self._after_forward))
         self._state_dict_hooks = ShardedHooks(self.sharded, self.settle)
         for module in model.modules():
             if (
@@ -154,9 +153,9 @@ class Engine:
         model.__dict__[_ENGINE] = self
         self._watch()
         if config.is_auto:  # comes before the schedule's own: state may move while nothing is gathered
-            self._handles.append(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
+            self._patches.hooks(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
         self.offload.explain_with(self.advice)
-        self._handles.append(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
+        self._patches.hooks(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
         if self.rank == 0:
             ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
             print(f"hf_zero: stage {config.stage} on {ranks}; {self.precision}", file=sys.stderr)
@@ -557,8 +556,6 @@ class Engine:
         self._assembly.dissolve()
         self.offload.close()
         self._schedule.detach(whole=True)
-        for handle in self._handles:
-            handle.remove()
         self._patches.take_off()
         self.model.__dict__.pop(_ENGINE, None)
         if binding is not None and state is not None:
@@ -612,8 +609,8 @@ class Engine:
         if state is not None:
             self._binding.load_state_dict(state)
         if fresh:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
+            self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
             overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
             self._patches.method(optimizer, "zero_grad", self.zero_grad)
             self._patches.method(optimizer, "state_dict", self._optimizer_state_dict)

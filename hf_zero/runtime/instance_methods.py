@@ -10,11 +10,10 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..comm.agree import arriving
 from ..errors import ConfigError, LayoutError, StateError
@@ -23,6 +22,10 @@ from .unit import Unit
 
 RESIZE = "resize_token_embeddings"
 _PACKAGE = __name__.partition(".")[0]
+
+
+class Handle(Protocol):
+    def remove(self) -> None: ...
 
 
 class Patches:
@@ -35,7 +38,7 @@ class Patches:
         target.__dict__[name] = method
         self._undo.append(partial(target.__dict__.pop, name, None))
 
-    def hooks(self, *handles: RemovableHandle) -> None:
+    def hooks(self, *handles: Handle) -> None:
         self._undo += [handle.remove for handle in handles]
 
     def take_off(self) -> None:

@@ -120,10 +120,12 @@ class StateDictHooks(ABC):
         if self._loading == 0 or not prefix:
             self._loading = 0
             self._landing.clear()
+            self._spread = False
             wires = (wire for param in module.parameters() if (wire := self.wire_of(param)) is not None)
-            self._wire = next(wires, SoloWire())
-            self.before_load()
-            self._spread = _from_rank_0(state, self._wire)
+            wire = next(wires, None)
+            if wire is not None:  # else all values are in the parameters, and torch alone loads them
+                self.before_load()
+                self._wire, self._spread = wire, _from_rank_0(state, wire)
         self._loading += 1
         for name, param in own.items():
             value = state.get(prefix + name)

@@ -256,6 +256,24 @@ def test_until_it_is_sharded(two: RankPool) -> None:
     two.run(guarded)
 
 
+def in_parts(rank: int, world: int) -> None:
+    """Two engines inside one born module: its own state dict is theirs."""
+    model, _ = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    expected = [whole(p) for p in model.parameters()]
+    zero.shard(model[0], None, zero.ZeroConfig(stage=3))
+    state = model.state_dict()  # of one that is sharded and one that is not
+    assert rank != 0 or all(torch.equal(value, q) for value, q in zip(state.values(), expected))
+    zero.shard(model[1], None, zero.ZeroConfig(stage=3))
+    for p in model.parameters():
+        zero.set_full_parameter(p, torch.zeros(p.shape))
+    model.load_state_dict(state)
+    assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), expected))
+
+
+def test_sharded_in_parts(two: RankPool) -> None:
+    two.run(in_parts)
+
+
 def fast(rank: int, world: int) -> None:
     torch.manual_seed(7)
     with zero.Init(init="fast") as init:
