@@ -10,7 +10,7 @@ they see this rank's own elements of the parameter, row-major, 1-D, often none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,229 +20,149 @@ from ..core.precision import dtype_of
 from ..errors import ConfigError, RankMismatchError, StateError
 from ..runtime.deferred import Birth
 from ..runtime.engine import Engine, engine_of
-from ..runtime.holder import Of, Place, gradient_of, holder_of, master_of
+from ..runtime.ownership import owner_of
+from ..runtime.sharded import Of, Place, Sharded, gradient_of, master_of, state_of
 from ..tiers.fingerprint import fingerprint
 
+Quantity = Literal["parameter", "gradient", "optimizer_state"]
 
-def _held(param: nn.Parameter, what: str) -> Place | Birth:
-    holder = holder_of(param)
+
+class _Held(NamedTuple):
+    """A parameter of a sharded model."""
+
+    place: Place
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        return self.place.slot.spec.name
+
+    @property
+    def wire(self) -> SoloWire:
+        return self.place.unit.wire
+
+    def settle(self) -> None:
+        """The master has what was written to the parameter."""
+        self.engine.settle(self.place.unit.flats)
+
+
+def _holder(param: nn.Parameter) -> _Held | Birth | None:
+    """Who has the parameter's values; None for a plain one."""
+    owner = owner_of(param)
+    if not isinstance(owner, Sharded):
+        return owner if isinstance(owner, Birth) else None
+    engine = engine_of(owner.model)
+    if engine is None:
+        raise StateError(f"the model of {owner.places[param].slot.spec.name!r} is not sharded any more")
+    return _Held(owner.places[param], engine)
+
+
+def _checked_holder(param: nn.Parameter, quantity: Quantity, what: str) -> _Held | Birth:
+    """Who has the values; one that has such a quantity, or the error that says why not."""
+    holder = _holder(param)
     if holder is None:
         raise StateError(
             f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
             "accelerator.prepare) and was not born under zero.Init(); use it directly"
         )
-    return holder
-
-
-def _place_of(param: nn.Parameter, what: str) -> Place:
-    holder = _held(param, what)
+    if quantity == "parameter":
+        return holder
     if isinstance(holder, Birth):
         raise StateError(
             f"{what}: this parameter of shape {tuple(param.shape)} was born under zero.Init() and has neither gradient nor "
             "optimizer state before its model is sharded"
         )
-    if not holder.flat.span.trainable:
-        raise StateError(f"{what}: {holder.slot.spec.name!r} is frozen: it has neither gradient nor optimizer state")
-    _engine(holder).finish_step()
+    if not holder.place.flat.span.trainable:
+        raise StateError(f"{what}: {holder.name!r} is frozen: it has neither gradient nor optimizer state")
+    holder.engine.finish_step()
     return holder
 
 
-def _engine(place: Place) -> Engine:
-    engine = engine_of(place.sharded.model)
-    if engine is None:
-        raise StateError(f"the model of {place.slot.spec.name!r} is not sharded any more")
-    return engine
-
-
-# One value at a time ------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def full_parameter(param: nn.Parameter) -> Tensor:
-    """A parameter's whole value on every rank, a new tensor; of an engine, the master's (float32). A collective."""
-    holder = _held(param, "full_parameter")
+def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -> Tensor | None:
+    holder = _checked_holder(param, quantity, f"{'full' if whole else 'local'}_{quantity}")
     if isinstance(holder, Birth):
-        return holder.whole(param)
-    _engine(holder).settle(holder.unit.flats)
-    return holder.whole(master_of)
+        return holder.whole(param) if whole else holder.slice_of(param).clone()
+    place, engine = holder
+    of: Of = master_of
+    match quantity:
+        case "parameter":
+            holder.settle()
+        case "gradient":
+            if whole:
+                engine.flush()
+            if not place.flat.grads():
+                return None
+            of = gradient_of
+        case "optimizer_state":
+            value, sliced = place.state(engine.optimizer, name)
+            if value is None:
+                return None
+            if not sliced:
+                value = torch.as_tensor(value).detach().clone()
+                return value.view(-1) if place.flat.wholes and value.dim() and not whole else value
+            of = state_of(engine.optimizer, name)
+    return place.whole(of) if whole else place.local(of).clone()
 
 
 @torch.no_grad()
-def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter a new value, the same on every rank. A collective.
-
-    Raises:
-        StateError: another shape.
-        RankMismatchError: ranks that pass different values.
-    """
-    holder = _held(param, "set_full_parameter")
-    _same_everywhere(param, value, holder.wire, "set_full_parameter")
+def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, name: str = "") -> None:
+    """A whole value is a collective: it is compared over the ranks, and what the engine derives from it follows."""
+    what = f"set_{'full' if whole else 'local'}_{quantity}"
+    holder = _checked_holder(param, quantity, what)
+    if whole:
+        _same_everywhere(param, value, holder.wire, what)
     if isinstance(holder, Birth):
-        holder.put(param, value)
+        if whole:
+            holder.put(param, value)
+        else:
+            own = holder.slice_of(param)
+            _fit(own.numel(), value, what)
+            own.copy_(value.detach())
         return
-    _engine(holder).settle(holder.unit.flats)
-    holder.unit.release()  # before the write: what a release finds in the whole values counts
-    holder.unit.close()
-    holder.write(master_of, holder.own_part(value))
-    holder.written()
+    place, engine = holder
+    if not whole:
+        _fit(place.own_numel, value, what)
+    part = place.own_part(value) if whole else value.detach()
+    match quantity:
+        case "parameter":
+            holder.settle()
+            if whole or not place.unit.policy.keep_full:
+                place.unit.release()  # before the write: what a release finds in the whole values counts
+            place.unit.close()
+            place.write(master_of, part)
+            if whole:
+                place.written()
+            else:
+                place.flat.refresh()
+        case "gradient":
+            if whole:
+                engine.flush()
+            place.flat.some_grad(place.unit.wire)
+            place.write(gradient_of, part)
+            if whole:
+                engine.gradients_written()
+        case "optimizer_state":
+            _set_state(holder, name, part)
 
 
-@torch.no_grad()
-def full_gradient(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient, whole, on every rank, in the master's type; None where there is none. A collective.
-
-    Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is the scaled one until `unscale_`.
-    """
-    place = _place_of(param, "full_gradient")
-    _engine(place).flush()
-    return place.whole(gradient_of) if place.flat.grads() else None
-
-
-@torch.no_grad()
-def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter another averaged gradient, the same on every rank. A collective.
-
-    Parameters of the same span that had none get zeros.
-
-    Raises:
-        StateError: another shape; a frozen parameter.
-        RankMismatchError: ranks that pass different values.
-    """
-    place = _place_of(param, "set_full_gradient")
-    _same_everywhere(param, value, place.wire, "set_full_gradient")
-    _engine(place).flush()
-    place.flat.some_grad(place.wire)
-    place.write(gradient_of, place.own_part(value))
-    _engine(place).gradients_written()
-
-
-@torch.no_grad()
-def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
-    """One state (`exp_avg`, `momentum_buffer`, …), whole, on every rank; None where there is none. A collective.
-
-    States that are one number (`step`) come as a 0-dim tensor.
-    """
-    place = _place_of(param, "full_optimizer_state")
-    value, sliced = place.state(name)
-    if value is None:
-        return None
-    return place.whole(place.state_of(name)) if sliced else torch.as_tensor(value).detach().clone()
-
-
-@torch.no_grad()
-def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
-    """Give a parameter another optimizer state, the same on every rank. A collective.
-
-    Raises:
-        StateError: another shape; the optimizer has no such state yet, or has it as one number for several parameters.
-        RankMismatchError: ranks that pass different values.
-    """
-    place = _place_of(param, "set_full_optimizer_state")
-    _same_everywhere(param, value, place.wire, "set_full_optimizer_state")
-    if place.flat.wholes:
-        _whole_state(place, name).copy_(value.detach())
+def _set_state(held: _Held, name: str, part: Tensor) -> None:
+    value, sliced = held.place.state(held.engine.optimizer, name)
+    if held.place.flat.wholes:
+        if not isinstance(value, Tensor) or tuple(value.shape) != held.place.slot.spec.shape:
+            raise StateError(
+                f"the optimizer has no state {name!r} with one value per element of {held.name!r}: found "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+            )
+        value.copy_(part.view(value.shape))
         return
-    place.write(_sliced_state(place, name), place.own_part(value))
-
-
-@torch.no_grad()
-def local_parameter(param: nn.Parameter) -> Tensor:
-    """This rank's elements of a parameter, a copy; of an engine, the master's (float32)."""
-    holder = _held(param, "local_parameter")
-    if isinstance(holder, Birth):
-        return holder.slice_of(param).clone()
-    _engine(holder).settle(holder.unit.flats)
-    return holder.local(master_of).clone()
-
-
-@torch.no_grad()
-def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's elements of a parameter.
-
-    Where the stage keeps whole parameters (0 to 2) they follow with `engine.refresh()`, a collective.
-    """
-    holder = _held(param, "set_local_parameter")
-    if isinstance(holder, Birth):
-        own = holder.slice_of(param)
-        _fit(own.numel(), value, "set_local_parameter")
-        own.copy_(value.detach())
-        return
-    _fit(holder.own_numel, value, "set_local_parameter")
-    _engine(holder).settle(holder.unit.flats)
-    if not holder.unit.policy.keep_full:
-        holder.unit.release()
-    holder.unit.close()
-    holder.write(master_of, value.detach())
-    holder.flat.refresh()
-
-
-@torch.no_grad()
-def local_gradient(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
-    place = _place_of(param, "local_gradient")
-    return place.local(gradient_of).clone() if place.flat.grads() else None
-
-
-@torch.no_grad()
-def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's elements of the averaged gradient.
-
-    Every rank must do so in the same step where there is no gradient yet.
-    """
-    place = _place_of(param, "set_local_gradient")
-    _fit(place.own_numel, value, "set_local_gradient")
-    place.flat.some_grad(place.wire)
-    place.write(gradient_of, value.detach())
-
-
-@torch.no_grad()
-def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
-    """This rank's elements of one optimizer state, a copy; None where there is none."""
-    place = _place_of(param, "local_optimizer_state")
-    value, sliced = place.state(name)
-    if value is None:
-        return None
-    if sliced:
-        return place.local(place.state_of(name)).clone()
-    value = torch.as_tensor(value).detach().clone()
-    return value.view(-1) if place.flat.wholes and value.dim() else value
-
-
-@torch.no_grad()
-def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
-    """Write this rank's elements of one optimizer state."""
-    place = _place_of(param, "set_local_optimizer_state")
-    if place.flat.wholes:
-        whole = _whole_state(place, name)
-        _fit(whole.numel(), value, "set_local_optimizer_state")
-        whole.view(-1).copy_(value.detach())
-        return
-    state = _sliced_state(place, name)
-    _fit(place.own_numel, value, "set_local_optimizer_state")
-    place.write(state, value.detach())
-
-
-def _sliced_state(place: Place, name: str) -> Of:
-    value, sliced = place.state(name)
     if value is None:
         raise StateError(
-            f"the optimizer has no state {name!r} of {place.slot.spec.name!r}: run a step first, or load one with "
-            "load_state_dict"
+            f"the optimizer has no state {name!r} of {held.name!r}: run a step first, or load one with load_state_dict"
         )
     if not sliced:
         raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
-    return place.state_of(name)
-
-
-def _whole_state(place: Place, name: str) -> Tensor:
-    """Of an optimizer over parameters of true shape."""
-    value, _ = place.state(name)
-    if not isinstance(value, Tensor) or tuple(value.shape) != place.slot.spec.shape:
-        raise StateError(
-            f"the optimizer has no state {name!r} with one value per element of {place.slot.spec.name!r}: found "
-            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
-        )
-    return value
+    held.place.write(state_of(held.engine.optimizer, name), part)
 
 
 def _fit(own_numel: int, value: Tensor, what: str) -> None:
@@ -259,6 +179,98 @@ def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: s
             raise RankMismatchError(
                 f"{what}: rank {rank} passes another value than rank 0; pass the same one everywhere"
             )
+
+
+# One value at a time ------------------------------------------------------------------------------------------------
+
+
+def full_parameter(param: nn.Parameter) -> Tensor:
+    """A parameter's whole value on every rank, a new tensor; of an engine, the master's (float32). A collective."""
+    return cast(Tensor, _get(param, "parameter", whole=True))
+
+
+def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a new value, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape.
+        RankMismatchError: ranks that pass different values.
+    """
+    _set(param, "parameter", True, value)
+
+
+def full_gradient(param: nn.Parameter) -> Tensor | None:
+    """The averaged gradient, whole, on every rank, in the master's type; None where there is none. A collective.
+
+    Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is the scaled one until `unscale_`.
+    """
+    return _get(param, "gradient", whole=True)
+
+
+def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter another averaged gradient, the same on every rank. A collective.
+
+    Parameters of the same span that had none get zeros.
+
+    Raises:
+        StateError: another shape; a frozen parameter.
+        RankMismatchError: ranks that pass different values.
+    """
+    _set(param, "gradient", True, value)
+
+
+def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """One state (`exp_avg`, `momentum_buffer`, …), whole, on every rank; None where there is none. A collective.
+
+    States that are one number (`step`) come as a 0-dim tensor.
+    """
+    return _get(param, "optimizer_state", True, name)
+
+
+def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Give a parameter another optimizer state, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape; the optimizer has no such state yet, or has it as one number for several parameters.
+        RankMismatchError: ranks that pass different values.
+    """
+    _set(param, "optimizer_state", True, value, name)
+
+
+def local_parameter(param: nn.Parameter) -> Tensor:
+    """This rank's elements of a parameter, a copy; of an engine, the master's (float32)."""
+    return cast(Tensor, _get(param, "parameter", whole=False))
+
+
+def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of a parameter.
+
+    Where the stage keeps whole parameters (0 to 2) they follow with `engine.refresh()`, a collective.
+    """
+    _set(param, "parameter", False, value)
+
+
+def local_gradient(param: nn.Parameter) -> Tensor | None:
+    """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
+    return _get(param, "gradient", whole=False)
+
+
+def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of the averaged gradient.
+
+    Every rank must do so in the same step where there is no gradient yet.
+    """
+    _set(param, "gradient", False, value)
+
+
+def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """This rank's elements of one optimizer state, a copy; None where there is none."""
+    return _get(param, "optimizer_state", False, name)
+
+
+def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Write this rank's elements of one optimizer state."""
+    _set(param, "optimizer_state", False, value, name)
 
 
 # For a while --------------------------------------------------------------------------------------------------------
@@ -302,7 +314,7 @@ class GatheredParameters:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 for param in self._params:
-                    holder = holder_of(param)
+                    holder = _holder(param)
                     if holder is not None and not _is_gathered(holder):
                         self._check_rank(holder.wire)
                         self._gathered.append(_Gathered(param, holder))
@@ -352,8 +364,8 @@ class GatheredParameters:
         for gathered, edit in zip(self._gathered, everyone[allowed]):
             if edit:
                 gathered.keep(allowed)
-                if isinstance(gathered.holder, Place):
-                    written[id(gathered.holder.unit)] = gathered.holder
+                if isinstance(gathered.holder, _Held):
+                    written[id(gathered.holder.place.unit)] = gathered.holder.place
         for place in written.values():
             place.written()
 
@@ -364,7 +376,7 @@ _VALUES = "other values"
 class _Gathered:
     """One parameter that a `GatheredParameters` has made whole."""
 
-    def __init__(self, param: nn.Parameter, holder: Place | Birth) -> None:
+    def __init__(self, param: nn.Parameter, holder: _Held | Birth) -> None:
         self.param = param
         self.holder = holder
         self.done = False
@@ -375,10 +387,11 @@ class _Gathered:
             holder.open(param, whole=whole)
             holder.pins += 1
         else:
-            self.name = f"parameter {holder.slot.spec.name!r}"
-            _engine(holder).settle(holder.unit.flats)
-            whole = holder.whole(master_of).to(dtype_of(holder.slot.spec.dtype))
-            holder.flat.pinned.add(holder.index)
+            self.name = f"parameter {holder.name!r}"
+            holder.settle()
+            place = holder.place
+            whole = place.whole(master_of).to(dtype_of(place.slot.spec.dtype))
+            place.flat.pinned.add(place.at)
             param.data = whole
         self._shape, self._dtype = whole.shape, whole.dtype
         self._print = fingerprint(whole)
@@ -405,11 +418,12 @@ class _Gathered:
             holder.close(self.param)
             self.done = True
             return
-        holder.unit.release()
-        holder.unit.close()
-        master, new = holder.local(master_of), holder.own_part(value)
+        place = holder.place
+        place.unit.release()
+        place.unit.close()
+        master, new = place.local(master_of), place.own_part(value)
         # An element that was left alone keeps what its own type cannot show.
-        holder.write(master_of, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
+        place.write(master_of, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
 
     def discard(self) -> None:
         """Back to what the parameter was, with what has been kept."""
@@ -421,12 +435,12 @@ class _Gathered:
             holder.pins -= 1
             holder.close(self.param, keep=False)
             return
-        flat, unit = holder.flat, holder.unit
-        flat.pinned.discard(holder.index)
-        flat.uncount(holder.index)
+        unit, flat, index = holder.place
+        flat.pinned.discard(index)
+        flat.uncount(index)
         whole = unit.policy.keep_full or unit.state.name == "GATHERED"
-        self.param.data = (flat.views if whole else flat.guards.shown)[holder.index]
+        self.param.data = (flat.views if whole else flat.guards.shown)[index]
 
 
-def _is_gathered(holder: Place | Birth) -> bool:
-    return holder.pins > 0 if isinstance(holder, Birth) else holder.index in holder.flat.pinned
+def _is_gathered(holder: _Held | Birth) -> bool:
+    return holder.pins > 0 if isinstance(holder, Birth) else holder.place.at in holder.place.flat.pinned

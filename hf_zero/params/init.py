@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -26,14 +27,13 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..comm.wire import SoloWire, home_device, open_wire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError
-from ..runtime.deferred import HOLDERS, INSIDE, Birth, adopt, birth_of, born, guard_owner, slice_bounds
-from ..runtime.deferred_hooks import guard
+from ..runtime.deferred import Birth, OpeningMode, birth_of, born, guard_owner, opening_mode, slice_bounds
+from ..runtime.deferred_hooks import DeferredHooks
+from ..runtime.ownership import OWNERS, adopt
 
 __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
 
@@ -65,11 +65,26 @@ _OVERWRITES = _words(
     "normal_ uniform_ zero_ fill_ copy_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ trunc_normal_ "
     "zeros_ ones_ constant_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_"
 )
-# What `init="fast"` can do to a slice as well as to the whole.
+# Methods that `init="fast"` calls on a slice in place of the whole.
 _DRAWS = _words("normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ random_")
 _ELEMENTWISE = _DRAWS | _words(
     "zero_ fill_ mul_ add_ sub_ div_ clamp_ clamp_min_ clamp_max_ erfinv_ trunc_ exp_ log_ sqrt_ abs_ neg_"
 )
+
+
+def _kaiming_uniform(tensor: Tensor, a: float, mode: Any, nonlinearity: Any) -> tuple[str, tuple[float, ...]]:
+    std = nn.init.calculate_gain(nonlinearity, a) / math.sqrt(nn.init._calculate_correct_fan(tensor, mode))
+    return "uniform_", (-math.sqrt(3.0) * std, math.sqrt(3.0) * std)
+
+
+# The functions of nn.init that a mode is given as a whole (of the others it sees the methods that they call): the method
+# that each calls, and its arguments, for a tensor of the parameter's shape.
+_INITIALISERS: dict[Callable[..., Any], Callable[..., tuple[str, tuple[float, ...]]]] = {
+    nn.init.uniform_: lambda tensor, a, b: ("uniform_", (a, b)),
+    nn.init.normal_: lambda tensor, mean, std: ("normal_", (mean, std)),
+    nn.init.constant_: lambda tensor, val: ("fill_", (val,)),
+    nn.init.kaiming_uniform_: _kaiming_uniform,
+}
 
 
 class Init:
@@ -127,8 +142,8 @@ class Init:
     def __enter__(self) -> Init:
         if not self.enabled:
             return self
-        if INSIDE:
-            outer: Init = INSIDE[0]
+        outer = entered()
+        if outer is not None:
             outer._depth += 1
             return outer
         self.wire = open_wire(home_device())
@@ -140,8 +155,6 @@ class Init:
             self._generators.clear()
         with ExitStack() as stack:
             stack.callback(self._leave)
-            INSIDE.append(self)
-            stack.callback(INSIDE.clear)
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)
             stack.enter_context(_Watch(self))
@@ -154,9 +167,9 @@ class Init:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if not self.enabled:
+        outer = entered() if self.enabled else None
+        if outer is None:
             return
-        outer: Init = INSIDE[0]
         outer._depth -= 1
         if outer._depth == 0:
             outer._stack.__exit__(*error)
@@ -170,8 +183,9 @@ class Init:
         for birth in self._aliased:
             birth.drop_alias(force=True)
         self._aliased.clear()
+        hooks = DeferredHooks(Init)
         for module in list(self._seen):
-            guard(module, Init)
+            hooks.put_on(module)
         self._seen = WeakKeyDictionary()
         if self._own_random is not None:
             _set_random_states(self._own_random, wire_device(self.wire, torch.device("cpu")))
@@ -320,22 +334,18 @@ class Init:
     ) -> bool:
         """Initialise a closed parameter on this rank's slice alone; False where `func` is not element by element."""
         birth = birth_of(param)
-        if birth is None or not name.endswith("_") or name.startswith("__") or kwargs.get("generator") is not None:
-            return False
-        script = _Script(birth.stand_in(param))
         options = {key: value for key, value in kwargs.items() if value is not param}
-        try:
-            with script:
-                func(script.target, *rest, **options)
-        except _NotElementwiseError:
+        if birth is None or not param.numel() or options.pop("generator", None) is not None:
             return False
-        if not script.steps:  # some leave meta tensors alone
+        if func in _INITIALISERS:
+            name, rest = _INITIALISERS[func](birth.stand_in(param), *rest, **options)
+            options.clear()
+        elif name not in _ELEMENTWISE or any(isinstance(value, Tensor) for value in (*rest, *options.values())):
             return False
         own = birth.own
-        for operation, arguments, named in script.steps:
-            if operation in _DRAWS:
-                named = {**named, "generator": self._generator(own.device)}
-            getattr(torch.ops.aten, operation)(own, *arguments, **named)
+        if name in _DRAWS:
+            options["generator"] = self._generator(own.device)
+        getattr(own, name)(*rest, **options)
         return True
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -345,41 +355,23 @@ class Init:
         return self._generators[device]
 
 
-class _Watch(TorchFunctionMode):
+def entered() -> Init | None:
+    """The outermost `Init` that is entered, if any."""
+    mode = opening_mode()
+    return mode.init if isinstance(mode, _Watch) else None
+
+
+class _Watch(OpeningMode):
     """Sends every torch function through `Init.call`; inside that, torch functions are plain again."""
 
     def __init__(self, init: Init) -> None:
         super().__init__()
-        self._init = init
+        self.init = init
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._init.call(func, args, kwargs or {})
-
-
-class _NotElementwiseError(Exception):
-    """The trial met an operation that a slice alone cannot do."""
-
-
-class _Script(TorchDispatchMode):
-    """Writes down which element-wise operations a function does to `target`, a meta tensor, and does none of them."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self.target = target
-        self.steps: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        name = func.overloadpacket.__name__
-        others = [*args[1:], *options.values()]
-        if name not in _ELEMENTWISE or args[0] is not self.target or any(isinstance(v, Tensor) for v in others):
-            raise _NotElementwiseError(name)
-        self.steps.append((name, args[1:], {k: v for k, v in options.items() if k != "generator"}))
-        return self.target
+        return self.init.call(func, args, kwargs or {})
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:
@@ -409,7 +401,7 @@ def _can_be_born(param: nn.Parameter) -> bool:
     """Plain dense parameters with values, that no one holds yet. Others (quantised, not yet shaped) stay as they are."""
     if type(param) is not nn.Parameter or param.is_meta or param.layout is not torch.strided or param.is_quantized:
         return False
-    return HOLDERS.get(param) is None
+    return OWNERS.get(param) is None
 
 
 def _numel(params: Iterable[Tensor]) -> int:

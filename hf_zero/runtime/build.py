@@ -18,10 +18,11 @@ from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
-from .deferred import birth_of, hand_over
+from .deferred import birth_of
 from .flat_param import Flat
 from .optimizer import Binding, originals_of, state_tensors
-from .sharded import Sharded
+from .ownership import adopt, release
+from .sharded import Place, Sharded
 from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .unit import State, Unit
@@ -60,8 +61,7 @@ class Assembly:
         return self._drafter.specs(group_of, {param: self._spec(param) for param in self.sharded.places})
 
     def _spec(self, param: nn.Parameter) -> ParamSpec:
-        _, flat, index = self.sharded.places[param]
-        return flat.span.slots[index].spec
+        return self.sharded.places[param].slot.spec
 
     def cuts_otherwise(self, specs: list[list[ParamSpec]]) -> bool:
         """Whether these specs make other spans than there are now."""
@@ -175,8 +175,8 @@ class Assembly:
         unit.release()
         for flat in flats:
             for index, param in enumerate(flat.params):
-                self.sharded.places[param] = unit, flat, index
-                hand_over(param, weakref.ref(self.sharded))
+                self.sharded.places[param] = Place(unit, flat, index)
+                adopt(param, weakref.ref(self.sharded), shows_nan=not unit.policy.keep_full)
         return unit
 
     def parted(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]] | None:
@@ -312,7 +312,7 @@ class Assembly:
         """Every parameter whole and plain again, in its own type; a collective."""
         self._restore(self.sharded.flats, in_own_type=True)
         for param in self.sharded.names:
-            hand_over(param, None)
+            release(param)
 
     def whole_values(self, params: Container[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of some parameters in their own types, new tensors on every rank, span by span. A collective."""
@@ -347,7 +347,7 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
         birth = birth_of(param)
         if birth is None:
             continue
-        birth.check_guard(f"parameter {name!r}")
+        birth.check_guard(param, name)
         if birth.wire.size not in (1, wire.size):
             raise ConfigError(
                 f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "

@@ -11,27 +11,37 @@ to it or asks for `own`. Whether there is an origin follows from the program alo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
-from ..errors import StateError, TierError
-from ..tiers.array import OnDisk
+from ..core.layout import Span
+from ..core.precision import dtype_of
+from ..errors import StateError
+from ..tiers.array import FilePieces, OnDisk
+from ..tiers.pool import Storage
+from ..tiers.records import Records
+from ..tiers.tier import Tier
+from .ownership import OWNERS, adopt, release
+from .state_shard import MASTER, Shard
 
 _TAG = 1 << 20  # above every span's index
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
-HOLDERS = WeakTensorKeyDictionary()
-"""Parameter -> who has its values: a `Birth`, or a weak reference to what is sharded."""
 
-INSIDE: list[Any] = []
-"""The `zero.Init` that is entered, if any. Process-wide, as the hooks are that it installs."""
+class OpeningMode(TorchFunctionMode):
+    """Opens deferred parameters as torch functions use them; `zero.Init` enters one."""
+
+
+def opening_mode() -> OpeningMode | None:
+    """The one that is entered, if any."""
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, OpeningMode)), None)
 
 
 def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
@@ -42,8 +52,8 @@ def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
 
 def birth_of(param: Tensor) -> Birth | None:
     """How this parameter was born; None for any other, and once an engine holds it."""
-    holder = HOLDERS.get(param)
-    return holder if isinstance(holder, Birth) else None
+    owner = OWNERS.get(param)
+    return owner if isinstance(owner, Birth) else None
 
 
 def born(
@@ -97,52 +107,8 @@ def guard_owner(param: nn.Parameter) -> Birth | None:
     if param.untyped_storage().nbytes() >= param.numel() * param.element_size():
         return None
     pointer = param.untyped_storage().data_ptr()
-    births = (holder for holder in HOLDERS.values() if isinstance(holder, Birth))
+    births = (owner for owner in OWNERS.values() if isinstance(owner, Birth))
     return next((birth for birth in births if birth.guards(pointer)), None)
-
-
-def adopt(param: nn.Parameter, birth: Birth) -> None:
-    """From here on `birth` has the values of `param`. Copies made around it would be copies of NaN: see `_copy`."""
-    HOLDERS[param] = birth
-    param.__dict__["__deepcopy__"] = partial(_copy, weakref.ref(param))
-    param.__dict__["__reduce_ex__"] = _refuse_pickle
-
-
-def hand_over(param: nn.Parameter, holder: weakref.ref[Any] | None) -> None:
-    """Someone else has the values now."""
-    if holder is None:
-        HOLDERS.pop(param, None)
-    else:
-        HOLDERS[param] = holder
-    for name in ("__deepcopy__", "__reduce_ex__"):
-        param.__dict__.pop(name, None)
-
-
-def _copy(reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
-    source = reference()
-    birth = birth_of(source) if source is not None else None
-    if source is None or birth is None:
-        raise StateError("a parameter born under zero.Init() was copied by something that does not hold it")
-    if id(source) in memo:
-        found: nn.Parameter = memo[id(source)]
-        return found
-    if not INSIDE:
-        raise StateError(
-            f"a parameter of shape {tuple(source.shape)} that was born under zero.Init() cannot be copied before its model "
-            "is sharded: copy inside `with zero.Init():`, or build the second model there"
-        )
-    own = None if birth.at_rest else birth.slice_of(source).clone()
-    origin = None if birth.is_open else birth.origin
-    copy = _closed(Birth(birth.wire, own, origin, source.device), source.shape, source.requires_grad)
-    memo[id(source)] = copy
-    return copy
-
-
-def _refuse_pickle(protocol: Any) -> Any:
-    raise StateError(
-        "a parameter that was born under zero.Init() cannot be pickled: each rank has only a part of it. Save "
-        "model.state_dict(), or shard the model and use engine.save()"
-    )
 
 
 class Birth:
@@ -202,23 +168,6 @@ class Birth:
                 torch.empty(high - low, dtype=self.origin.dtype, device=self._device)
             )
 
-    def _values_together(self) -> Tensor:
-        """`values`; a collective where there is an origin: what one rank cannot read is an error on all of them."""
-        if self.origin is None or self.wire.size == 1:
-            return self.values()
-        found, failure = torch.empty(0), None
-        try:
-            found = self.values()
-        except TierError as error:
-            failure = error
-        answers = self.wire.exchange(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, theirs in enumerate(answers):
-            if theirs is not None:
-                raise TierError(f"rank {rank} could not read a parameter: {theirs}")
-        return found
-
     def slice_of(self, param: nn.Parameter) -> Tensor:
         """1-D, this rank's elements, in either state; may be a view."""
         if not self.is_open:
@@ -245,11 +194,12 @@ class Birth:
             raise StateError("a born parameter has no slice yet")
         return self.origin.dtype, self._device
 
-    def check_guard(self, what: str) -> None:
+    def check_guard(self, param: nn.Parameter, name: str = "") -> None:
         """Raise if the parameter was written to while it was closed."""
         guard = self._guard
         if guard is not None and guard.dtype in _GUARDED and not bool(guard.isnan()):
             guard.fill_(float("nan"))
+            what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(param.shape)}"
             raise StateError(
                 f"{what} was written to while it was released (its values live in the ranks' slices; what was written is "
                 "lost). Write it inside `with zero.Init():` or zero.GatheredParameters, or with load_state_dict"
@@ -266,6 +216,23 @@ class Birth:
     def _strides(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self._stride or tuple(torch.empty(tuple(shape), device="meta").stride())
 
+    def copied(self, param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        """As `Owner`: closed, or at rest in the same files."""
+        if opening_mode() is None:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} that was born under zero.Init() cannot be copied before its model "
+                "is sharded: copy inside `with zero.Init():`, or build the second model there"
+            )
+        own = None if self.at_rest else self.slice_of(param).clone()
+        origin = None if self.is_open else self.origin
+        return _closed(Birth(self.wire, own, origin, param.device), param.shape, param.requires_grad)
+
+    def pickled(self, param: nn.Parameter) -> Any:
+        raise StateError(
+            "a parameter that was born under zero.Init() cannot be pickled: each rank has only a part of it. Save "
+            "model.state_dict(), or shard the model and use engine.save()"
+        )
+
     # Between closed and open ------------------------------------------------------------------------------------------
 
     def open(self, param: nn.Parameter, fill: bool = True, whole: Tensor | None = None) -> None:
@@ -276,7 +243,7 @@ class Birth:
         if self.is_open:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+            self.check_guard(param)
             shape, (dtype, device) = param.shape, self._kind
             if whole is not None:
                 pass
@@ -340,7 +307,7 @@ class Birth:
     def move(self, param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `fn`, which may change type and device but no value's place, to the slice; the parameter's new `.data`."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+            self.check_guard(param)
             device = self._only_moves(fn) if self.at_rest else None
             if device is not None:
                 self._device = device
@@ -371,7 +338,7 @@ class Birth:
         if self.is_open:
             with torch._C.DisableTorchFunction():
                 return param.detach().clone()
-        self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+        self.check_guard(param)
         return self.read(param.shape)
 
     def put(self, param: nn.Parameter, value: Tensor) -> None:
@@ -380,7 +347,7 @@ class Birth:
             if self.is_open:
                 param.data.copy_(value)
                 return
-            self.check_guard(f"a parameter of shape {tuple(param.shape)}")
+            self.check_guard(param)
             low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
             self.own.copy_(value.detach().reshape(-1)[low:high])
 
@@ -407,7 +374,8 @@ class Birth:
 
         What lies between `numel` and `room_numel` is overwritten.
         """
-        own, wire = self._values_together(), self.wire
+        wire = self.wire
+        own = read(wire, self.values, may_fail=self.origin is not None and wire.size > 1)
         if wire.size == 1:
             room[:numel].copy_(own)
             return
@@ -427,3 +395,52 @@ def _holders(tensor: Tensor) -> int:
     """How many tensors share this one's storage, itself included. Says what memory there is to free, nothing else."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+# The first values of a span --------------------------------------------------------------------------------------------
+
+
+def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """The whole span's, in the master dtype, on the device; what was born gives its own up."""
+    whole = torch.zeros(span.numel, dtype=dtype_of(span.spec.master_dtype), device=device)
+    for slot, param in zip(span.slots, params):
+        birth = birth_of(param)
+        if birth is None:
+            whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+        else:
+            birth.pour(param, whole[slot.offset :])
+            release(param)
+    whole[span.used_numel :].zero_()
+    return whole
+
+
+def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, storage: Storage) -> Records | None:
+    """This rank's slice of a frozen span, where its values are at rest in the model's own files: no copy is made of them.
+
+    A collective for parameters with an origin.
+    """
+    births = [birth for param in params if (birth := birth_of(param)) is not None and birth.origin is not None]
+    if span.trainable or len(births) < len(params):
+        return None
+    if not all(wire.exchange(all(birth.at_rest for birth in births))):
+        return None  # some rank was given its part, and may have written to it
+    origins = {slot.spec.name: birth.origin for slot, birth in zip(span.slots, births)}
+    parts = [
+        (part.slice_start, origin[part.param_start : part.param_start + part.numel])
+        for part in span.overlaps(wire.rank if span.shards > 1 else 0)
+        if (origin := origins[part.slot.spec.name]) is not None
+    ]
+    for param in params:
+        release(param)
+    dtype = dtype_of(span.spec.master_dtype)
+    pieces = FilePieces(span.slice_numel, dtype, parts, storage.meter)
+    return Records(storage.disk, span.slice_numel, storage.sizes.slab_numel, ((MASTER, dtype),), pieces)
+
+
+def shard_over(storage: Storage, records: Records) -> Shard:
+    """A frozen shard whose values are in `records` already, and serve as the parameters' slice, too."""
+    dtype = records.fields[MASTER]
+    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(records.numel)
+    shard = Shard(storage, 0, nothing, Tier.HOST, trainable=False, alias=nothing)
+    shard.tier, shard.records = Tier.DISK, records
+    return shard

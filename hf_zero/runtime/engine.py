@@ -28,14 +28,13 @@ from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
-from . import copies
+from . import deferred_hooks
 from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
 from .build import Assembly, device_of
 from .checkpoints import Behind, load, save
 from .clipping import clip_norm, clip_values
-from .deferred_hooks import unguard
 from .flat_param import Flat
 from .gradient_ops import Gradients
 from .monitor import Monitor
@@ -47,7 +46,7 @@ from .record import Recorder
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
-from .state_dict import FullState
+from .state_dict import ShardedHooks
 from .state_shard import Fields
 from .transports import Roads
 from .usage import report
@@ -94,7 +93,7 @@ class Engine:
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
-        self._handles: list[Any] = []
+        self._patches = overrides.Patches()
 
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
         with agree.on_errors(self._wire, "zero.shard"):
@@ -135,17 +134,19 @@ class Engine:
 
         # From here on the model changes.
         self._assembly.build(specs, self.plan.placements, fields)
-        unguard(model)
+        deferred_hooks.take_off(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         self.buffers = Buffers(model, self._wire)  # sends rank 0's, on the device
         self._gradients = Gradients(self.sharded, self.offload, self._overflow, self.flush)
-        self._full_state = FullState(model, self.units, self._wire, self.settle)
+        self._state_dict_hooks = ShardedHooks(self.sharded, self.settle)
+        for module in model.modules():
+            if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
+                self._patches.hooks(*self._state_dict_hooks.register(module))
         self._writes = WriteWatch(model, self.units, self.quiesce, self.refresh)
         self._hook_model()
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
-        overrides.put_on(model, self.units, self.zero_grad)
-        copies.put_on(model, self._assembly, self._wire, self.quiesce)
+        overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
         model.__dict__[_ENGINE] = self
         self._watch()
         self.offload.explain_with(self.sharded.advice)
@@ -157,7 +158,7 @@ class Engine:
 
         torch runs pre-hooks that were prepended from the last to the first, other hooks in the order of their registration.
         """
-        model, add = self.model, self._handles.append
+        model, add = self.model, self._patches.hooks
         hosts = [host for _, modules in self._assembly.hosts() for host in modules]
         # 1. Around the call itself, so that all hooks, and what they start, run under autocast.
         self._autocast = Autocast(self.sharded, hosts) if self.precision.autocast_dtype is not None else None
@@ -194,7 +195,7 @@ class Engine:
             print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise copies.refuse_copy("an Engine")
+        raise overrides.refuse_copy("an Engine")
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -265,12 +266,9 @@ class Engine:
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._writes.settle()
-        self._full_state.detach()
         self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
         self._assembly.recut(specs, binding, self.plan.placements, fields)
-        copies.protect(self.sharded)
         self.schedule.recut(self.units)
-        self._full_state = FullState(self.model, self.units, self._wire, self.settle)
         self._writes.restart()
 
     def _part_spans(self) -> None:
@@ -465,7 +463,7 @@ class Engine:
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
-        return self._full_state.outline()
+        return self._state_dict_hooks.outline()
 
     def offload_states(self, include: Iterable[str] = STATES) -> None:
         """Move what rests on the device to host memory, until `reload_states`: for who shares the GPU with something else.
@@ -538,7 +536,7 @@ class Engine:
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self._full_state.settle()
+        self._state_dict_hooks.after_load()
 
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
         """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
@@ -575,14 +573,9 @@ class Engine:
         self._assembly.dissolve()
         self.offload.close()
         self.schedule.detach()
-        self._full_state.detach()
-        for handle in self._handles:
-            handle.remove()
-        overrides.take_off(self.model)
-        copies.take_off(self.model)
+        self._patches.take_off()
         self.model.__dict__.pop(_ENGINE, None)
         if binding is not None and state is not None:
-            overrides.take_off_optimizer(binding.optimizer)
             binding.unbind(state)
             self._binding = self.sharded.optimizer = None
 
@@ -606,12 +599,12 @@ class Engine:
         if state is not None:
             self._binding.load_state_dict(state)
         if fresh:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            overrides.after_own_methods(optimizer, self._optimizer_wrote)
-            overrides.override(optimizer, "zero_grad", self.zero_grad)
-            overrides.override(optimizer, "state_dict", self._optimizer_state_dict)
-            overrides.override(optimizer, "load_state_dict", self._optimizer_load_state_dict)
+            self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
+            self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
+            overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
+            self._patches.method(optimizer, "zero_grad", self.zero_grad)
+            self._patches.method(optimizer, "state_dict", self._optimizer_state_dict)
+            self._patches.method(optimizer, "load_state_dict", self._optimizer_load_state_dict)
 
     # What hooks call ------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from ..tiers.pool import Storage
 from ..tiers.records import Records
 from ..tiers.tier import Tier
 from .bucket import SpanGradients
-from .initial import left_in_files, poured, shard_over
+from .deferred import left_in_files, poured, shard_over
 from .state_shard import Fields, Shard, assembled, is_elementwise
 
 

@@ -15,10 +15,9 @@ from ..errors import StateError
 from .clipping import square_sum
 from .flat_param import Flat
 from .gradients import Gradient, Handles, is_of
-from .holder import Place, gradient_of
 from .offload import Offload
 from .overflow import Overflow
-from .sharded import Sharded
+from .sharded import Sharded, gradient_of
 
 T = TypeVar("T")
 _GONE = "this gradient's model is gone"
@@ -173,9 +172,7 @@ class Gradients:
         flat = handles.flat
         if flat.waits:
             return flat.waiting(index).clone()
-        sharded = self.sharded
-        unit, _, _ = sharded.places[flat.params[index]]
-        return Place(sharded, unit, flat, index).whole(gradient_of)
+        return self.sharded.places[flat.params[index]].whole(gradient_of)
 
     def empty(self, handles: Handles[Flat], index: int) -> Tensor:
         flat = handles.flat

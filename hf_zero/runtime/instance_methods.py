@@ -1,34 +1,80 @@
-"""Methods of a sharded model and of its optimizer that are not their classes': put on these instances, and taken off."""
+"""Methods of a sharded model and of its optimizer that are not their classes': put on these instances, and taken off.
+
+What would go past the engine does so no more: `zero_grad` is its own; moves, casts and resizes are refused; `copy.deepcopy`
+of the model, or of a part, makes a plain one with whole values, on every rank; pickling is refused by name.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, LayoutError
+from ..comm.agree import arriving
+from ..errors import ConfigError, LayoutError, StateError
+from .build import Assembly
 from .unit import Unit
 
-_RESIZE = "resize_token_embeddings"
+RESIZE = "resize_token_embeddings"
+_PACKAGE = __name__.partition(".")[0]
 
 
-def override(target: object, name: str, method: Callable[..., Any]) -> None:
-    """Replace a method on this one instance; the class and other instances stay as they are."""
-    target.__dict__[name] = method
+class Handle(Protocol):
+    def remove(self) -> None: ...
 
 
-def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> None:
+class Patches:
+    """Hooks and methods on instances; their classes and other instances stay as they are."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def method(self, target: object, name: str, method: Callable[..., Any]) -> None:
+        target.__dict__[name] = method
+        self._undo.append(partial(target.__dict__.pop, name, None))
+
+    def hooks(self, *handles: Handle) -> None:
+        self._undo += [handle.remove for handle in handles]
+
+    def take_off(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def put_on(
+    patches: Patches,
+    model: nn.Module,
+    assembly: Assembly,
+    zero_grad: Callable[..., None],
+    settle: Callable[[], None],
+) -> None:
+    """
+    Args:
+        settle: returns when nothing is gathered or on the move.
+    """
+    patches.method(model, "zero_grad", zero_grad)
+    patches.method(model, "_apply", partial(_apply, model, assembly.sharded.units, model._apply))
+    for module in model.modules():
+        if hasattr(type(module), RESIZE):
+            patches.method(module, RESIZE, _refuse_resize)
+        if next(module.parameters(), None) is not None:
+            patches.method(module, "__deepcopy__", partial(_plain_copy, module, assembly, settle))
+            patches.method(module, "__reduce_ex__", _refuse_pickle)
+
+
+def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None], patches: Patches) -> None:
     """`call` after every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …"""
     for name in dir(type(optimizer)):
         if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
             continue
         method = getattr(type(optimizer), name)
         if inspect.isfunction(method):
-            override(optimizer, name, partial(_then, partial(method, optimizer), call))
+            patches.method(optimizer, name, partial(_then, partial(method, optimizer), call))
 
 
 def _then(method: Callable[..., Any], call: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
@@ -36,27 +82,6 @@ def _then(method: Callable[..., Any], call: Callable[[], None], *args: Any, **kw
         return method(*args, **kwargs)
     finally:
         call()
-
-
-def put_on(model: nn.Module, units: Sequence[Unit], zero_grad: Callable[..., None]) -> None:
-    """What would go past the units does so no more: `zero_grad` is theirs, moves, casts and resizes are refused."""
-    override(model, "zero_grad", zero_grad)
-    override(model, "_apply", partial(_apply, model, units, model._apply))
-    for module in model.modules():
-        if hasattr(type(module), _RESIZE):
-            override(module, _RESIZE, _refuse_resize)
-
-
-def take_off(model: nn.Module) -> None:
-    for name in ("zero_grad", "_apply"):
-        model.__dict__.pop(name, None)
-    for module in model.modules():
-        module.__dict__.pop(_RESIZE, None)
-
-
-def take_off_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    for name in ("zero_grad", "state_dict", "load_state_dict"):
-        optimizer.__dict__.pop(name, None)
 
 
 def _apply(
@@ -89,6 +114,96 @@ def move_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ConfigError(
-        f"{_RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
+        f"{RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
         "sharded (inside `with zero.Init():` if it was born there), or call engine.detach() first"
     )
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+def refuse_copy(what: str) -> StateError:
+    return StateError(
+        f"{what} cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model instead "
+        "(copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or model.state_dict()"
+    )
+
+
+def _refuse_pickle(protocol: Any) -> Any:
+    raise StateError(
+        "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("
+        "folder), torch.save(model.state_dict()) with state_dict() called on every rank, or pickle a plain copy: "
+        "copy.deepcopy(model) on every rank"
+    )
+
+
+def _plain_copy(module: nn.Module, assembly: Assembly, settle: Callable[[], None], memo: dict[int, Any]) -> nn.Module:
+    """torch's own deepcopy of the module without what is the engine's, parameters given as already copied. A collective."""
+    settle()
+    wanted = {param for param in module.parameters() if id(param) not in memo}
+    with arriving(assembly.sharded.wire, "copy.deepcopy() of a sharded model"):
+        for param, value in assembly.whole_values(wanted):
+            memo[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+    taken = strip(module, _is_ours)
+    try:
+        out: nn.Module = copy.deepcopy(module, memo)
+    finally:
+        for table, before in reversed(taken):
+            table.clear()
+            table.update(before)
+    return out
+
+
+def strip(root: nn.Module, ours: Callable[[Any], bool]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Take hooks and attributes off modules.
+
+    Returns:
+        The tables that they were in, each with what it had been.
+    """
+    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+
+    def drop(table: dict[Any, Any], keys: set[Any]) -> None:
+        if keys:
+            taken.append((table, dict(table)))
+            for key in keys:
+                del table[key]
+
+    for module in root.modules():
+        gone: set[Any] = set()
+        flags: list[dict[Any, Any]] = []
+        for name, table in list(module.__dict__.items()):
+            if isinstance(table, dict) and name.endswith("_hooks"):
+                found = {key for key, value in table.items() if ours(value)}
+                drop(table, found)
+                gone |= found
+            elif isinstance(table, dict) and "_hooks_" in name:  # which of them take keywords, or are always called
+                flags.append(table)
+        for table in flags:
+            drop(table, gone & set(table))
+        drop(module.__dict__, {key for key, value in module.__dict__.items() if ours(value)})
+    return taken
+
+
+def wrapped(value: Any) -> Iterator[Any]:
+    """A hook or a method, and what it is wrapped around, from the outside in."""
+    for _ in range(8):
+        yield value
+        inner = [getattr(value, name) for name in ("func", "__func__", "hook") if callable(getattr(value, name, None))]
+        if not inner:
+            return
+        value = inner[0]
+
+
+def _is_ours(value: Any) -> bool:
+    """A hook, a method or an object of this package, however it is wrapped."""
+    if isinstance(value, (Tensor, nn.Module, Mapping)):
+        return False
+    for each in wrapped(value):
+        names = (
+            getattr(each, "__module__", None),
+            type(each).__module__,
+            type(getattr(each, "__self__", None)).__module__,
+        )
+        if any(isinstance(name, str) and name.partition(".")[0] == _PACKAGE for name in names):
+            return True
+    return False

@@ -1,15 +1,93 @@
-"""A parameter has one engine, and its memory is its own: what a model must be before it can be sharded."""
+"""Who has a parameter's values: the parameter itself, a deferred `Birth`, or a sharded model. One has one owner at most.
+
+A parameter whose values are elsewhere shows NaN: it is copied and pickled by its owner.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import ConfigError, LayoutError
-from .deferred import HOLDERS, Birth, birth_of
+from ..errors import ConfigError, LayoutError, StateError
+
+_COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
+
+
+class Owner(Protocol):
+    def copied(self, param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        """What `copy.deepcopy` makes of the parameter, or the error that says why it cannot."""
+        ...
+
+    def pickled(self, param: nn.Parameter) -> Any:
+        """What its `__reduce_ex__` returns, or the error that says why it cannot."""
+        ...
+
+
+OWNERS = WeakTensorKeyDictionary()
+"""Parameter -> its `Owner`, or a weak reference to it. Of the process, because memory is: two parameters that share some are
+found here, whatever made them."""
+
+
+def owner_of(param: Tensor) -> Owner | None:
+    """None for a plain parameter, and for one whose sharded model is gone."""
+    owner: Any = OWNERS.get(param)
+    return owner() if isinstance(owner, weakref.ref) else owner
+
+
+def adopt(param: nn.Parameter, owner: Owner | weakref.ref[Any], *, shows_nan: bool = True) -> None:
+    """From here on `owner` has the values of `param`.
+
+    Args:
+        shows_nan: whether copies and files of it, made by who does not know, would be of NaN.
+    """
+    release(param)
+    OWNERS[param] = owner
+    if shows_nan:
+        # Weakly: who copies a parameter's attributes must not keep the parameter.
+        param.__dict__[_COPY] = partial(_copy, weakref.ref(param))
+        param.__dict__[_PICKLE] = partial(_pickle, weakref.ref(param))
+
+
+def release(param: nn.Parameter) -> None:
+    """The parameter has its own values again."""
+    OWNERS.pop(param, None)
+    for name in (_COPY, _PICKLE):
+        param.__dict__.pop(name, None)
+
+
+def _owned(reference: weakref.ref[nn.Parameter]) -> tuple[nn.Parameter, Owner]:
+    param = reference()
+    if param is None:
+        raise StateError("a parameter was copied by something that does not hold it")
+    owner = owner_of(param)
+    if owner is None:
+        raise StateError(
+            "a parameter was copied or pickled whose sharded model no longer exists: its values are gone with it"
+        )
+    return param, owner
+
+
+def _copy(reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
+    param, owner = _owned(reference)
+    if id(param) not in memo:
+        memo[id(param)] = owner.copied(param, memo)
+    copied: nn.Parameter = memo[id(param)]
+    return copied
+
+
+def _pickle(reference: weakref.ref[nn.Parameter], protocol: Any) -> Any:
+    param, owner = _owned(reference)
+    return owner.pickled(param)
+
+
+# Before a model is sharded ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +110,10 @@ def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
             parameter.
     """
     for param, (name, *_) in names.items():
-        holder = HOLDERS.get(param)
-        if holder is None or isinstance(holder, Birth):
+        owner = OWNERS.get(param)
+        if not isinstance(owner, weakref.ref):
             continue
-        sharded = holder()
+        sharded = owner()
         if sharded is None:
             raise ConfigError(
                 f"parameter {name!r} is of a sharded model that is gone, and its values with it: keep the whole model, or "
@@ -48,17 +126,18 @@ def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
     own = [memory for param, (name, *_) in names.items() if (memory := _memory_of(param, name)) is not None]
     _refuse_shared(own, [])
     theirs = []
-    for param, holder in list(HOLDERS.items()):
-        if not isinstance(holder, Birth) and holder() is not None:
-            memory = _memory_of(param, f"a parameter of the sharded {type(holder().model).__name__}")
+    for param, owner in list(OWNERS.items()):
+        if isinstance(owner, weakref.ref) and (sharded := owner()) is not None:
+            memory = _memory_of(param, f"a parameter of the sharded {type(sharded.model).__name__}")
             if memory is not None:
                 theirs.append(memory)
     _refuse_shared(own, theirs)
 
 
 def _memory_of(param: nn.Parameter, name: str) -> _Memory | None:
-    values = param.detach()
-    if birth_of(param) is not None or values.numel() == 0 or values.is_meta or values.layout != torch.strided:
+    values, owner = param.detach(), OWNERS.get(param)
+    is_deferred = owner is not None and not isinstance(owner, weakref.ref)
+    if is_deferred or values.numel() == 0 or values.is_meta or values.layout != torch.strided:
         return None
     extent = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride()))
     storage = values.untyped_storage()

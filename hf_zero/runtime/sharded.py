@@ -1,23 +1,124 @@
-"""What there is of one sharded model, as data: what is in it, where, and by which settings. The engine's verbs work on it."""
+"""One sharded model as data: what is in it, by which settings, and where each parameter's values are."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..config import StagePolicy, ZeroConfig
-from ..core.layout import Layout
+from ..core.layout import Layout, Overlap, Slot
 from ..core.precision import Precision
+from ..errors import StateError
 from ..plan.machine import device_bytes_in_use
 from ..plan.plan import Plan, advice
+from ..tiers.array import Values
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .flat_param import Flat
 from .optimizer import state_tensors
-from .unit import Unit
+from .pieces import extents, is_sliced
+from .state_shard import Shard, assembled
+from .unit import State, Unit
+
+Of = Callable[[Shard], Values | None]
+"""What of a shard is meant: master, gradient, a state."""
+
+
+def master_of(shard: Shard) -> Values:
+    return shard.values
+
+
+def gradient_of(shard: Shard) -> Values | None:
+    return shard.whole_grad()
+
+
+def state_of(optimizer: torch.optim.Optimizer | None, name: str) -> Of:
+    return lambda shard: None if optimizer is None else shard.entries(optimizer).get(name)
+
+
+class Place(NamedTuple):
+    """Where a sharded model has one parameter: its unit, its span, and which of the span's parameters it is."""
+
+    unit: Unit
+    flat: Flat
+    at: int
+
+    @property
+    def slot(self) -> Slot:
+        return self.flat.span.slots[self.at]
+
+    @property
+    def own(self) -> Overlap | None:
+        """The stretch of the parameter that this rank has, if any."""
+        return next((part for rank, part in self.flat.span.owners(self.slot) if rank == self.flat.rank), None)
+
+    @property
+    def own_numel(self) -> int:
+        return 0 if (own := self.own) is None else own.numel
+
+    def own_part(self, value: Tensor) -> Tensor:
+        """Of a whole value, what this rank has, 1-D."""
+        own, flat = self.own, value.detach().reshape(-1)
+        return flat[:0] if own is None else flat[own.param_start : own.param_start + own.numel]
+
+    def whole(self, of: Of) -> Tensor:
+        """What the ranks' shards hold of the parameter, as a new tensor of its shape. A collective."""
+        flat, wire = self.flat, self.unit.wire
+        mine = read(wire, lambda: self.local(of), may_fail=flat.storage.uses_disk)
+        whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=flat.device)
+        for rank, part in flat.span.owners(self.slot):
+            piece = whole[part.param_start : part.param_start + part.numel]
+            if rank == flat.rank:
+                piece.copy_(mine)
+            if flat.span.shards > 1:
+                wire.broadcast(piece.view(torch.uint8), rank)
+        return whole.view(self.slot.spec.shape)
+
+    def local(self, of: Of) -> Tensor:
+        """This rank's elements of the parameter, on the span's device; maybe a view. A gap is zeros."""
+        flat, own = self.flat, self.own
+        if own is not None:
+            found = assembled(flat.shards, of, own.slice_start, own.numel, flat.device)
+            return torch.zeros(own.numel, dtype=flat.master_dtype, device=flat.device) if found is None else found
+        sample = next((value for shard in flat.shards if (value := of(shard)) is not None), None)
+        return torch.empty(0, dtype=flat.master_dtype if sample is None else sample.dtype, device=flat.device)
+
+    def write(self, of: Of, value: Tensor) -> None:
+        """This rank's elements of the parameter get the values of `value`, 1-D."""
+        own = self.own
+        if own is None:
+            return
+        for _, inside, shard, where in extents([own], self.flat.shards):
+            target = of(shard)
+            if target is not None:
+                target[where].copy_(value[inside.start - own.param_start : inside.stop - own.param_start])
+
+    def written(self) -> None:
+        """The master is new: whole parameters follow, where the stage keeps them. A collective there."""
+        self.unit.release()
+        self.unit.updated()
+        if self.unit.policy.keep_full:
+            self.unit.gather()
+            self.unit.wait()
+
+    def state(self, optimizer: torch.optim.Optimizer | None, name: str) -> tuple[Any, bool]:
+        """One shard's value of an optimizer state (None: there is none), and whether `state_of` gives it by element."""
+        if optimizer is None:
+            return None, False
+        if self.flat.wholes:
+            return self.flat.whole_entries(optimizer)[self.at].get(name), False
+        for shard in self.flat.shards:
+            value = shard.entries(optimizer).get(name)
+            if value is not None:
+                return value, is_sliced(self.flat, shard, name, value)
+        return None, False
 
 
 @dataclass(eq=False)
@@ -35,7 +136,7 @@ class Sharded:
         names: parameter -> all its names in the model, the first one first.
         layout: where each element lives; its `shards` is 1 where the stage shards nothing.
         units: in the order of the layout. The list stays the same object; a unit in it is replaced where it is cut anew.
-        places: parameter -> its unit, its span, and which of the span's parameters it is.
+        places: where each parameter is.
         optimizer: the one that is bound, or None.
         plan: what the units were built by.
         storage: what the tiers share.
@@ -50,7 +151,7 @@ class Sharded:
     names: dict[nn.Parameter, list[str]]
     layout: Layout = field(init=False)
     units: list[Unit] = field(default_factory=list)
-    places: dict[nn.Parameter, tuple[Unit, Flat, int]] = field(default_factory=dict)
+    places: dict[nn.Parameter, Place] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
     plan: Plan = field(init=False)
     storage: Storage = field(init=False)
@@ -72,3 +173,25 @@ class Sharded:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""
         held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
         return advice(self.plan, held, self.precision, state_tensors(self.optimizer))
+
+    # A copy or a file of a released parameter would be one of NaN: both are refused while it is released.
+
+    def copied(self, param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        """As `ownership.Owner`."""
+        self._refuse_released(param)
+        copied: nn.Parameter = nn.Parameter.__deepcopy__(param, memo)
+        return copied
+
+    def pickled(self, param: nn.Parameter) -> Any:
+        """As `ownership.Owner`: like nn.Parameter's own, without the attributes that are ours."""
+        self._refuse_released(param)
+        return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
+
+    def _refuse_released(self, param: nn.Parameter) -> None:
+        unit, flat, index = place = self.places[param]
+        if unit.state is not State.GATHERED and index not in flat.pinned:
+            raise StateError(
+                f"parameter {place.slot.spec.name!r} is released: its values are with the ranks' shards, and a copy or a file "
+                "of it would hold NaN. Use model.state_dict() on every rank, or zero.full_parameter, or copy it inside "
+                "zero.GatheredParameters"
+            )

@@ -1,122 +1,101 @@
-"""`model.state_dict()` and `load_state_dict()` of a sharded model, through torch's public per-module hooks.
+"""`state_dict()` and `load_state_dict()` of modules whose values are elsewhere, through torch's public per-module hooks.
 
 `state_dict()` is a collective, on the model or any part of it: rank 0 gets full CPU tensors in the parameters' own types
 (from the masters, never from a low-precision copy), the other ranks meta tensors of the same shapes, so that code which
-only looks at keys, shapes and types runs everywhere. Tied parameters are one tensor object within a call.
+only looks at keys, shapes and types runs everywhere. Tied parameters are one tensor object within a call. `load_state_dict`
+takes that, or values on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..comm.agree import arriving, read, together
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
-from .flat_param import Flat
-from .unit import Unit
+from .sharded import Sharded
 
 
-def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
-    """A collective. The span's parameters in their own types and shapes: CPU tensors on rank 0, meta tensors elsewhere."""
-    span = flat.span
-    own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
-    here = wire.rank == 0
-    if span.shards == 1:
-        full = own.cpu() if here else own.to("meta")
-    else:
-        full = torch.empty(span.numel, dtype=own.dtype, device="cpu" if here else "meta")
-        wire.collect(own, full if here else None, span.index)
-    return [
-        full[slot.offset : slot.stop].view(slot.spec.shape).to(getattr(torch, slot.spec.dtype), copy=True)
-        for slot in span.slots
-    ]
+class StateDictHooks(ABC):
+    """The hooks, over whoever has the values. A call's values live from its outermost module's first hook to its last."""
 
-
-def outline_of(flat: Flat) -> list[Tensor]:
-    """Meta tensors of the span's parameters, in their own types and shapes."""
-    return [torch.empty(slot.spec.shape, dtype=dtype_of(slot.spec.dtype), device="meta") for slot in flat.span.slots]
-
-
-class FullState:
-    """The hooks of one model. A call's values live from its outermost module's first hook to its last."""
-
-    def __init__(self, model: nn.Module, units: list[Unit], wire: SoloWire, settle: Callable[[], None]) -> None:
-        self._wire = wire
-        self._settle = settle  # returns when the masters are those of one step
-        self._flat: dict[nn.Parameter, tuple[Flat, int]] = {}
-        for unit in units:
-            for flat in unit.flats:
-                for slot, param in enumerate(flat.params):
-                    self._flat[param] = (flat, slot)
-        self._model = model
-        self._units = units
-        self._outlining = False
+    def __init__(self) -> None:
         self._depth = 0
-        self._values: dict[Flat, list[Tensor]] = {}
+        self._values: dict[nn.Parameter, Tensor] = {}
         self._loading = 0
+        self._wire = SoloWire()  # of the call
         self._spread = False
+        """The values to load are on rank 0 alone."""
         self._landing: dict[nn.Parameter, Tensor] = {}
-        self._handles: list[Any] = []
-        for module in model.modules():
-            if next(module.parameters(), None) is None:
-                continue  # nothing of it is sharded, and other models may have it too (XLM's activation, for one)
-            add = self._handles.append
-            add(module.register_state_dict_pre_hook(self._begin))
-            add(module.register_state_dict_post_hook(partial(self._give, module)))
-            add(module.register_load_state_dict_pre_hook(self._load_begin))
-            add(module.register_load_state_dict_post_hook(self._load_end))
 
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def register(self, module: nn.Module) -> list[RemovableHandle]:
+        return [
+            module.register_state_dict_pre_hook(self._begin),
+            module.register_state_dict_post_hook(partial(self._give)),  # torch sets an attribute of it
+            module.register_load_state_dict_pre_hook(self._load_begin),
+            module.register_load_state_dict_post_hook(self._load_end),
+        ]
+
+    # Who has the values ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def wire_of(self, param: nn.Parameter) -> SoloWire | None:
+        """The ranks that have the parameter's values between them; None where `.data` has them."""
+
+    @abstractmethod
+    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
+        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective.
+
+        Args:
+            first: of this call.
+        """
+
+    @abstractmethod
+    def open(self, param: nn.Parameter) -> Tensor:
+        """Memory in the parameter's shape, in its `.data`: torch copies into it."""
+
+    @abstractmethod
+    def close(self, param: nn.Parameter, landing: Tensor) -> None:
+        """This rank's part of what torch has copied into `landing` is the parameter's value now."""
+
+    @abstractmethod
+    def before_load(self) -> None:
+        """Once a call."""
+
+    @abstractmethod
+    def after_load(self) -> None:
+        """Once a call."""
 
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not prefix:  # outermost; a call that raised may have left its traces
             self._depth = 0
-            if not self._outlining:
-                self._values.clear()
+            self._values.clear()
         self._depth += 1
 
-    def _give(self, module: nn.Module, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _give(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, param in module._parameters.items():
-            if param is None or param not in self._flat or prefix + name not in state:
+            if param is None or prefix + name not in state:
                 continue
-            flat, slot = self._flat[param]
-            if flat not in self._values:
-                self._settle()
-                first = not self._values and flat.needs_all_ranks
-                with arriving(self._wire, "state_dict()") if first else nullcontext():
-                    self._values[flat] = gather_full(flat, self._wire)
-            state[prefix + name] = self._values[flat][slot]
+            wire = self.wire_of(param)
+            if wire is None:
+                continue
+            if param not in self._values:
+                self._values.update(self.gather(param, wire, first=not self._values))
+            state[prefix + name] = self._values[param]
         self._depth -= 1
-        if self._depth == 0 and not self._outlining:
+        if self._depth == 0:
             self._values.clear()
-
-    def outline(self) -> dict[str, Any]:
-        """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""
-        for flat, _ in self._flat.values():
-            if flat not in self._values:
-                self._values[flat] = outline_of(flat)
-        self._outlining = True
-        try:
-            state = self._model.state_dict()
-        finally:
-            self._outlining = False
-            self._values.clear()
-        named = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        return {
-            key: value.detach().cpu().clone() if isinstance(value, Tensor) and key not in named else value
-            for key, value in state.items()
-        }
 
     # Loading --------------------------------------------------------------------------------------------------------
 
@@ -131,79 +110,150 @@ class FullState:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        own = {name: p for name, p in module._parameters.items() if p is not None and p in self._flat}
+        own = {
+            name: param
+            for name, param in module._parameters.items()
+            if param is not None and (param in self._landing or self.wire_of(param) is not None)
+        }
         if own and metadata.get("assign_to_params_buffers", False):
             raise StateError("load_state_dict(assign=True) would replace sharded parameters: load without assign")
         if self._loading == 0 or not prefix:
             self._loading = 0
             self._landing.clear()
-            for unit in self._units:
-                unit.release()  # what a parameter points at below is no edit of somebody's
-            self._settle()
-            # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
-            meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())
-            with arriving(self._wire, "load_state_dict()"):
-                answers = self._wire.exchange(meta)
-            self._spread = any(answers)
-            if answers[0]:
-                raise RankMismatchError(
-                    "load_state_dict: rank 0's tensors are on the meta device; it must have the values"
-                )
-            if self._spread and not all(answers[1:]):
-                raise RankMismatchError(
-                    "load_state_dict: some ranks pass meta tensors and some values; pass values on every rank, or on rank 0 "
-                    "only (what state_dict() returned)"
-                )
+            self._spread = False
+            wires = (wire for param in module.parameters() if (wire := self.wire_of(param)) is not None)
+            wire = next(wires, None)
+            if wire is not None:  # else all values are in the parameters, and torch alone loads them
+                self.before_load()
+                self._wire, self._spread = wire, _from_rank_0(state, wire)
         self._loading += 1
         for name, param in own.items():
             value = state.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
-            flat, slot = self._flat[param]
-            spec = flat.span.slots[slot].spec
-            if tuple(value.shape) != spec.shape and not (spec.shape == () and tuple(value.shape) == (1,)):
+            shape = tuple(param.shape)
+            if tuple(value.shape) != shape and not (shape == () and tuple(value.shape) == (1,)):
                 continue  # torch reports it as a size mismatch
-            landing = torch.empty(spec.shape, dtype=flat.master_dtype, device=flat.device)
+            landing = self._landing[param] = self.open(param)
             if self._spread:
+                sent = landing.to(wire_device(self._wire, landing.device))
                 if self._wire.rank == 0:
-                    landing.copy_(value.reshape(spec.shape))
-                self._wire.broadcast(landing)
-                state[prefix + name] = landing
-            self._landing[param] = landing
-            # torch copies the value into what the parameter points at; `_load_end` takes this rank's part of it.
-            param.data = landing
+                    sent.copy_(value.reshape(shape))
+                self._wire.broadcast(sent)
+                state[prefix + name] = sent
 
     def _load_end(self, module: nn.Module, incompatible: Any) -> None:
         with torch.no_grad():
             for param in module._parameters.values():
-                if param is None or param not in self._landing:
-                    continue
                 # Tied parameters land once per name; the last one wins, as in torch.
-                self._take(param, self._landing.pop(param))
+                if param is not None and param in self._landing:
+                    self.close(param, self._landing.pop(param))
         self._loading -= 1
         if self._loading == 0:
             self._landing.clear()
-            self.settle()
+            self.after_load()
 
-    def _take(self, param: nn.Parameter, landing: Tensor) -> None:
-        flat, slot = self._flat[param]
-        for shard, at, numel, start in flat.pieces(slot):
+
+def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
+    """Whether the values to load are on rank 0 alone: a dict made by `state_dict()` has meta tensors elsewhere. A collective.
+
+    Raises:
+        RankMismatchError: rank 0 has none, or only some of the others.
+    """
+    with arriving(wire, "load_state_dict()"):
+        is_meta = wire.exchange(any(isinstance(value, Tensor) and value.is_meta for value in state.values()))
+    if is_meta[0]:
+        raise RankMismatchError("load_state_dict: rank 0's tensors are on the meta device; it must have the values")
+    if any(is_meta) and not all(is_meta[1:]):
+        raise RankMismatchError(
+            "load_state_dict: some ranks pass meta tensors and some values; pass values on every rank, or on rank 0 "
+            "only (what state_dict() returned)"
+        )
+    return any(is_meta)
+
+
+class ShardedHooks(StateDictHooks):
+    """Of a sharded model.
+
+    Args:
+        settle: returns when the masters are those of one step.
+    """
+
+    def __init__(self, sharded: Sharded, settle: Callable[[], None]) -> None:
+        super().__init__()
+        self._sharded = sharded
+        self._settle = settle
+        self._outlining = False
+
+    def wire_of(self, param: nn.Parameter) -> SoloWire | None:
+        return self._sharded.wire if param in self._sharded.places else None
+
+    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
+        flat = self._sharded.places[param].flat
+        span, here = flat.span, wire.rank == 0 and not self._outlining
+        full: Tensor | None = None
+        if not self._outlining:
+            self._settle()
+            with arriving(wire, "state_dict()") if first and flat.needs_all_ranks else nullcontext():
+                own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
+                if span.shards == 1:
+                    full = own.cpu() if here else None
+                else:
+                    full = torch.empty(span.numel, dtype=own.dtype) if here else None
+                    wire.collect(own, full, span.index)
+        found = {}
+        for slot, each in zip(span.slots, flat.params):
+            dtype = dtype_of(slot.spec.dtype)
+            if full is None:
+                found[each] = torch.empty(slot.spec.shape, dtype=dtype, device="meta")
+            else:
+                found[each] = full[slot.offset : slot.stop].view(slot.spec.shape).to(dtype, copy=True)
+        return found
+
+    def outline(self) -> dict[str, Any]:
+        """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""
+        model = self._sharded.model
+        self._outlining = True
+        try:
+            state = model.state_dict()
+        finally:
+            self._outlining = False
+        named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return {
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) and key not in named else value
+            for key, value in state.items()
+        }
+
+    def before_load(self) -> None:
+        for unit in self._sharded.units:
+            unit.release()  # what a parameter points at afterwards is no edit of somebody's
+        self._settle()
+
+    def open(self, param: nn.Parameter) -> Tensor:
+        flat = self._sharded.places[param].flat
+        param.data = torch.empty(param.shape, dtype=flat.master_dtype, device=flat.device)
+        return param.data
+
+    def close(self, param: nn.Parameter, landing: Tensor) -> None:
+        _, flat, index = self._sharded.places[param]
+        for shard, at, numel, start in flat.pieces(index):
             shard.values[at : at + numel].copy_(landing.view(-1)[start : start + numel])
-        param.data = flat.guards.shown[slot]
-        flat.uncount(slot)
+        param.data = flat.guards.shown[index]
+        flat.uncount(index)
 
-    def settle(self) -> None:
-        """The masters are new: whole parameters follow, where the stage keeps them."""
+    def after_load(self) -> None:
+        """The masters are new: whole parameters follow, where the stage keeps them. A collective."""
+        units = self._sharded.units
 
         def carry() -> None:
-            for unit in self._units:
+            for unit in units:
                 unit.release()
                 unit.updated()
 
-        together(self._wire, "carrying new values to where they rest", carry, answer=False, kind=TierError)
-        for unit in self._units:
+        together(self._sharded.wire, "carrying new values to where they rest", carry, answer=False, kind=TierError)
+        for unit in units:
             if unit.policy.keep_full:
                 unit.gather()
-        for unit in self._units:
+        for unit in units:
             if unit.policy.keep_full:
                 unit.wait()

@@ -18,8 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.params.init import EXTENSIONS, birth_of, born, slice_bounds
-from hf_zero.runtime.deferred import INSIDE
+from hf_zero.params.init import EXTENSIONS, birth_of, born, entered, slice_bounds
 from tests.kit.common import VOCAB, batch, gpt2, optimizer_for
 from tests.kit.pool import RankPool
 
@@ -257,6 +256,24 @@ def test_until_it_is_sharded(two: RankPool) -> None:
     two.run(guarded)
 
 
+def in_parts(rank: int, world: int) -> None:
+    """Two engines inside one born module: its own state dict is theirs."""
+    model, _ = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    expected = [whole(p) for p in model.parameters()]
+    zero.shard(model[0], None, zero.ZeroConfig(stage=3))
+    state = model.state_dict()  # of one that is sharded and one that is not
+    assert rank != 0 or all(torch.equal(value, q) for value, q in zip(state.values(), expected))
+    zero.shard(model[1], None, zero.ZeroConfig(stage=3))
+    for p in model.parameters():
+        zero.set_full_parameter(p, torch.zeros(p.shape))
+    model.load_state_dict(state)
+    assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), expected))
+
+
+def test_sharded_in_parts(two: RankPool) -> None:
+    two.run(in_parts)
+
+
 def fast(rank: int, world: int) -> None:
     torch.manual_seed(7)
     with zero.Init(init="fast") as init:
@@ -312,14 +329,14 @@ def test_different_seeds_become_rank_0s(two: RankPool) -> None:
 def contexts(rank: int, world: int) -> None:
     """Nested, repeated, failed and extended contexts leave nothing behind."""
     hooks = nn.modules.module._global_parameter_registration_hooks, nn.modules.module._global_module_registration_hooks
-    entered: list[str] = []
+    seen: list[str] = []
 
     class Extension:
         def __enter__(self) -> None:
-            entered.append("in")
+            seen.append("in")
 
         def __exit__(self, *error: Any) -> None:
-            entered.append("out")
+            seen.append("out")
 
     EXTENSIONS.append(lambda init: Extension())
     try:
@@ -327,13 +344,13 @@ def contexts(rank: int, world: int) -> None:
             with zero.Init(init="fast") as inner, zero.Init(enabled=False):
                 assert inner is outer
                 one = nn.Linear(4, 4)
-            assert entered == ["in"]
-            assert [outer] == INSIDE
+            assert seen == ["in"]
+            assert entered() is outer
             two = nn.Sequential(nn.Linear(4, 4), one)
-        assert entered == ["in", "out"]
+        assert seen == ["in", "out"]
     finally:
         EXTENSIONS.pop()
-    assert not INSIDE
+    assert entered() is None
     assert not any(hooks)
     assert all(birth_of(p) for p in two.parameters())
     assert birth_of(nn.Linear(2, 2).weight) is None
@@ -354,7 +371,7 @@ def contexts(rank: int, world: int) -> None:
 
     with pytest.raises(ValueError, match="halfway"):
         fail()
-    assert not INSIDE
+    assert entered() is None
     assert not any(hooks)
     assert torch.equal(whole(made[0].weight), torch.full((4, 4), 5.0))
     # Entering again: born models can be read, written, copied and run inside.
@@ -414,7 +431,7 @@ def half_made(rank: int, world: int) -> None:
     for p, q in zip(model.parameters(), plain.parameters()):
         assert torch.equal(whole(p), q)
     zero.shard(model)
-    assert not INSIDE
+    assert entered() is None
 
 
 def test_modules_are_not_asked_while_they_are_made(two: RankPool) -> None:

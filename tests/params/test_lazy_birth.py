@@ -30,14 +30,6 @@ SHAPES = {"first.weight": (7, 5), "first.bias": (7,), "second.weight": (3, 7), "
 X = torch.linspace(-1, 1, 20).view(4, 5)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    worlds = {world: RankPool(world) for world in (1, 2, 3)}
-    yield worlds
-    for pool in worlds.values():
-        pool.stop()
-
-
 class Two(nn.Module):
     """Two linear layers; the wide type of `SHAPES`."""
 
