@@ -34,14 +34,13 @@ from .autocast import Autocast
 from .buffers import Buffers
 from .build import Assembly, device_of
 from .checkpoints import Behind, load, save
-from .clipping import clip_norm, clip_values
+from .clipping import Overflow, clip_norm, clip_values
 from .deferred_hooks import unguard
 from .flat_param import Flat
 from .gradient_ops import Gradients
 from .monitor import Monitor
 from .offload import STATES, Offload
 from .optimizer import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
-from .overflow import Overflow
 from .ownership import refuse_owned
 from .record import Recorder
 from .schedule import Schedule
