@@ -40,7 +40,15 @@ from .flat_param import Flat
 from .gradient_ops import Gradients
 from .monitor import Monitor
 from .offload import STATES, Offload
-from .optimizer import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
+from .optimizer import (
+    Binding,
+    WholeBinding,
+    originals_of,
+    state_tensors,
+    take_state,
+    with_closure_followed,
+    with_closure_run,
+)
 from .ownership import refuse_owned
 from .record import Recorder
 from .schedule import Schedule
@@ -51,7 +59,6 @@ from .supported_optimizers import needs_wholes
 from .transports import Roads
 from .unit import Unit
 from .usage import report
-from .whole_matrices import WholeBinding
 from .write_watch import Edits
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module

@@ -19,20 +19,14 @@ from ..comm.agree import arriving, read, together
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
-from .flat_param import Flat
+from .flat_param import Flat, joined
 from .unit import Unit
 
 
 def gather_full(flat: Flat, wire: SoloWire) -> list[Tensor]:
     """A collective. The span's parameters in their own types and shapes: CPU tensors on rank 0, meta tensors elsewhere."""
     span = flat.span
-    own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
-    here = wire.rank == 0
-    if span.shards == 1:
-        full = own.cpu() if here else own.to("meta")
-    else:
-        full = torch.empty(span.numel, dtype=own.dtype, device="cpu" if here else "meta")
-        wire.collect(own, full if here else None, span.index)
+    full = joined(flat, wire, read(wire, flat.values, may_fail=flat.storage.uses_disk))
     return [
         full[slot.offset : slot.stop].view(slot.spec.shape).to(getattr(torch, slot.spec.dtype), copy=True)
         for slot in span.slots
