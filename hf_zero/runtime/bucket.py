@@ -86,10 +86,9 @@ class SpanGradients:
 
     def drop_grads(self, *, local: bool = False) -> None:
         """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
-        for param in self.params:
-            grad = param.grad
-            if local and type(grad) is Gradient:
-                grad.local = None
+        for param in self.params:  # no name for what it shows: a stand-in that somebody holds is not shown again
+            if local and type(param.grad) is Gradient:
+                param.grad.local = None
             else:
                 param.grad = None
         if not local:

@@ -19,14 +19,13 @@ from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
 from .deferred import birth_of
-from .flat_param import Flat
-from .optimizer import Binding, originals_of, state_tensors
+from .flat_param import Flat, slice_of
+from .optimizer import Binding, WholeBinding, originals_of, state_tensors
 from .ownership import adopt, release
 from .sharded import Place, Sharded
 from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .unit import State, Unit
-from .whole_matrices import WholeBinding
 
 
 class Assembly:
@@ -252,13 +251,7 @@ class Assembly:
             present = [param in grads for param in flat.params]
             if True not in present:
                 continue
-            mine = torch.zeros(flat.span.slice_numel, dtype=flat.master_dtype, device=flat.device)
-            param_of = {id(slot): param for slot, param in zip(flat.span.slots, flat.params)}
-            for part in flat.span.overlaps(flat.rank):
-                grad = grads.get(param_of[id(part.slot)])
-                if grad is not None:
-                    piece = grad[part.param_start : part.param_start + part.numel]
-                    mine[part.slice_start : part.slice_start + part.numel].copy_(piece)
+            mine = slice_of(flat, [grads.get(param) for param in flat.params], flat.master_dtype, flat.device)
             flat.add_reduced(mine)
             flat.arrived = flat.present = present
 

@@ -1,4 +1,4 @@
-"""The norm of a step's gradients over all ranks; clipping by it, or by value."""
+"""The norm of gradients over all ranks; clipping by it, or by value; float16 gradients that overflow on some rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.wire import SoloWire
+from ..core.precision import Precision
 from ..errors import LayoutError
+from ..tiers.pool import Storage
 from .flat_param import Flat
 from .pieces import extents
 from .state_shard import Shard
+from .unit import Unit
 
 ROW_NUMEL = 4096
 """Elements whose norm is taken in float32."""
 _WIDENED_NUMEL = 128 * ROW_NUMEL
 """Elements of a narrow type that are widened at a time; whole rows, whatever the engine's blocks are."""
+
+
+# Clipping -----------------------------------------------------------------------------------------------------------
 
 
 def clip_norm(
@@ -30,7 +36,11 @@ def clip_norm(
 ) -> Tensor:
     """See `Engine.clip_grad_norm_`. `known` are the model's parameters."""
     pieces = _pieces(parameters, flats, known)
-    norm = total_norm(flats, norm_type, wire, pieces)
+    parts = [part for flat in flats for part in (grads_to_read(flat) if pieces is None else _of(flat, pieces))]
+    local = power_sum(parts, norm_type, flats[0].device if flats else torch.device("cpu"))
+    if any(flat.span.shards > 1 for flat in flats):
+        local = over_ranks(wire, local, norm_type)
+    norm = root(local, norm_type).float()
     if max_norm == float("inf"):
         return norm
     coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
@@ -91,43 +101,57 @@ def _pieces(
     return out
 
 
-def total_norm(
-    flats: Iterable[Flat], norm_type: float, wire: SoloWire, pieces: dict[Shard, list[Tensor]] | None
-) -> Tensor:
-    """The norm of the gradients over all ranks: 0-dim float32 on the spans' device.
+def _of(flat: Flat, pieces: dict[Shard, list[Tensor]]) -> list[Tensor]:
+    return [piece for shard in flat.shards for piece in pieces[shard]]
 
-    `pieces` restricts it to views of each shard's gradient (a subset of the parameters). It does not depend on how slices are
-    cut into shards of host memory.
+
+# Norms --------------------------------------------------------------------------------------------------------------
+
+
+def grads_to_read(flat: Flat) -> list[Tensor]:
+    """This rank's gradient of the span, shard by shard. A narrow one on the host is not widened for it."""
+    return [grad for shard in flat.shards if (grad := grad_to_read(shard)) is not None and grad.numel()]
+
+
+def grad_to_read(shard: Shard) -> Tensor | None:
+    return shard.grad if shard.coefficient is None else shard.whole_grad()
+
+
+def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """What ranks add up (an infinite order: compare) for a norm of 1-D tensors: 0-dim float64 on `device`.
+
+    It does not depend on where the elements are cut.
     """
-    tensors: list[list[Tensor]] = []  # by span
-    shared = True
-    device = torch.device("cpu")
-    for flat in flats:
-        device = flat.device
-        shared = shared and flat.span.shards == 1
-        found = [
-            part
-            for shard in flat.shards
-            if (grad := shard.grad if pieces is None and shard.coefficient is None else shard.whole_grad()) is not None
-            for part in (pieces[shard] if pieces is not None else [grad])
-        ]
-        if found:
-            tensors.append(found)
-    if math.isinf(norm_type):
-        parts = [t.abs().max().double().to(device) for found in tensors for t in found if t.numel()]
-        local = torch.stack(parts).max() if parts else torch.zeros((), dtype=torch.float64, device=device)
-        return (local if shared else wire.max_scalar(local)).float()
-    if norm_type == 2.0:
-        parts = [square_sum(found).to(device) for found in tensors]
-    else:
-        parts = [
-            torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).pow(norm_type).to(device)
-            for found in tensors
-            for t in found
-        ]
-    local = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-    total = local if shared else wire.sum_scalar(local)
-    return (total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)).float()
+    if not parts:
+        return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
+    if order == 2.0:
+        return square_sum(parts).to(device)
+    if order == math.inf:
+        return torch.stack([part.abs().max().double().to(device) for part in parts]).max()
+    if order == -math.inf:
+        return torch.stack([part.abs().min().double().to(device) for part in parts]).min()
+    if order == 0:
+        return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
+    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).to(device) for part in parts]
+    return torch.stack(norms).pow(order).sum()
+
+
+def over_ranks(wire: SoloWire, local: Tensor, order: float) -> Tensor:
+    """`power_sum` of all ranks' elements, of one norm or a vector of several; one collective."""
+    if not math.isinf(order):
+        return wire.sum_scalar(local)
+    sign = 1.0 if order > 0 else -1.0
+    nan = local.isnan()  # a maximum over ranks may lose it
+    both = torch.stack([torch.where(nan, -math.inf, local * sign), nan.double()])
+    values, broken = wire.max_scalar(both).unbind()
+    return torch.where(broken > 0, math.nan, values * sign)
+
+
+def root(powers: Tensor, order: float) -> Tensor:
+    """The norms."""
+    if math.isinf(order) or order == 0:
+        return powers
+    return powers.sqrt() if order == 2.0 else powers.pow(1.0 / order)
 
 
 def square_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -144,22 +168,25 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
         parts = [part for part in parts if part.device.type == "cpu" or part.dtype not in narrow]
     rows: list[Tensor] = []
     rest: list[Tensor] = []  # the beginning of a row that the next part goes on with
+    begun = 0  # elements of `rest`
     for part in parts:
         if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
             sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
             continue
-        begun = sum(map(Tensor.numel, rest))
-        head = min(part.numel(), ROW_NUMEL - begun) if begun else 0
+        numel = part.numel()
+        head = min(numel, ROW_NUMEL - begun) if begun else 0
         if begun + head == ROW_NUMEL:
             rows.append(_row_squares(torch.cat([*rest, part[:head].float()])))
-            rest = []
+            rest, begun = [], 0
         elif head:
             rest.append(part[:head].float())
-        whole = head + (part.numel() - head) // ROW_NUMEL * ROW_NUMEL
+            begun += head
+        whole = head + (numel - head) // ROW_NUMEL * ROW_NUMEL
         for low in range(head, whole, _WIDENED_NUMEL):  # a narrow type is widened block by block
             rows.append(_row_squares(part[low : min(low + _WIDENED_NUMEL, whole)].float()))
-        if whole < part.numel():
+        if whole < numel:
             rest.append(part[whole:].float())
+            begun += numel - whole
     if rest:
         sums.append(torch.linalg.vector_norm(torch.cat(rest), dtype=torch.float64).square())
     if rows:
@@ -176,3 +203,70 @@ def tree_square_sum(parts: Sequence[Tensor]) -> Tensor:
 
 def _row_squares(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat.view(-1, ROW_NUMEL), dim=1).double().square()
+
+
+# Overflow -----------------------------------------------------------------------------------------------------------
+
+
+class Overflow:
+    """Of one engine.
+
+    Attributes:
+        possible: something computes in float16, for all that is known.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, wire: SoloWire, device: torch.device) -> None:
+        self._wire, self._device = wire, device
+        self.possible = precision.autocast_dtype == torch.float16 or any(
+            p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
+        )
+
+    def look(self) -> None:
+        """Before a forward: an autocast region of the user's own may be on."""
+        if not self.possible and _computes_in_float16(self._device):
+            self.possible = True
+
+    def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
+        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`.
+
+        Args:
+            storage: where something is offloaded.
+            reduced: gradients were sent to their owners, of which there are several: those of all ranks know afterwards.
+        """
+        if not self.possible:
+            return
+        # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.
+        flats = [flat for unit in units for flat in unit.trained if flat.span.is_updated]
+        if storage is not None:
+            storage.wide = True
+            for flat in flats:
+                flat.grads()
+        if reduced:
+            self._share([grad for flat in flats for _, grad in flat.grads()])
+
+    def _share(self, grads: Sequence[Tensor]) -> None:
+        """On every rank, whatever gradients it has: the others wait for its answer."""
+        found = torch.zeros((), device=self._device)
+        for place in {grad.device for grad in grads}:
+            here = _any_infinite([grad for grad in grads if grad.device == place])
+            found = torch.maximum(found, here.to(self._device))
+        found = self._wire.max_scalar(found)
+        infinite = torch.where(found > 0, float("inf"), 0.0)
+        for grad in grads:
+            if grad.numel():  # an element to carry it: the padding of a span will do
+                grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
+                break
+
+
+def _computes_in_float16(device: torch.device) -> bool:
+    """Whether an autocast region of the user's own is on with float16: gradients may overflow then."""
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+
+
+def _any_infinite(tensors: Sequence[Tensor]) -> Tensor:
+    """0-dim float32: 0.0 when every element is finite, else 1.0. Tensors of one device; one fused pass each, no host wait."""
+    found = torch.zeros((), device=tensors[0].device)
+    one = torch.ones_like(found)
+    for tensor in tensors:
+        torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, one)
+    return found

@@ -34,13 +34,12 @@ from .autocast import Autocast
 from .buffers import Buffers
 from .build import Assembly, device_of
 from .checkpoints import Behind, load, save
-from .clipping import clip_norm, clip_values
+from .clipping import Overflow, clip_norm, clip_values
 from .flat_param import Flat
 from .gradient_ops import Gradients
 from .monitor import Monitor
 from .offload import STATES, Offload
-from .optimizer import Binding, take_state, with_closure_followed, with_closure_run
-from .overflow import Overflow
+from .optimizer import Binding, WholeBinding, take_state, with_closure_followed, with_closure_run
 from .ownership import refuse_owned
 from .record import Recorder
 from .saved_tensors import in_backward_of_any
@@ -50,7 +49,6 @@ from .state_dict import ShardedHooks
 from .state_shard import Fields
 from .transports import Roads
 from .usage import report
-from .whole_matrices import WholeBinding
 from .writes import WriteWatch
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module

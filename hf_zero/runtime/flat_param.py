@@ -120,7 +120,7 @@ class Flat(SpanGradients):
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         self.wholes: list[nn.Parameter] = []
-        """By parameter, a view of the master of true shape, where the optimizer has those instead (see `whole_matrices`)."""
+        """By parameter, a view of the master of true shape, where the optimizer has those (`optimizer.WholeBinding`)."""
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
         self.rest = placement.parameters
         with torch.no_grad():
@@ -503,3 +503,35 @@ class Flat(SpanGradients):
 def _slots(span: Span) -> list[tuple[int, ParamSpec]]:
     """Whatever the optimizer's groups are."""
     return [(slot.offset, replace(slot.spec, group=-1)) for slot in span.slots]
+
+
+def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:
+    """A collective. All ranks' slices of a span, 1-D: on CPU on rank 0 (`everywhere`: on all), on the meta device elsewhere.
+
+    Args:
+        own: this rank's slice, on the span's device.
+    """
+    here = everywhere or wire.rank == 0
+    if flat.span.shards == 1:
+        return own.detach().cpu() if here else own.to("meta")
+    if everywhere:
+        whole = torch.empty(flat.span.numel, dtype=own.dtype, device=own.device)
+        wire.gather(whole, own.detach(), flat.span.index).close()
+        return whole.cpu()
+    whole = torch.empty(flat.span.numel, dtype=own.dtype, device="cpu" if here else "meta")
+    wire.collect(own.detach(), whole if here else None, flat.span.index)
+    return whole
+
+
+def slice_of(
+    flat: Flat, values: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """This rank's slice of a span, 1-D, from whole values by parameter; zeros where there is none. What `joined` undoes."""
+    out = torch.zeros(flat.span.slice_numel, dtype=dtype, device=device)
+    value_of = {id(slot): value for slot, value in zip(flat.span.slots, values)}
+    for part in flat.span.overlaps(flat.rank):
+        value = value_of[id(part.slot)]
+        if value is not None:
+            piece = value.reshape(-1)[part.param_start : part.param_start + part.numel]
+            out[part.slice_start : part.slice_start + part.numel].copy_(piece)
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,13 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm.wire import SoloWire
 from ..errors import StateError
-from .clipping import square_sum
+from .clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_sum, root
 from .flat_param import Flat
 from .gradients import Gradient, Handles, is_of
 from .offload import Offload
-from .overflow import Overflow
 from .sharded import Sharded, gradient_of
 
 T = TypeVar("T")
@@ -93,7 +90,9 @@ class Gradients:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
         if self.sharded.config.step_in_backward:
             return
-        for flat in self._flats() if flats is None else flats:
+        flats = self._flats() if flats is None else flats
+        self._follow(flats)
+        for flat in flats:
             handles = flat.handles
             placed, grads = handles.placed, handles.grads
             for index, param in enumerate(flat.params):
@@ -103,6 +102,14 @@ class Gradients:
             else:
                 continue
             self._settle(flat)
+
+    def _follow(self, flats: Sequence[Flat]) -> None:
+        """As `settle`, what was done to `.grad` of the optimizer's parameters."""
+        if self.sharded.config.offloads:
+            for flat in flats:
+                for shard in flat.shards:
+                    if shard.follow_grad():
+                        self._writes += 1
 
     @torch.no_grad()
     def _settle(self, flat: Flat) -> None:
@@ -148,7 +155,10 @@ class Gradients:
 
     def hide(self) -> None:
         """Before a backward that reduces: autograd need not ask stand-ins to add to them. They come back after it."""
-        for flat in self._flats():
+        flats = self._flats()
+        if not self.sharded.config.step_in_backward:
+            self._follow(flats)
+        for flat in flats:
             flat.handles.hide()
 
     # What stand-ins ask ---------------------------------------------------------------------------------------------
@@ -242,13 +252,15 @@ class Gradients:
         _there(self._offload).refuse_clipping(what)
         _there(self._offload).refuse_while_away(what)
         if place < 0:
-            return torch.full((), math.inf if order == -math.inf else 0.0, device=device)
+            return power_sum([], order, device)
         flats = self._flats()
         self.settle([flats[place]])
         if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
             self._flush()
-            local = torch.stack([_power_sum(_parts(flat), order, flat.device).to(sharded.device) for flat in flats])
-            norms = _root(_shared(sharded.wire, local, order), order)
+            local = torch.stack(
+                [power_sum(grads_to_read(flat), order, flat.device).to(sharded.device) for flat in flats]
+            )
+            norms = root(over_ranks(sharded.wire, local, order), order)
             self._slice_norms = dict(enumerate(norms.unbind()))
             self._slice_norms_of = (order, self._writes)
         return self._slice_norms.pop(place).to(device)
@@ -262,25 +274,21 @@ class Gradients:
                 "the norm of what was computed from a gradient in the optimizer's groups: under 'auto' ranks may cut their "
                 "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
             )
-        local = _power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
-        return _root(_shared(sharded.wire, local.reshape(1), order), order)[0].to(part.device)
+        local = power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
+        return root(over_ranks(sharded.wire, local, order), order).to(part.device)
 
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:
-        """0-dim each, the same on every rank; one collective."""
+        """One collective."""
         sharded = self.sharded
         local = torch.stack([_local_norm(handles.flat, index, order).to(sharded.device) for handles, index in grads])
         alone = [handles.flat.waits for handles, _ in grads]
         norms = local
         if sharded.layout.shards > 1 and not all(alone):
-            norms = _shared(sharded.wire, local, order)
+            norms = over_ranks(sharded.wire, local, order)
             if any(alone):
                 norms = torch.where(torch.tensor(alone, device=local.device), local, norms)
-        norms = _root(norms, order)
-        return [
-            norm.to(torch.promote_types(torch.float32, handles.flat.master_dtype.to_real()))
-            for norm, (handles, _) in zip(norms.unbind(), grads)
-        ]
+        return list(root(norms, order).unbind())
 
 
 def _there(reference: Callable[[], T | None]) -> T:
@@ -299,22 +307,6 @@ def _version(flat: Flat) -> int:
     return found
 
 
-def _shared(wire: SoloWire, local: Tensor, order: float) -> Tensor:
-    if not math.isinf(order):
-        return wire.sum_scalar(local)
-    sign = 1.0 if order > 0 else -1.0
-    nan = local.isnan()  # a maximum over ranks may lose it
-    both = torch.stack([torch.where(nan, -math.inf, local * sign), nan.double()])
-    values, broken = wire.max_scalar(both).unbind()
-    return torch.where(broken > 0, math.nan, values * sign)
-
-
-def _root(powers: Tensor, order: float) -> Tensor:
-    if math.isinf(order) or order == 0:
-        return powers
-    return powers.sqrt() if order == 2.0 else powers.pow(1.0 / order)
-
-
 def _slicer(start: int, numel: int, device: torch.device) -> Callable[[Any], Any]:
     return lambda whole: whole.reshape(-1)[start : start + numel].to(device)
 
@@ -326,30 +318,7 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
     else:
         parts = []
         for shard, at, numel, _ in flat.pieces(index):
-            grad = shard.grad if shard.coefficient is None else shard.whole_grad()
+            grad = grad_to_read(shard)
             if grad is not None:
                 parts.append(grad[at : at + numel])
-    return _power_sum([part for part in parts if part.numel()], order, flat.device)
-
-
-def _parts(flat: Flat) -> list[Tensor]:
-    """This rank's gradient of the span, shard by shard, to read: coefficients are applied."""
-    found = (shard.grad if shard.coefficient is None else shard.whole_grad() for shard in flat.shards)
-    return [grad for grad in found if grad is not None and grad.numel()]
-
-
-def _power_sum(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    """What ranks may add up (or compare), float64."""
-    if not parts:
-        return torch.full((), float("inf") if order == -math.inf else 0.0, dtype=torch.float64)
-    if order == 2.0:
-        return square_sum(parts).cpu() if device.type == "cpu" else square_sum(parts)
-    if math.isinf(order):
-        found = torch.stack(
-            [(part.abs().max() if order > 0 else part.abs().min()).double().to(device) for part in parts]
-        )
-        return found.max() if order > 0 else found.min()
-    if order == 0:
-        return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
-    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).pow(order).to(device) for part in parts]
-    return torch.stack(norms).sum()
+    return power_sum([part for part in parts if part.numel()], order, flat.device)

@@ -1,8 +1,6 @@
-"""What `.grad` is between a backward and `zero_grad`, where the ranks share out its elements: a stand-in.
+"""What `.grad` is between a backward and `zero_grad`, where the ranks share out its elements: a stand-in without storage.
 
-`Gradient` is what a model's parameters show; what the optimizer's groups show is in `slices`.
-
-A `Gradient` has the parameter's shape, and no storage. It may be used like the plain tensor:
+`Gradient` is what a model's parameters show. It has the parameter's shape, and may be used like the plain tensor:
 
 * in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements,
   nothing is sent;
@@ -12,11 +10,8 @@ A `Gradient` has the parameter's shape, and no storage. It may be used like the 
   runs on plain tensors of the master's type, and what it wrote goes back to this rank's elements. Lists are worked
   through one gradient at a time.
 
-Views of it (`grad[:10]`, `grad.view(-1)`) are stand-ins, too. The same objects come back with every step; one that
-somebody holds while gradients are cleared is replaced, and says so when it is used.
-
-In a backward autograd adds to what `.grad` shows: a stand-in keeps such a tensor as this rank's new gradient
-(`local`).
+What the masters in the optimizer's groups show is in `slices`, over the same frame: `StandIn`.
+Which operation is which is one table, `OPERATIONS`. What a stand-in asks its `Keeper` for is in `gradient_ops`.
 """
 
 from __future__ import annotations
@@ -24,6 +19,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -32,21 +30,44 @@ from torch import Tensor, nn
 from ..core.layout import Span
 from ..errors import StateError
 
-_LIKE = frozenset(
-    {
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
-        "new_zeros", "new_ones", "new_full", "new_empty_strided",
-    }
-)  # fmt: skip
-"""New tensors of a gradient's shape and type, whatever its values are."""
-_POINTWISE = frozenset(
-    {
-        "mul_", "div_", "add_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "fill_", "neg_", "nan_to_num_", "copy_",
-        "abs_", "sign_", "sqrt_", "pow_", "addcmul_", "addcdiv_", "lerp_", "masked_fill_", "maximum_", "minimum_",
-    }
-)  # fmt: skip
-"""In place, each element by itself: ranks do their own elements."""
-_ADDS = frozenset({"add", "add_"})
+
+class Kind(Enum):
+    """What a torch operation does with a stand-in. What is in no row reads it, writes it or views it, as its schema says."""
+
+    ALIAS = auto()
+    """Another name for the same."""
+    NORM = auto()
+    """One number, from all ranks' elements if it is over all dimensions."""
+    NORMS = auto()
+    """The same of a list, in one collective."""
+    LIKE = auto()
+    """A new tensor of the same shape and type, whatever the values are."""
+    POINTWISE = auto()
+    """In place, each element by itself: ranks do their own elements."""
+    ELEMENTWISE = auto()
+    """Of a `Slice` the result, too, has the norm over all ranks: `(p.abs() * p.grad).norm()`."""
+
+
+OPERATIONS = {
+    name: kind
+    for kind, names in (
+        (Kind.ALIAS, "detach alias"),
+        (Kind.NORM, "linalg_vector_norm norm"),
+        (Kind.NORMS, "_foreach_norm"),
+        (
+            Kind.LIKE,
+            "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+            "new_empty_strided",
+        ),
+        (
+            Kind.POINTWISE,
+            "mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ zero_ fill_ neg_ nan_to_num_ copy_ abs_ sign_ sqrt_ pow_ "
+            "addcmul_ addcdiv_ lerp_ masked_fill_ maximum_ minimum_",
+        ),
+        (Kind.ELEMENTWISE, "mul div abs neg _to_copy clone add sub clamp"),
+    )
+    for name in names.split()
+}
 
 
 class Accumulated(Protocol):
@@ -69,10 +90,11 @@ class Accumulated(Protocol):
 
 
 F = TypeVar("F", bound=Accumulated)
+T = TypeVar("T", bound=Tensor)
 
 
 class Keeper(Protocol):
-    """Who has the gradients; see `gradient_ops`."""
+    """Who has the gradients; see `gradient_ops`. Norms are 0-dim float64, the same on every rank."""
 
     def ready(self, handles: Handles[Any], index: int, name: str) -> None:
         """The gradient may be used now."""
@@ -92,9 +114,188 @@ class Keeper(Protocol):
 
     def norm(self, handles: Handles[Any], index: int, order: float) -> Tensor: ...
 
+    def wrote(self) -> None:
+        """Gradients have other values now."""
+        ...
 
-class Gradient(Tensor):
-    """One parameter's stand-in, or a view of it. See the module's text."""
+    def settle_step(self) -> None:
+        """No thread reads gradients in host memory any more."""
+        ...
+
+    def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor: ...
+
+    def norm_over_ranks(self, part: Tensor, order: float) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One torch operation that was given a stand-in."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def name(self) -> str:
+        name: str = self.func._schema.name
+        return name.removeprefix("aten::")
+
+    @property
+    def first(self) -> Any:
+        return self.args[0] if self.args else None
+
+    def argument(self, *names: str) -> Any:
+        """By one of the names that the schema has for it, or its default."""
+        for at, argument in enumerate(self.func._schema.arguments):
+            if argument.name in names:
+                return self.args[at] if at < len(self.args) else self.kwargs.get(argument.name, argument.default_value)
+        return None
+
+    def run(self, change: Callable[[Any], Any], kind: type[Tensor]) -> Any:
+        """The operation, with `change` made to every tensor of this kind among its arguments."""
+        return self.func(*mapped(self.args, change, kind), **mapped(self.kwargs, change, kind))
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors((self.args, self.kwargs))
+
+    def written(self, kind: type[T]) -> list[T]:
+        """The tensors of this kind that it writes to."""
+        if not self.func._schema.is_mutable:
+            return []
+        values = dict(zip((argument.name for argument in self.func._schema.arguments), self.args)) | self.kwargs
+        return [
+            tensor
+            for argument in self.func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in values
+            for tensor in _tensors((values[argument.name],))
+            if isinstance(tensor, kind)
+        ]
+
+
+class StandIn(Tensor):
+    """A tensor that has a shape, a type and a device, and whose elements are with the ranks' shards."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        call = Call(func, args, kwargs or {})
+        kind = OPERATIONS.get(call.name)
+        first = call.first
+        if kind is Kind.NORMS:
+            return _norms(call)
+        if isinstance(first, StandIn):
+            if kind is Kind.ALIAS:
+                return first.alias()
+            if kind is Kind.NORM and _is_over_all(first, call.argument("dim")):
+                norm = first.norm_over_all(_order(call))
+                if norm is not None:
+                    norm = norm.to(_norm_type(first, call))
+                    norm = norm.reshape((1,) * first.dim()) if call.argument("keepdim") else norm
+                    return call.kwargs["out"].copy_(norm) if "out" in call.kwargs else norm
+        return cls.run(call, kind)
+
+    @classmethod
+    def run(cls, call: Call, kind: Kind | None) -> Any:
+        """An operation that is neither a norm of the whole nor an alias."""
+        raise NotImplementedError
+
+    def plain(self) -> Tensor:
+        """The values, to read."""
+        raise NotImplementedError
+
+    def alias(self) -> Tensor:
+        """Another name for it."""
+        raise NotImplementedError
+
+    def norm_over_all(self, order: float) -> Tensor | None:
+        """0-dim float64, the same on every rank; None where the values must be read for it."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch's own would turn this object into another tensor, which no step looks at.
+        if value.shape != self.shape:
+            raise StateError(f"a sharded gradient of shape {tuple(self.shape)} cannot take {tuple(value.shape)}")
+        with torch.no_grad():
+            self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.plain().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+
+def _norms(call: Call) -> list[Tensor]:
+    """One collective for all gradients of a model."""
+    tensors: Sequence[Tensor] = call.args[0]
+    order = _order(call)
+    out: dict[int, Tensor] = {}
+    by_keeper: dict[int, list[tuple[int, Gradient]]] = {}
+    for at, tensor in enumerate(tensors):
+        if isinstance(tensor, Gradient) and not tensor.chain:
+            _, keeper = tensor.kept(call.name)
+            by_keeper.setdefault(id(keeper), []).append((at, tensor))
+        elif isinstance(tensor, StandIn) and (norm := tensor.norm_over_all(order)) is not None:
+            out[at] = norm.to(_norm_type(tensor, call))
+        else:
+            out[at] = call.func([_plain(tensor)], *call.args[1:], **call.kwargs)[0]
+    for found in by_keeper.values():
+        kept = [grad.kept(call.name) for _, grad in found]
+        norms = kept[0][1].norms([(handles, grad.index) for (handles, _), (_, grad) in zip(kept, found)], order)
+        out.update({at: norm.to(_norm_type(grad, call)) for (at, grad), norm in zip(found, norms)})
+    return [out[at] for at in range(len(tensors))]
+
+
+def _order(call: Call) -> float:
+    order = call.argument("ord", "p")
+    return 2.0 if order is None else float(order)
+
+
+def _norm_type(grad: StandIn, call: Call) -> torch.dtype:
+    """Of a norm: exact sums of narrow types are not rounded to them again."""
+    wanted: torch.dtype | None = call.argument("dtype")
+    return wanted or torch.promote_types(torch.float32, grad.dtype.to_real())
+
+
+def _is_over_all(grad: Tensor, dims: Any) -> bool:
+    return not dims or len(dims) == grad.dim()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.plain() if isinstance(tensor, StandIn) else tensor
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# Of the model's parameters ------------------------------------------------------------------------------------------
+
+
+class Gradient(StandIn):
+    """One parameter's stand-in, or a view of it (`grad[:10]`, `grad.view(-1)`).
+
+    The same objects come back with every step; one that somebody holds while gradients are cleared is replaced, and says so
+    when it is used. In a backward autograd adds to what `.grad` shows: a stand-in keeps such a tensor as this rank's new
+    gradient.
+    """
 
     handles: weakref.ref[Handles[Any]]
     index: int  # type: ignore[assignment]
@@ -105,8 +306,6 @@ class Gradient(Tensor):
     passed: bool
     """Autograd added out of place: `.grad` is a plain tensor since, with this rank's new gradient."""
     retired: bool
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -124,14 +323,86 @@ class Gradient(Tensor):
         made.local, made.passed, made.retired = None, False, False
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {})
+    def run(cls, call: Call, kind: Kind | None) -> Any:
+        first = call.first
+        if isinstance(first, Gradient) and not first.chain and call.name in ("add", "add_") and inside_backward():
+            return first.accumulate(call.args[1], in_place=call.name == "add_")
+        if kind is Kind.LIKE:
+            return call.run(Gradient.empty, Gradient)
+        if call.name.startswith("_foreach_"):
+            return _one_by_one(call)
+        if "out" in call.kwargs:
+            raise StateError(
+                f"{call.name}(out=...) does not take a sharded gradient: use its result, or an in-place operation"
+            )
+        written = call.written(Gradient)
+        if written:
+            return _write(call, kind, written)
+        if isinstance(first, Gradient) and any(r.alias_info is not None for r in call.func._schema.returns):
+            return _view(call, first)
+        return call.run(Gradient.plain, Gradient)
+
+    def kept(self, name: str) -> tuple[Handles[Any], Keeper]:
+        """Where the elements are.
+
+        Raises:
+            StateError: it may not be used now, by `name`.
+        """
+        handles = self.handles()
+        if handles is None or handles.keeper is None:
+            raise StateError("this gradient's model is gone, or sharded anew: read `.grad` of the parameter afresh")
+        what = f"the gradient of {handles.name(self.index)!r}"
+        if self.retired:
+            raise StateError(
+                f"{what} was kept from an earlier step and has been cleared since: keep `param.grad.clone()` instead"
+            )
+        if inside_backward():
+            raise StateError(
+                f"{what} was used by {name} inside a backward, before all ranks' parts are there: use it when backward has "
+                "ended"
+            )
+        handles.keeper.ready(handles, self.index, name)
+        return handles, handles.keeper
+
+    def plain(self) -> Tensor:
+        handles, keeper = self.kept("reading it")
+        return self.of(keeper.whole(handles, self.index))
+
+    def empty(self) -> Tensor:
+        """Of the shape and type of `plain`."""
+        handles, keeper = self.kept("reading its type")
+        return self.of(keeper.empty(handles, self.index))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This view of the whole gradient."""
+        for step in self.chain:
+            whole = step(whole)
+        return whole
+
+    def alias(self) -> Gradient:
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        return self.view_of(like, self.chain)
+
+    def view_of(self, like: Tensor, chain: tuple[Callable[[Tensor], Tensor], ...]) -> Gradient:
+        view = Gradient(self.handles, self.index, like, chain, self.device)
+        view.retired = self.retired
+        return view
+
+    def norm_over_all(self, order: float) -> Tensor | None:
+        if self.chain:
+            return None
+        handles, keeper = self.kept("norm")
+        return keeper.norm(handles, self.index, order)
+
+    def accumulate(self, incoming: Tensor, *, in_place: bool) -> Tensor:
+        """In a backward: what is added is this rank's, to be reduced."""
+        before = self.local
+        if in_place:
+            self.local = incoming if before is None else before + incoming
+            return self
+        self.passed, self.local = True, None
+        return incoming.clone() if before is None else before + incoming
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -139,17 +410,86 @@ class Gradient(Tensor):
             "`.clone()` on every rank brings them together)"
         )
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.clone().numpy(force=force)
 
-    def tolist(self) -> Any:
-        return self.clone().tolist()
+def _view(call: Call, grad: Gradient) -> Any:
+    rest, kwargs, func = call.args[1:], call.kwargs, call.func
+    out = func(torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device="meta"), *rest, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()
+    def made(part: Tensor, pick: Callable[[Any], Tensor]) -> Gradient:
+        return grad.view_of(part, (*grad.chain, lambda whole: pick(func(whole, *rest, **kwargs))))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
+    if isinstance(out, (tuple, list)):
+        return [made(part, lambda parts, at=at: parts[at]) for at, part in enumerate(out)]  # type: ignore[misc]
+    return made(out, lambda part: part)
+
+
+def _one_by_one(call: Call) -> Any:
+    """A foreach operation, so that one gradient at a time is whole."""
+    lists = [value for value in (*call.args, *call.kwargs.values()) if _is_tensors(value)]
+    count = len(lists[0])
+
+    def one(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    kind = OPERATIONS.get(call.name.removeprefix("_foreach_"))
+    out: list[Any] = []
+    for at in range(count):
+        single = Call(
+            call.func,
+            tuple(one(value, at) for value in call.args),
+            {key: one(value, at) for key, value in call.kwargs.items()},
+        )
+        written = single.written(Gradient)
+        if written:
+            _write(single, kind, written)
+        else:
+            out += single.run(Gradient.plain, Gradient) or []
+    return out if call.func._schema.returns else None
+
+
+def _write(call: Call, kind: Kind | None, targets: Sequence[Gradient]) -> Any:
+    """Run it, and carry what it wrote to this rank's elements."""
+    if len(targets) == 1 and kind is Kind.POINTWISE and _runs_on_pieces(call, targets[0]):
+        return _returned(call, targets[0])
+    wholes: dict[tuple[int, int], Tensor] = {}
+
+    def value(grad: Gradient) -> Tensor:
+        handles, keeper = grad.kept(call.name)
+        place = id(handles), grad.index
+        if place not in wholes:
+            wholes[place] = keeper.whole(handles, grad.index)
+        return grad.of(wholes[place])
+
+    call.run(value, Gradient)
+    for target in targets:
+        handles, keeper = target.kept(call.name)
+        keeper.write(handles, target.index, wholes[id(handles), target.index])
+    return _returned(call, targets[0])
+
+
+def _runs_on_pieces(call: Call, target: Gradient) -> bool:
+    """Run it piece by piece of this rank's elements, if all others are numbers or have one for each of them."""
+    others = [tensor for tensor in call.tensors() if tensor is not target]
+    if target.chain or any(tensor.dim() and tensor.shape != target.shape for tensor in others):
+        return False
+    handles, keeper = target.kept(call.name)
+    plain = {id(tensor): _plain(tensor).detach() for tensor in others}
+
+    def run(piece: Tensor, part: Callable[[Any], Any]) -> None:
+        def mine(tensor: Tensor) -> Any:
+            if tensor is target:
+                return piece
+            whole = plain[id(tensor)]
+            return part(whole) if whole.dim() else whole
+
+        call.run(mine, Tensor)
+
+    keeper.pointwise(handles, target.index, run)
+    return True
+
+
+def _returned(call: Call, target: Gradient) -> Gradient | None:
+    return target if len(call.func._schema.returns) == 1 else None
 
 
 class Handles(Generic[F]):
@@ -168,14 +508,14 @@ class Handles(Generic[F]):
         self._none = [False] * len(shapes)
         self.placed = list(self._none)
         self.keeper: Keeper | None = None
-        self._alone = 0
+        self._unheld = 0  # references to a stand-in that nobody else holds
 
     def show(self) -> None:
         """`.grad` of every parameter that has a gradient and shows none is its stand-in afterwards."""
         flat = self.flat
         if not self.grads:
             self.grads = [self._new(index) for index in range(len(self._shapes))]
-            self._alone = _holders(self.grads)[0]
+            self._unheld = _references(self.grads)[0]
         for index, (param, grad) in enumerate(zip(flat.params, self.grads)):
             has = flat.present[index] or (flat.waits and flat.arrived[index])
             if has and param.grad is None and param.dtype == self._dtype:
@@ -221,10 +561,10 @@ class Handles(Generic[F]):
         if not self.grads:
             return
         self.placed = list(self._none)
-        holders = _holders(self.grads)
+        references = _references(self.grads)
         for index, grad in enumerate(self.grads):
             grad.local, grad.passed = None, False
-            if holders[index] > self._alone:
+            if references[index] > self._unheld:
                 grad.retired = True
                 self.grads[index] = self._new(index)
 
@@ -242,232 +582,14 @@ def is_of(grad: Tensor | None, handles: Handles[Any], index: int) -> bool:
     return isinstance(grad, Gradient) and grad.handles() is handles and grad.index == index and not grad.chain
 
 
-def _holders(grads: Sequence[Gradient]) -> list[int]:
+def _references(grads: Sequence[Gradient]) -> list[int]:
     return list(map(sys.getrefcount, grads))
 
 
-# Operations ---------------------------------------------------------------------------------------------------------
+# Arguments of operations --------------------------------------------------------------------------------------------
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name.removeprefix("aten::")
-    first = args[0] if args else None
-    if torch._C._current_graph_task_id() != -1 and name in _ADDS and isinstance(first, Gradient) and not first.chain:
-        return _accumulate(first, args[1], name)
-    if isinstance(first, Gradient) and name in ("detach", "alias"):
-        return _view(func, args, kwargs)
-    if name in _LIKE:
-        return func(*mapped(args, _empty), **mapped(kwargs, _empty))
-    if name == "_foreach_norm":
-        return _foreach_norm(func, args, kwargs)
-    if name.startswith("_foreach_"):
-        return _one_by_one(func, args, kwargs)
-    if "out" in kwargs:
-        raise StateError(f"{name}(out=...) does not take a sharded gradient: use its result, or an in-place operation")
-    if (
-        name == "linalg_vector_norm"
-        and isinstance(first, Gradient)
-        and not first.chain
-        and _is_whole_norm(args, kwargs)
-    ):
-        handles, keeper = _keeper(first, name)
-        return keeper.norm(handles, first.index, float(args[1]) if len(args) > 1 else 2.0)
-    written = _written(func, args, kwargs)
-    if written:
-        return _in_place(func, name, args, kwargs, written)
-    if isinstance(first, Gradient) and any(r.alias_info is not None for r in func._schema.returns):
-        return _view(func, args, kwargs)
-    return func(*mapped(args, _plain), **mapped(kwargs, _plain))
-
-
-def _accumulate(grad: Gradient, incoming: Tensor, name: str) -> Tensor:
-    """In a backward: what is added is this rank's, to be reduced."""
-    if name == "add_":
-        grad.local = incoming if grad.local is None else grad.local + incoming
-        return grad
-    grad.passed = True
-    before, grad.local = grad.local, None
-    return incoming.clone() if before is None else before + incoming
-
-
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad: Gradient = args[0]
-    rest = args[1:]
-    shape = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device="meta")
-    out = func(shape, *rest, **kwargs)
-
-    def made(part: Tensor, pick: Callable[[Any], Tensor]) -> Gradient:
-        chain = grad.chain
-        if func is not torch.ops.aten.detach.default and func is not torch.ops.aten.alias.default:
-            chain = (*chain, lambda whole: pick(func(whole, *rest, **kwargs)))
-        view = Gradient(grad.handles, grad.index, part, chain, grad.device)
-        view.retired = grad.retired
-        return view
-
-    if isinstance(out, (tuple, list)):
-        return [made(part, lambda parts, at=at: parts[at]) for at, part in enumerate(out)]  # type: ignore[misc]
-    return made(out, lambda part: part)
-
-
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """One collective for all of them."""
-    tensors: Sequence[Tensor] = args[0]
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    out: list[Tensor | None] = [None] * len(tensors)
-    by_keeper: dict[int, tuple[Keeper, list[tuple[int, Handles[Any], int]]]] = {}
-    for at, tensor in enumerate(tensors):
-        if isinstance(tensor, Gradient) and not tensor.chain:
-            handles, keeper = _keeper(tensor, "_foreach_norm")
-            by_keeper.setdefault(id(keeper), (keeper, []))[1].append((at, handles, tensor.index))
-        else:
-            out[at] = func([_plain(tensor)], *args[1:], **kwargs)[0]
-    for keeper, found in by_keeper.values():
-        norms = keeper.norms([(handles, index) for _, handles, index in found], order)
-        for (at, _, _), norm in zip(found, norms):
-            out[at] = norm
-    return [norm for norm in out if norm is not None]
-
-
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach operation, so that one gradient at a time is whole."""
-    lists = [value for value in (*args, *kwargs.values()) if _is_tensors(value)]
-    count = len(lists[0])
-
-    def one(value: Any, at: int) -> Any:
-        return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
-
-    name = func._schema.name.removeprefix("aten::_foreach_")
-    out: list[Any] = []
-    for at in range(count):
-        mine, named = tuple(one(value, at) for value in args), {key: one(value, at) for key, value in kwargs.items()}
-        if not any(
-            isinstance(tensor, Gradient) for value in (*mine, *named.values()) if _is_tensors(value) for tensor in value
-        ):
-            result = func(*mine, **named)
-        else:
-            result = _in_list(func, name, mine, named)
-        out += result or []
-    return out if func._schema.returns else None
-
-
-def _in_list(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = _written(func, args, kwargs)
-    if written:
-        _in_place(func, name, args, kwargs, written)
-        return None
-    return func(*mapped(args, _plain), **mapped(kwargs, _plain))
-
-
-def _in_place(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Gradient | Tensor]
-) -> Any:
-    """Run it, and carry what it wrote to this rank's elements."""
-    targets = [tensor for tensor in written if isinstance(tensor, Gradient)]
-    if len(targets) == 1 and name in _POINTWISE and not targets[0].chain:
-        target = targets[0]
-        handles, keeper = _keeper(target, name)
-        plain = {id(g): _plain(g) for g in _gradients((args, kwargs)) if g is not target}
-        if all(_fits(tensor, target) for tensor in _tensors((args, kwargs)) if tensor is not target):
-
-            def run(piece: Tensor, part: Callable[[Any], Any]) -> None:
-                def mine(tensor: Tensor) -> Tensor:
-                    if tensor is target:
-                        return piece
-                    whole: Tensor = plain.get(id(tensor), tensor)
-                    return whole if whole.dim() == 0 else part(whole.detach())
-
-                func(*mapped(args, mine, Tensor), **mapped(kwargs, mine, Tensor))
-
-            keeper.pointwise(handles, target.index, run)
-            return _returned(func, target)
-    wholes: dict[tuple[int, int], Tensor] = {}
-
-    def value(grad: Gradient) -> Tensor:
-        handles, keeper = _keeper(grad, name)
-        whole = wholes.get((id(handles), grad.index))
-        if whole is None:
-            whole = wholes[id(handles), grad.index] = keeper.whole(handles, grad.index)
-        for step in grad.chain:
-            whole = step(whole)
-        return whole
-
-    out = func(*mapped(args, value), **mapped(kwargs, value))
-    for target in targets:
-        handles, keeper = _keeper(target, name)
-        keeper.write(handles, target.index, wholes[id(handles), target.index])
-    return _returned(func, targets[0]) if targets else out
-
-
-def _returned(func: Any, target: Gradient) -> Any:
-    return target if len(func._schema.returns) == 1 else None
-
-
-def _fits(tensor: Tensor, target: Gradient) -> bool:
-    """One number, or one for each element."""
-    return tensor.dim() == 0 or tensor.shape == target.shape
-
-
-def _is_whole_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    dims = args[2] if len(args) > 2 else kwargs.get("dim")
-    return not dims and not (args[3] if len(args) > 3 else kwargs.get("keepdim", False)) and kwargs.get("dtype") is None
-
-
-def _keeper(grad: Gradient, name: str) -> tuple[Handles[Any], Keeper]:
-    handles = grad.handles()
-    if handles is None or handles.keeper is None:
-        raise StateError("this gradient's model is gone, or sharded anew: read `.grad` of the parameter afresh")
-    what = f"the gradient of {handles.name(grad.index)!r}"
-    if grad.retired:
-        raise StateError(
-            f"{what} was kept from an earlier step and has been cleared since: keep `param.grad.clone()` instead"
-        )
-    if torch._C._current_graph_task_id() != -1:
-        raise StateError(
-            f"{what} was used by {name} inside a backward, before all ranks' parts are there: use it when backward has ended"
-        )
-    handles.keeper.ready(handles, grad.index, name)
-    return handles, handles.keeper
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The values, brought together."""
-    if not isinstance(tensor, Gradient):
-        return tensor
-    handles, keeper = _keeper(tensor, "reading it")
-    whole = keeper.whole(handles, tensor.index)
-    for step in tensor.chain:
-        whole = step(whole)
-    return whole
-
-
-def _empty(grad: Gradient) -> Tensor:
-    handles, keeper = _keeper(grad, "reading its type")
-    whole = keeper.empty(handles, grad.index)
-    for step in grad.chain:
-        whole = step(whole)
-    return whole
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to; none, where no gradient is among what it may write."""
-    if not func._schema.is_mutable:
-        return []
-    written = targets(func, args, kwargs)
-    return written if any(isinstance(tensor, Gradient) for tensor in written) else []
-
-
-def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    schema = func._schema
-    values = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-    return [
-        tensor
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in values
-        for tensor in _tensors((values[argument.name],))
-    ]
-
-
-def mapped(values: Any, change: Callable[[Any], Any], kind: type = Gradient) -> Any:
+def mapped(values: Any, change: Callable[[Any], Any], kind: type[Tensor]) -> Any:
     """`values` (nested tuples, lists, dicts) with `change` made to every `kind`."""
     if isinstance(values, kind):
         return change(values)
@@ -488,10 +610,6 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, dict):
             found += _tensors(value.values())
     return found
-
-
-def _gradients(values: Iterable[Any]) -> list[Gradient]:
-    return [tensor for tensor in _tensors(values) if isinstance(tensor, Gradient)]
 
 
 def _is_tensors(value: Any) -> bool:

@@ -6,7 +6,6 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -19,7 +18,8 @@ from ..checkpoint.manifest import digest_of
 from ..comm.agree import arriving, on_errors, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
-from .flat_param import Flat
+from .flat_param import Flat, joined, slice_of
+from .pieces import merge_scalar
 from .shadow_optimizer import fields_of
 from .state_shard import is_elementwise
 from .unit import Unit
@@ -85,8 +85,13 @@ class Binding:
         """After the optimizer's own step."""
 
     def forget(self) -> None:
-        """The optimizer has no state of these spans afterwards."""
+        """Another optimizer is next: this one has no state of the model's parameters afterwards."""
+        self._forget(self.flats)
         for flat in self.flats:
+            flat.wholes = []
+
+    def _forget(self, flats: Iterable[Flat]) -> None:
+        for flat in flats:
             for shard in flat.shards:
                 shard.forget(self.optimizer)
 
@@ -123,24 +128,23 @@ class Binding:
 
         Rank 0 has the values, other ranks meta tensors of the same shapes.
         """
-        index = {param: i for i, param in enumerate(p for params in self.originals for p in params)}
         alone = not any(flat.needs_all_ranks for flat in self.flats)
         with nullcontext() if alone else arriving(self._wire, "the optimizer's state_dict()"):
-            state = {
-                index[param]: entries
-                for flat in self.flats
-                for param, entries in self._whole_state(flat, False).items()
-            }
-        order = {i: state[i] for i in sorted(state)}
-        return {"state": order, "param_groups": numbered_groups(self.optimizer, self.originals)}
+            return self._numbered(self.originals, everywhere=False)
+
+    def _numbered(self, originals: list[list[nn.Parameter]], *, everywhere: bool) -> dict[str, Any]:
+        index = {param: i for i, param in enumerate(p for params in originals for p in params)}
+        state = {index[p]: entries for flat in self.flats for p, entries in self._whole_state(flat, everywhere).items()}
+        return {
+            "state": {i: state[i] for i in sorted(state)},
+            "param_groups": numbered_groups(self.optimizer, originals),
+        }
 
     def take(self, flats: Iterable[Flat]) -> dict[nn.Parameter, dict[str, Any]]:
         """A collective. The state of these spans' parameters, whole, on every rank; the optimizer forgets it."""
         mine = [flat for flat in flats if flat in self.flats]
         state = {param: entries for flat in mine for param, entries in self._whole_state(flat, True).items()}
-        for flat in mine:
-            for shard in flat.shards:
-                shard.forget(self.optimizer)
+        self._forget(mine)
         return state
 
     def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
@@ -155,13 +159,7 @@ class Binding:
 
     def plain_state(self) -> dict[str, Any]:
         """A collective. What the plain optimizer would have, whole, on every rank. Nothing changes."""
-        originals = self.current_originals()
-        index = {param: i for i, param in enumerate(p for params in originals for p in params)}
-        state = {index[param]: e for flat in self.flats for param, e in self._whole_state(flat, True).items()}
-        return {
-            "state": {i: state[i] for i in sorted(state)},
-            "param_groups": numbered_groups(self.optimizer, originals),
-        }
+        return self._numbered(self.current_originals(), everywhere=True)
 
     def unbind(self, state_dict: dict[str, Any]) -> None:
         """The optimizer has the model's parameters again, which are whole by now, in the same groups, and that state."""
@@ -172,10 +170,11 @@ class Binding:
 
     def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
         names = flat.state_names(self.optimizer)
+        everywhere = everywhere or flat.span.shards == 1  # what every rank has it gives
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for key in sorted(names):
             value = read(self._wire, partial(flat.state, self.optimizer, key), may_fail=flat.storage.uses_disk)
-            whole = self._whole(flat, value, everywhere) if names[key] else None
+            whole = joined(flat, self._wire, value, everywhere=everywhere) if names[key] else None
             for slot, param in zip(flat.span.slots, flat.params):
                 if whole is None:
                     piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
@@ -183,21 +182,6 @@ class Binding:
                     piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
                 state.setdefault(param, {})[key] = piece
         return state
-
-    def _whole(self, flat: Flat, value: Tensor, everywhere: bool) -> Tensor:
-        if flat.span.shards == 1:
-            return value.detach().cpu()
-        has_values = everywhere or self._wire.rank == 0
-        full = torch.empty(flat.span.numel, dtype=value.dtype, device="cpu" if has_values else "meta")
-        if self._wire.rank == 0:
-            self._wire.collect(value.detach(), full, flat.span.index)
-        else:
-            self._wire.collect(value.detach(), None, flat.span.index)
-        if everywhere:
-            moved = full.to(value.device)
-            self._wire.broadcast(moved)
-            full = moved.cpu()
-        return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's slices from a full state: every rank passes all of it, or rank 0 does and the others pass what
@@ -330,30 +314,98 @@ class Binding:
             if not isinstance(sample, Tensor):
                 out[key] = sample
             elif key in sliced:
-                out[key] = self._slice(flat, key, states, sample.dtype)
+                out[key] = slice_of(flat, [entries.get(key) for entries in states], sample.dtype)
             else:
-                steps = {float(entries[key]) for entries in states if key in entries}
-                if len(steps) > 1:
-                    warnings.warn(
-                        f"parameters of one span have different {key!r} in the saved optimizer state ({sorted(steps)}); "
-                        f"the largest is used for all, {flat.span.spec.name!r} among them",
-                        stacklevel=4,
-                    )
-                out[key] = torch.tensor(max(steps), dtype=sample.dtype, device=sample.device)
+                for slot, entries in zip(flat.span.slots, states):
+                    if key in entries:
+                        merge_scalar(out, key, entries[key], slot.spec.name)
                 if flat.device.type != "cpu" and sample.device.type != "cpu":
                     out[key] = out[key].to(flat.device)
         return out
 
-    def _slice(self, flat: Flat, key: str, states: list[dict[str, Any]], dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(flat.span.slice_numel, dtype=dtype)
-        places = {id(slot): i for i, slot in enumerate(flat.span.slots)}
-        for part in flat.span.overlaps(flat.rank):
-            value = states[places[id(part.slot)]].get(key)
-            if value is None:
-                continue
-            flat_value = value.reshape(-1)[part.param_start : part.param_start + part.numel]
-            out[part.slice_start : part.slice_start + part.numel].copy_(flat_value)
-        return out
+
+class WholeBinding(Binding):
+    """An optimizer over parameters of true shape, for rules that look at whole matrices.
+
+    A span's master stays one flat buffer; each parameter in it gets a **whole**: a Parameter of true shape that is a view of
+    the master, with a `.grad` that is a view of the span's gradient. The optimizer's groups hold the wholes in the order in
+    which they held the model's parameters, and its state is its own, as over a plain model: what it computes is what it
+    would compute there. Only where nothing is cut, and all state is in the device's memory.
+    """
+
+    one_gradient = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        wire: SoloWire,
+        originals: list[list[nn.Parameter]],
+    ) -> None:
+        self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
+        super().__init__(optimizer, units, wire, originals)
+
+    def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
+        for flat in self.flats:
+            if not flat.wholes:
+                flat.make_wholes()
+            self._whole_of |= dict(zip(flat.params, flat.wholes))
+        # A frozen parameter stays itself: it has no gradient, and places in `state_dict()` are counted with it.
+        return [[self._whole_of.get(param, param) for param in params] for params in self.originals]
+
+    def show_grads(self) -> None:
+        for flat in self.flats:
+            grad = flat.shards[0].device_grad
+            for whole, slot, present in zip(flat.wholes, flat.span.slots, flat.present):
+                if grad is None or not present:
+                    whole.grad = None
+                else:
+                    whole.grad = grad[slot.offset : slot.stop].view(slot.spec.shape)
+
+    def stepped(self) -> None:
+        """An optimizer that gave a whole other memory: its values go where they belong."""
+        for flat in self.flats:
+            flat.settle_wholes()
+
+    def _forget(self, flats: Iterable[Flat]) -> None:
+        for flat in flats:
+            for whole in flat.wholes:
+                self.optimizer.state.pop(whole, None)
+
+    # State: the optimizer's own -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer gives it, on CPU; on every rank."""
+        state = type(self.optimizer).state_dict(self.optimizer)
+        kept = {
+            index: {
+                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+            for index, entries in state["state"].items()
+        }
+        return {**state, "state": kept}
+
+    def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
+        if spread:
+            state = state_dict["state"]
+            state_dict = {**state_dict, "state": {i: self._received(state[i], spread) for i in sorted(state)}}
+        load_plainly(self.optimizer, state_dict)
+
+    def _check_shapes(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> None:
+        """States may have any shape."""
+
+    def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
+        state = self.optimizer.state
+        return {param: dict(state[whole]) for param, whole in zip(flat.params, flat.wholes) if whole in state}
+
+    def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """For spans that were cut anew: they get wholes, and those the state."""
+        for flat in flats:
+            flat.make_wholes()
+            for param, whole in zip(flat.params, flat.wholes):
+                if param in state:
+                    self.optimizer.state[whole] = state[param]
 
 
 def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

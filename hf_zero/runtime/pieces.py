@@ -18,7 +18,7 @@ from ..errors import CheckpointError, StateError
 from ..tiers.array import OnDisk, Values
 from .flat_param import Flat
 from .shadow_optimizer import state_names_of
-from .state_shard import Shard, assembled, cut
+from .state_shard import Shard, assembled, cut, is_elementwise
 from .unit import Unit
 
 
@@ -194,7 +194,7 @@ class OptimizerPieces:
         for name, one in saved.items():
             for state, value in one.scalars.items():
                 # A copy: what an optimizer counts in place must not be counted once for every shard.
-                _merge_scalar(entries, state, value.clone() if isinstance(value, Tensor) else value, name)
+                merge_scalar(entries, state, value.clone() if isinstance(value, Tensor) else value, name)
             for state, (dtype, _) in one.arrays.items():
                 if state in entries:
                     continue
@@ -236,7 +236,7 @@ def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
     """
     if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
         return False
-    if value.numel() == shard.numel:
+    if is_elementwise(state, value, shard.numel):
         return True
     raise CheckpointError(
         f"optimizer state {state!r} of {flat.span.spec.name!r} has shape {tuple(value.shape)}, neither one value nor one per "
@@ -288,7 +288,7 @@ def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, c
     return room if whole else room.zero_()
 
 
-def _merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:
+def merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:
     if state in out and float(out[state]) != float(value):
         warnings.warn(
             f"parameters of one span have different {state!r} in the saved optimizer state ({float(out[state])} and "

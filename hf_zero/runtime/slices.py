@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .gradients import mapped, targets
-
-_NORMS = frozenset({"linalg_vector_norm", "norm"})
-_ELEMENTWISE = frozenset({"mul", "div", "abs", "neg", "_to_copy"})
-"""Of these the result, too, has the norm over all ranks: `(p.abs() * p.grad).norm()`."""
+from .gradients import Call, Keeper, Kind, StandIn, inside_backward, mapped
 
 
-class SliceKeeper(Protocol):
-    """Who has the other ranks' slices; see `gradient_ops`."""
-
-    def wrote(self) -> None:
-        """Gradients have other values now."""
-        ...
-
-    def settle_step(self) -> None:
-        """No thread reads gradients in host memory any more."""
-        ...
-
-    def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor: ...
-
-    def norm_over_ranks(self, part: Tensor, order: float) -> Tensor: ...
-
-
-class Slice(Tensor):
+class Slice(StandIn):
     """What a master in the optimizer's groups shows for its gradient, where several ranks have the rest of the span.
 
     Every operation runs on this rank's elements, as plain tensors, and gives plain tensors; except for norms of the whole,
@@ -44,7 +24,7 @@ class Slice(Tensor):
     shard's.
     """
 
-    keeper: SliceKeeper
+    keeper: Keeper
     shard: weakref.ref[Any] | None
     """None: the result of an operation, `local`."""
     root: Slice | None
@@ -52,12 +32,10 @@ class Slice(Tensor):
     local: Tensor | None
     place: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @staticmethod
     def __new__(
         cls,
-        keeper: SliceKeeper,
+        keeper: Keeper,
         like: Tensor,
         shard: weakref.ref[Any] | None = None,
         root: Slice | None = None,
@@ -69,14 +47,36 @@ class Slice(Tensor):
         made.keeper, made.shard, made.root, made.local, made.place = keeper, shard, root, local, -1
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _run_on_slices(func, args, kwargs or {})
+    def run(cls, call: Call, kind: Kind | None) -> Any:
+        first = call.first
+        if isinstance(first, Slice):
+            if call.name == "view" and list(call.args[1]) in ([-1], list(first.shape)):
+                return first.alias()
+            if call.name == "mul_" and first.offloaded is not None and _is_number(call.args[1]):
+                return first.scale(call.args[1])
+        if call.name == "_foreach_mul_" and _is_number(call.args[1]):
+            grads = call.args[0]
+            if any(isinstance(grad, Slice) and grad.offloaded is not None for grad in grads):
+                for grad in grads:
+                    grad.mul_(call.args[1])
+                return None
+        shown: dict[int, Slice] = {}
+
+        def plain(grad: Slice) -> Tensor:
+            own = grad.plain()
+            shown[id(own)] = grad
+            return own
+
+        out = call.run(plain, Slice)
+        keeper = next(iter(shown.values())).keeper
+        if call.func._schema.is_mutable:
+            if call.written(Slice):
+                keeper.wrote()
+            return mapped(out, lambda tensor: shown.get(id(tensor), tensor), Tensor)
+        if kind is Kind.ELEMENTWISE and _is_a_gradient(out, call.args):
+            return Slice(keeper, out, local=out)
+        return out
 
     @property
     def origin(self) -> Slice:
@@ -89,7 +89,19 @@ class Slice(Tensor):
         return self.local if root is None else root.local
 
     @property
-    def own(self) -> Tensor:
+    def owner(self) -> Any:
+        """The shard that shows it; None where that shows it no more, or it is the result of an operation."""
+        origin = self.origin
+        shard = None if origin.shard is None else origin.shard()
+        return shard if shard is not None and shard.shown is origin else None
+
+    @property
+    def offloaded(self) -> Any:
+        """The shard, if the gradient is not on the device."""
+        shard = self.owner
+        return shard if shard is not None and shard.is_offloaded else None
+
+    def plain(self) -> Tensor:
         """This rank's elements, to read and to write.
 
         Raises:
@@ -98,12 +110,10 @@ class Slice(Tensor):
         origin = self.origin
         found: Tensor | None = origin.local
         if origin.shard is not None:
-            shard = origin.shard()
-            found = None
-            if shard is not None and shard.shown is origin:
-                if shard.is_offloaded:
-                    origin.keeper.settle_step()
-                found = shard.whole_grad()
+            shard = self.owner
+            if self.offloaded is not None:
+                origin.keeper.settle_step()
+            found = None if shard is None else shard.whole_grad()
         if found is None:
             raise StateError(
                 "this gradient of the optimizer's groups was kept from an earlier step and has been cleared since: keep "
@@ -111,99 +121,31 @@ class Slice(Tensor):
             )
         return found
 
+    def alias(self) -> Slice:
+        return Slice(self.keeper, self, root=self.origin)
+
+    def norm_over_all(self, order: float) -> Tensor:
+        if inside_backward():
+            raise StateError("the norm of a gradient of the optimizer's groups: ask for it when backward has ended")
+        if self.origin.shard is None or self.owner is None:  # the latter says that it has been cleared
+            return self.keeper.norm_over_ranks(self.plain(), order)
+        return self.keeper.slice_norm(self.origin.place, order, self.device)
+
+    def scale(self, factor: Any) -> Slice:
+        """As the engine's own clipping: what is in host memory is scaled on its way through the step."""
+        self.keeper.settle_step()
+        self.offloaded.scale(torch.as_tensor(factor))
+        self.keeper.wrote()
+        return self
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Slice({self.own!r}; its norms are those over all ranks)"
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.own.numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.own.tolist()
+        return f"Slice({self.plain()!r}; its norms are those over all ranks)"
 
     def data_ptr(self) -> int:
-        return self.own.data_ptr()
+        return self.plain().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.own.untyped_storage()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.own.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.own.clone().__reduce_ex__(protocol)
-
-
-def _run_on_slices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name.removeprefix("aten::")
-    first = args[0] if args else None
-    if name == "_foreach_norm":
-        order, dtype = _argument(func, args, kwargs, "ord"), _argument(func, args, kwargs, "dtype")
-        return [
-            _norm(tensor, order, dtype) if isinstance(tensor, Slice) else func([tensor], *args[1:], **kwargs)[0]
-            for tensor in args[0]
-        ]
-    if isinstance(first, Slice):
-        if name in _NORMS and first.dim() == 1:
-            order = _argument(func, args, kwargs, "ord" if name == "linalg_vector_norm" else "p")
-            norm = _norm(first, order, _argument(func, args, kwargs, "dtype"))
-            norm = norm.reshape(1) if _argument(func, args, kwargs, "keepdim") else norm
-            return kwargs["out"].copy_(norm) if "out" in kwargs else norm
-        if name in ("detach", "alias") or (name == "view" and list(args[1]) in ([-1], list(first.shape))):
-            return Slice(first.keeper, first, root=first.origin)
-        if name == "mul_" and _is_offloaded(first) and _is_number(args[1]):
-            return _scale(first, args[1])
-    if name == "_foreach_mul_" and _is_number(args[1]) and any(_is_offloaded(grad) for grad in args[0]):
-        for grad in args[0]:
-            grad.mul_(args[1])
-        return None
-    shown: dict[int, Slice] = {}
-
-    def plain(grad: Slice) -> Tensor:
-        own = grad.own
-        shown[id(own)] = grad
-        return own
-
-    out = func(*mapped(args, plain, Slice), **mapped(kwargs, plain, Slice))
-    keeper = next(iter(shown.values())).keeper
-    if func._schema.is_mutable:
-        if any(isinstance(target, Slice) for target in targets(func, args, kwargs)):
-            keeper.wrote()
-        return mapped(out, lambda tensor: shown.get(id(tensor), tensor), Tensor)
-    if name in _ELEMENTWISE and _keeps_norm(out, args):
-        return Slice(keeper, out, local=out)
-    return out
-
-
-def _norm(grad: Slice, order: Any, dtype: torch.dtype | None) -> Tensor:
-    if torch._C._current_graph_task_id() != -1:
-        raise StateError("the norm of a gradient of the optimizer's groups: ask for it when backward has ended")
-    origin, order = grad.origin, 2.0 if order is None else float(order)
-    if origin.shard is None:
-        norm = grad.keeper.norm_over_ranks(grad.own, order)
-    else:
-        if origin.shard() is None or origin.shard().shown is not origin:  # type: ignore[union-attr]
-            grad.own  # noqa: B018 -- says so
-        norm = grad.keeper.slice_norm(origin.place, order, grad.device)
-    return norm.to(dtype or torch.promote_types(torch.float32, grad.dtype.to_real()))
-
-
-def _scale(grad: Slice, factor: Any) -> Slice:
-    """As the engine's own clipping: what is in host memory is scaled on its way through the step."""
-    shard = None if grad.origin.shard is None else grad.origin.shard()
-    if shard is None or shard.shown is not grad.origin:
-        grad.own.mul_(factor)
-    else:
-        grad.keeper.settle_step()
-        shard.scale(torch.as_tensor(factor))
-    grad.keeper.wrote()
-    return grad
-
-
-def _is_offloaded(grad: Tensor) -> bool:
-    if not isinstance(grad, Slice) or grad.origin.shard is None:
-        return False
-    shard = grad.origin.shard()
-    return shard is not None and shard.is_offloaded
+        return self.plain().untyped_storage()
 
 
 def _is_number(value: Any) -> bool:
@@ -212,17 +154,10 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _keeps_norm(out: Tensor, args: tuple[Any, ...]) -> bool:
+def _is_a_gradient(out: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether it is a gradient still, elements for elements. One that a number on some device has scaled is somebody's own."""
     return (
         out.dim() == 1
         and (out.is_floating_point() or out.is_complex())
         and not any(isinstance(value, Tensor) and value.shape != out.shape for value in args)
     )
-
-
-def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
-    return None

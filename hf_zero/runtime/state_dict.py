@@ -190,19 +190,13 @@ class ShardedHooks(StateDictHooks):
 
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
         flat = self._sharded.places[param].flat
-        span, here = flat.span, wire.rank == 0 and not self._outlining
         full: Tensor | None = None
         if not self._outlining:
             self._settle()
             with arriving(wire, "state_dict()") if first and flat.needs_all_ranks else nullcontext():
-                own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
-                if span.shards == 1:
-                    full = own.cpu() if here else None
-                else:
-                    full = torch.empty(span.numel, dtype=own.dtype) if here else None
-                    wire.collect(own, full, span.index)
+                full = joined(flat, wire, read(wire, flat.values, may_fail=flat.storage.uses_disk))
         found = {}
-        for slot, each in zip(span.slots, flat.params):
+        for slot, each in zip(flat.span.slots, flat.params):
             dtype = dtype_of(slot.spec.dtype)
             if full is None:
                 found[each] = torch.empty(slot.spec.shape, dtype=dtype, device="meta")

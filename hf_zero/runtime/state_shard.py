@@ -31,7 +31,8 @@ from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
 from ..tiers.records import Records
 from ..tiers.tier import Tier
-from .slices import Slice, SliceKeeper
+from .gradients import Keeper
+from .slices import Slice
 
 MASTER = "master"
 """The field of a record that holds the master."""
@@ -83,6 +84,7 @@ class Shard:
         self.shown: Slice | None = None
         """What the master shows for its gradient, kept from step to step."""
         self._alone = 0
+        self._offered: Tensor | None = None  # what the master shows of a gradient that does not rest on the device
         data = values if alias is None else alias
         if tier is Tier.DISK:
             self.records = self._make_records()
@@ -219,7 +221,7 @@ class Shard:
 
     @device_grad.setter
     def device_grad(self, grad: Tensor | None) -> None:
-        self.master.grad = grad
+        self.master.grad, self._offered = grad, None
         if self.shown is not None:
             self.shown.local = None
 
@@ -306,8 +308,27 @@ class Shard:
             self.whole_grad()
         self.coefficient = coefficient.to("cpu", self.dtype)
 
+    def follow_grad(self) -> bool:
+        """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
+
+        Only a gradient that does not rest on the device: there the master's `.grad` is the gradient.
+        """
+        offered, now = self._offered, self.master.grad
+        if self.tier is Tier.DEVICE or now is offered:
+            return False
+        if now is None:
+            self.drop_grad()
+        elif isinstance(now, Slice) and now.owner is self:  # `p.grad = p.grad.detach()`
+            self.master.grad = offered
+            return False
+        else:
+            grad = self.some_grad()
+            grad.copy_(now.plain() if isinstance(now, Slice) else now.detach())
+            self.master.grad = self._offered = offered if type(offered) is Slice else grad
+        return True
+
     def drop_grad(self) -> None:
-        self.master.grad = None
+        self.master.grad = self._offered = None
         if self.shown is not None:
             self.shown.local = None
             if sys.getrefcount(self.shown) > self._alone:  # somebody keeps it: it is no later step's gradient
@@ -336,9 +357,9 @@ class Shard:
     def hide_grad(self) -> None:
         """Around the optimizer's own step, which is for what rests on the device."""
         if self.tier is not Tier.DEVICE:
-            self.master.grad = None
+            self.master.grad = self._offered = None
 
-    def show_slice(self, keeper: SliceKeeper, place: int) -> None:
+    def show_slice(self, keeper: Keeper, place: int) -> None:
         """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
 
         Args:
@@ -363,6 +384,8 @@ class Shard:
         shown.local, shown.place = grad, place
         if self.master.grad is not shown:
             self.master.grad = shown
+        if not on_device:
+            self._offered = shown
 
     def hide_slice(self) -> None:
         """Before the optimizer's own step: what rests on the device shows the gradient itself."""
@@ -382,7 +405,7 @@ class Shard:
             and self.tier is not Tier.DEVICE
             and self._grad.dtype == self.dtype
         ):
-            self.master.grad = self._grad
+            self.master.grad = self._offered = self._grad
 
     @property
     def grad_bytes(self) -> int:

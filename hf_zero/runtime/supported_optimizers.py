@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -16,47 +17,44 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedOptimizerError
 
-_WHOLE_TENSOR: dict[str, str] = {
-    "Adafactor": "it factors each matrix into row and column statistics",
-    "Muon": "it orthogonalizes whole matrices",
-    "Shampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
-    "LAMB": "it scales by each layer's norm",
-    "Lamb": "it scales by each layer's norm",
-    "FusedLAMB": "it scales by each layer's norm",
-    "FusedLamb": "it scales by each layer's norm",
-    "LARS": "it scales by each layer's norm",
-    "Lars": "it scales by each layer's norm",
-    "NovoGrad": "it scales by each layer's norm",
-    "Novograd": "it scales by each layer's norm",
-    "AdamMini": "it averages over blocks of each matrix",
-    "Adam_mini": "it averages over blocks of each matrix",
-    "CAME": "it factors each matrix",
-    "SM3": "it factors each matrix",
-    "GaLoreAdamW": "it projects whole matrices",
+
+class Needs(Enum):
+    """What an optimizer has to step over."""
+
+    ELEMENTS = auto()
+    WHOLES = auto()
+    ITS_OWN = auto()
+    """The parameters that it was built with: it cannot be bound."""
+
+
+_KNOWN = {
+    name: (needs, reason)
+    for needs, reason, names in (
+        (Needs.ELEMENTS, "", "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"),
+        (Needs.WHOLES, "it factors each matrix into row and column statistics", "Adafactor"),
+        (Needs.WHOLES, "it factors each matrix", "CAME SM3"),
+        (Needs.WHOLES, "it orthogonalizes whole matrices", "Muon"),
+        (Needs.WHOLES, "it preconditions whole matrices", "Shampoo SOAP"),
+        (Needs.WHOLES, "it projects whole matrices", "GaLoreAdamW"),
+        (Needs.WHOLES, "it averages over blocks of each matrix", "AdamMini Adam_mini"),
+        (
+            Needs.WHOLES,
+            "it scales by each layer's norm",
+            "LAMB Lamb FusedLAMB FusedLamb LARS Lars NovoGrad Novograd",
+        ),
+        (
+            Needs.ITS_OWN,
+            "it keeps the parameters it was built with, and evaluates the model inside its step",
+            "LBFGS",
+        ),
+        (Needs.ITS_OWN, "it needs sparse gradients", "SparseAdam"),
+        (Needs.ITS_OWN, "it listens to the modules it was built with", "KFAC"),
+        (Needs.ITS_OWN, "it keeps blocks of the parameters it was built with", "DistributedShampoo"),
+    )
+    for name in names.split()
 }
+"""By class name, and why. The first row is of torch's own classes; the others hold for classes derived from them, too."""
 _QUANTISED = re.compile(r".*(8bit|4bit|Fp8)")
-_NEVER: dict[str, str] = {
-    "LBFGS": "it keeps the parameters it was built with, and evaluates the model inside its step",
-    "SparseAdam": "it needs sparse gradients",
-    "KFAC": "it listens to the modules it was built with",
-    "DistributedShampoo": "it keeps blocks of the parameters it was built with",
-}
-_ELEMENTWISE = frozenset(
-    {
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-)
 _OTHERS = "an element-wise optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, Lion)"
 _TRIED = (64, 96)
 """Large enough that optimizers which quantise only long states do so."""
@@ -78,18 +76,10 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
         UnsupportedOptimizerError: there are no wholes here, or not even they would do; names it and says what to use.
     """
     kind = type(optimizer)
-    names = [base.__name__ for base in kind.__mro__]
-    kept = next((_NEVER[name] for name in names if name in _NEVER), None) or _kept_parameters(optimizer, params)
-    if kept is not None:
-        raise UnsupportedOptimizerError(f"{kind.__name__} cannot step over a sharded model: {kept}; use {_OTHERS}")
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
-        return False
-    reason = next((_WHOLE_TENSOR[name] for name in names if name in _WHOLE_TENSOR), None)
-    if reason is None and _QUANTISED.fullmatch(kind.__name__):
-        reason = "it quantises its state by blocks of elements, which slices cut otherwise"
-    if reason is None:
-        reason = _disagreement(optimizer)
-    if reason is None:
+    needs, reason = _needs_of(optimizer, params)
+    if needs is Needs.ITS_OWN:
+        raise UnsupportedOptimizerError(f"{kind.__name__} cannot step over a sharded model: {reason}; use {_OTHERS}")
+    if needs is Needs.ELEMENTS:
         return False
     if cut:
         where = "one rank" + (" with offload_optimizer='none'" if offloaded else "")
@@ -103,6 +93,23 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
             "offload_optimizer='none', where it steps over whole parameters"
         )
     return True
+
+
+def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tuple[Needs, str]:
+    """What it needs, and why: by name, else by trial."""
+    kind = type(optimizer)
+    found = {needs: why for base in reversed(kind.__mro__) for needs, why in [_KNOWN.get(base.__name__, (None, ""))]}
+    kept = found.get(Needs.ITS_OWN) or _kept_parameters(optimizer, params)
+    if kept is not None:
+        return Needs.ITS_OWN, kept
+    if kind.__module__.startswith("torch.optim") and _KNOWN.get(kind.__name__, ("", ""))[0] is Needs.ELEMENTS:
+        return Needs.ELEMENTS, ""
+    reason = found.get(Needs.WHOLES)
+    if reason is None and _QUANTISED.fullmatch(kind.__name__):
+        reason = "it quantises its state by blocks of elements, which slices cut otherwise"
+    if reason is None:
+        reason = _disagreement(optimizer)
+    return (Needs.ELEMENTS, "") if reason is None else (Needs.WHOLES, reason)
 
 
 def _kept_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> str | None:

@@ -146,6 +146,7 @@ def loops(model: nn.Module) -> None:
         torch.testing.assert_close((grad**2).sum().sqrt(), grad.detach().norm(), rtol=1e-4, atol=1e-6)
         grad.mul_(0.5)
         grad.data.add_(torch.full(grad.shape, 0.01 * number))
+        grad.data = grad.data * 1.25
         if grad.dim():
             grad[0] = 0
             grad.view(-1)[-1:].mul_(3)
@@ -437,6 +438,43 @@ def groups_everywhere(rank: int, world: int, folder: Path, stage: int) -> None:
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), pytest.param(3, 2, marks=SLOW)])
 def test_clipping_of_the_groups_equals_plain(pools, tmp_path, world, stage):
     pools[world].run(groups_everywhere, tmp_path, stage, timeout_s=100)
+
+
+@torch.no_grad()
+def scale_data(param: nn.Parameter) -> None:
+    param.grad.data = param.grad.data * 0.25
+
+
+@torch.no_grad()
+def clamp_a_copy(param: nn.Parameter) -> None:
+    param.grad = param.grad.clone().clamp_(-0.01, 0.01)
+
+
+def clear(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def groups_replaced(pair: Pair) -> None:
+    """Gradients that are assigned to the optimizer's parameters, or cleared there, before a step or another backward."""
+    optimizers = (pair.optimizer, pair.plain_optimizer)
+    for change in (scale_data, clamp_a_copy, clear):
+        for again in (False, True):
+            pair.backward()
+            for optimizer in optimizers:
+                for param in of_groups(optimizer):
+                    change(param)
+            if change is not clear:
+                assert not (wrong := pair.differing("grad")), (change, wrong)
+                torch.testing.assert_close(*map(by_hand, optimizers), rtol=pair.tolerance, atol=pair.tolerance)
+            if again:
+                pair.backward()
+            pair.step()
+            assert not (wrong := pair.differing()), (change, again, wrong)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_assigned_gradients_of_the_groups_count(two, tmp_path, stage):
+    two.run(everywhere, tmp_path, stage, groups_replaced, timeout_s=100)
 
 
 class Watched(torch.optim.SGD):
