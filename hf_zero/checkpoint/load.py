@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, together
+from ..comm.agree import arriving, on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import ParamSpec
 from ..core.precision import dtype_of
@@ -54,13 +54,16 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        with arriving(wire, self._what):
-            together(wire, self._what, lambda: recover(self.folder) if wire.rank == 0 else None)
-        self.manifest: Manifest | None = together(wire, self._what, self._open, answer=False)[0]
+        with arriving(wire, self._what), on_all_ranks(wire, self._what):
+            if wire.rank == 0:
+                recover(self.folder)
+        with on_all_ranks(wire, self._what):
+            self.manifest = self._open()
         self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
-            together(wire, self._what, self._check_small)
+            with on_all_ranks(wire, self._what):
+                self._check_small()
 
     @property
     def bytes_read(self) -> int:
@@ -102,8 +105,7 @@ class Loading:
         Args:
             folder: inside the checkpoint, of a further model.
         """
-
-        def plan() -> tuple[dict[str, Stored], Located]:
+        with on_all_ranks(self._wire, self._what):
             stored = {
                 prefix + key: place
                 for stem, prefix in form.stems.items()
@@ -112,11 +114,7 @@ class Loading:
             located = form.locate(stored)
             if strict:
                 _refuse_gaps(self.folder, model, located)
-            return stored, located
-
-        stored, located = together(self._wire, self._what, plan, answer=False)[0]
-
-        def read() -> None:
+        with torch.no_grad(), on_all_ranks(self._wire, self._what):
             self._reader.read(_wanted(parameters, located, stored))
             buffers = persistent_buffers(model)
             for conversion in located.conversions:
@@ -130,9 +128,6 @@ class Loading:
             for name, key in located.buffers.items():
                 buffers[name].copy_(self._reader.whole(stored[key]))
             self._reader.close()
-
-        with torch.no_grad():
-            together(self._wire, self._what, read)
         return located
 
     def read_whole(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
@@ -150,8 +145,7 @@ class Loading:
 
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
         """The optimizer's state and its groups' options."""
-
-        def read() -> dict[str, Any]:
+        with torch.no_grad(), on_all_ranks(self._wire, self._what):
             if not self.has_optimizer(folder) or self.manifest is None:
                 raise CheckpointError(
                     f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or is no "
@@ -182,10 +176,7 @@ class Loading:
             self._reader.read(
                 Wanted(states[state][name], piece.param_start, piece.values) for name, state, piece in room
             )
-            return index
-
         with torch.no_grad():
-            index = together(self._wire, self._what, read, answer=False)[0]
             optimizer.put(
                 [
                     {key: unscalar(value, group.get(key)) for key, value in packed.items() if key != "params"}

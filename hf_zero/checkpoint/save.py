@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agree import arriving, together
+from ..comm.agree import arriving, on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ZeroError
@@ -69,17 +69,14 @@ class Saving:
         self._promised_bytes = 0
         self._staging = Staging(target)
         nonce = f".nonce-{secrets.token_hex(8)}"
-
-        def begin() -> tuple[str, str]:
-            if wire.rank == 0:
-                self._staging.open()
-                (self._staging.root / nonce).touch()
-            return str(self._staging.path), str(self._staging.root / nonce)
-
         self.target = self._staging.target
         try:
-            with arriving(wire, f"saving to {self.target}"):
-                folder, token = together(wire, f"saving to {self.target}", begin)[0]
+            with arriving(wire, f"saving to {self.target}"), on_all_ranks(wire, f"saving to {self.target}") as report:
+                if wire.rank == 0:
+                    self._staging.open()
+                    (self._staging.root / nonce).touch()
+                    report.mine = str(self._staging.path), str(self._staging.root / nonce)
+            folder, token = report.everyone[0]
             sees = wire.exchange(os.path.exists(token))
         except BaseException:
             self._staging.discard()
@@ -108,19 +105,15 @@ class Saving:
 
     def weights(self, parameters: Parameters, draw: Callable[[], Drawing]) -> None:
         """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
-
-        def plan() -> Any:
-            if self._wire.rank != 0:
-                return None
-            with naming(self.folder):
-                drawing = draw()
-            placed = [self._create(file) for file in drawing.files]
-            self._take_values(placed, drawing)
-            self._conversions += _conversions(parameters, placed, drawing)
-            return placed, [item.sources for item in drawing.conversions]
-
-        answer = together(self._wire, f"saving weights to {self.target}", plan)[0]
-        placed, sources = answer
+        with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
+            if self._wire.rank == 0:
+                with naming(self.folder):
+                    drawing = draw()
+                placed = [self._create(file) for file in drawing.files]
+                self._take_values(placed, drawing)
+                self._conversions += _conversions(parameters, placed, drawing)
+                report.mine = placed, [item.sources for item in drawing.conversions]
+        placed, sources = report.everyone[0]
         if self._wire.rank != 0:
             self._conversions += [_Conversion(parameters, names, None, {}) for names in sources]
         held = parameters.written(self._wire.rank, self._wire.size)
@@ -131,25 +124,21 @@ class Saving:
         self, optimizer: OptimizerState, *, max_shard_size: int | str, folder: str = OPTIMIZER_FOLDER
     ) -> None:
         """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
-        held: dict[str, Mapping[str, Sequence[Held]]] = {}
-
-        def plan() -> Any:
-            held.update(optimizer.written(self._wire.rank, self._wire.size))
-            if self._wire.rank != 0:
-                return {}, sorted(held)
-            described = optimizer.described()
-            index = _index(optimizer, described)
-            path = self.folder / folder / OPTIMIZER_INDEX
-            with naming(path):
-                path.parent.mkdir()
-                path.write_text(json.dumps(index, separators=(",", ":")))
-            out = {}
-            for state in held:
-                files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
-                out[state] = [self._create(file) for file in files]
-            return out, sorted(held)
-
-        answers = together(self._wire, f"saving optimizer state to {self.target}", plan)
+        with on_all_ranks(self._wire, f"saving optimizer state to {self.target}") as report:
+            held = optimizer.written(self._wire.rank, self._wire.size)
+            out: dict[str, list[_Placed]] = {}
+            if self._wire.rank == 0:
+                described = optimizer.described()
+                index = _index(optimizer, described)
+                path = self.folder / folder / OPTIMIZER_INDEX
+                with naming(path):
+                    path.parent.mkdir()
+                    path.write_text(json.dumps(index, separators=(",", ":")))
+                for state in held:
+                    files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
+                    out[state] = [self._create(file) for file in files]
+            report.mine = out, sorted(held)
+        answers = report.everyone
         for rank, (_, states) in enumerate(answers):
             if states != answers[0][1]:
                 raise CheckpointError(
@@ -207,36 +196,38 @@ class Saving:
                 f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}: use a shared "
                 "file system, or save synchronously"
             )
-
-        def copy() -> Tensor:
+        with on_all_ranks(self._wire, f"copying what is to be saved to {self.target}"):
             total = sum(_padded(job.length) for job in self._jobs)
             memory = slab if slab is not None and slab.numel() >= total else torch.empty(total, dtype=torch.uint8)
             at = 0
             for job in self._jobs:
                 place = memory[at : at + job.length].view(job.dtype)
                 job.values, at = copy_to(job.values, place), at + _padded(job.length)
-            return memory
-
-        held = together(self._wire, f"copying what is to be saved to {self.target}", copy, answer=False)[0]
         for conversion in self._conversions:
             self._jobs += self._convert(conversion)
         self._conversions.clear()
         self._wire = side
-        return held
+        return memory
 
     def commit(self) -> None:
         """Write all bytes, make them durable, and let the checkpoint appear."""
         what = f"saving to {self.target}"
         writer = Writer(self.folder)
         try:
-            together(self._wire, what, lambda: writer.write(self._jobs) if not self.is_blind else None)
+            with on_all_ranks(self._wire, what):
+                if not self.is_blind:
+                    writer.write(self._jobs)
             for conversion in self._conversions:
                 jobs = self._convert(conversion)
-                together(self._wire, what, lambda jobs=jobs: writer.write(jobs))  # type: ignore[misc]
+                with on_all_ranks(self._wire, what):
+                    writer.write(jobs)
             for rank in self._blind:
                 self._receive(rank, writer)
-            written = together(self._wire, what, writer.finish)
-            together(self._wire, what, lambda: self._seal(written) if self._wire.rank == 0 else None)
+            with on_all_ranks(self._wire, what) as report:
+                report.mine = writer.finish()
+            with on_all_ranks(self._wire, what):
+                if self._wire.rank == 0:
+                    self._seal(report.everyone)
         finally:
             writer.close()
             self.discard()
@@ -281,21 +272,15 @@ class Saving:
                 self._wire.carry(mine, landing, share.rank)
             if self._wire.rank == 0:
                 whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
-
-        def convert() -> list[Job]:
+        jobs: list[Job] = []
+        with on_all_ranks(self._wire, f"converting weights for {self.target}"):
             if failure is not None:
                 raise failure
-            if conversion.convert is None:
-                return []
-            made = conversion.convert(whole)
+            made = conversion.convert(whole) if conversion.convert is not None else {}
             whole.clear()
-            return [
-                Job(file, offset, made[key].detach().contiguous().view(-1).cpu(), dtype_of(dtype))
-                for key, (file, offset, dtype) in conversion.places.items()
-            ]
-
-        jobs: list[list[Job]] = together(self._wire, f"converting weights for {self.target}", convert, answer=False)
-        return jobs[0]
+            for key, (file, offset, stored) in conversion.places.items():
+                jobs.append(Job(file, offset, made[key].detach().contiguous().view(-1).cpu(), dtype_of(stored)))
+        return jobs
 
     def _receive(self, rank: int, writer: Writer) -> None:
         """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces.
@@ -303,11 +288,6 @@ class Saving:
         Where one of the two fails it goes on sending or taking in, for which the other would wait.
         """
         failure: ZeroError | None = None
-
-        def report() -> None:
-            if failure is not None:
-                raise failure
-
         mine = self._wire.rank == rank
         plan = [(job.file, job.offset, job.length) for job in self._jobs] if mine else None
         plans: list[tuple[str, int, int]] = self._wire.exchange(plan)[rank]
@@ -329,7 +309,9 @@ class Saving:
                         writer.write([Job(file, offset + start, data, torch.uint8)])
                 except ZeroError as error:
                     failure = error
-        together(self._wire, f"writing what rank {rank} sent to {self.target}", report)
+        with on_all_ranks(self._wire, f"writing what rank {rank} sent to {self.target}"):
+            if failure is not None:
+                raise failure
 
 
 @dataclass(slots=True)

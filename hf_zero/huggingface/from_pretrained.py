@@ -23,7 +23,7 @@ from transformers.integrations.accelerate import get_device
 from ..checkpoint.reader import Reader, Wanted
 from ..checkpoint.safetensors import read_header
 from ..checkpoint.weights import Stored
-from ..comm.agree import together
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
@@ -126,23 +126,21 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
     what = f"from_pretrained of {type(model).__name__}"
 
     stamps: dict[Path, Stamp] = {}
-
-    def plan() -> tuple[dict[str, Stored], PlannedLoad]:
-        stored = {}
+    stored: dict[str, Stored] = {}
+    with torch.no_grad(), on_all_ranks(init.wire, what):
         for path in (Path(file).absolute() for file in files):
             stamps[path] = Stamp.of(path)
             header = read_header(path)
             init.bytes_read += header.header_bytes
             for key, place in header.tensors.items():
                 stored[key] = Stored(path, place.dtype, place.shape, place.start, place.stop)
-        return stored, planned_load(model, stored, config, place=True)
-
+        planned = planned_load(model, stored, config, place=True)
     with torch.no_grad():
-        stored, planned = together(init.wire, what, plan, answer=False)[0]
         wrong = {item[0] for item in planned.info.mismatched_keys}
         filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)
         try:
-            together(init.wire, what, lambda: filling.read(planned, wrong))
+            with on_all_ranks(init.wire, what):
+                filling.read(planned, wrong)
         finally:
             init.bytes_read += filling.reader.bytes_read
         _tie(init.wire, model, planned, what)
@@ -277,11 +275,9 @@ def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
     ]
     if not pairs:
         return
-
-    def compare() -> list[bool]:
-        return [_equal_slices(model.get_parameter(target), model.get_parameter(source)) for target, source in pairs]
-
-    for (target, source), answers in zip(pairs, zip(*together(wire, what, compare))):
+    with on_all_ranks(wire, what) as report:
+        report.mine = [_equal_slices(model.get_parameter(one), model.get_parameter(other)) for one, other in pairs]
+    for (target, source), answers in zip(pairs, zip(*report.everyone)):
         if all(answers):
             path, _, last = target.rpartition(".")
             setattr(model.get_submodule(path), last, model.get_parameter(source))

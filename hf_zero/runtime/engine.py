@@ -21,7 +21,7 @@ from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, dtype_of, gathered_as
-from ..errors import ConfigError, LayoutError, ZeroError
+from ..errors import ConfigError, LayoutError, RankMismatchError, ZeroError
 from ..plan.machine import Machine, device_bytes_in_use
 from ..plan.plan import Drafter, Plan, advice
 from ..plan.report import Report
@@ -97,7 +97,8 @@ class Engine:
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
         self._handles: list[Any] = []
-        with agree.on_errors(self._wire, "zero.shard"):  # refused on every rank, before anything has changed
+        # Refused on every rank, before anything has changed.
+        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             _refuse_nested(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
@@ -118,7 +119,7 @@ class Engine:
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.sharded.storage = self.offload.storage
         self.offload.storage.wide = self._overflow.possible
-        with agree.on_errors(self._wire, "zero.shard"):
+        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             self.sharded.plan = self._new_plan(specs, optimizer)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             fields = self.offload.fields(optimizer)
@@ -205,7 +206,7 @@ class Engine:
         previous = self._binding
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
-        with agree.on_errors(self._wire, "Engine.bind"):
+        with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
             kind = self._kind_of_binding(optimizer)
             if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
                 raise LayoutError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, read, together
+from ..comm.agree import arriving, on_all_ranks, read
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
@@ -194,13 +194,10 @@ class FullState:
 
     def settle(self) -> None:
         """The masters are new: whole parameters follow, where the stage keeps them."""
-
-        def carry() -> None:
+        with on_all_ranks(self._wire, "carrying new values to where they rest", kind=TierError):
             for unit in self._units:
                 unit.release()
                 unit.updated()
-
-        together(self._wire, "carrying new values to where they rest", carry, answer=False, kind=TierError)
         for unit in self._units:
             if unit.policy.keep_full:
                 unit.gather()
