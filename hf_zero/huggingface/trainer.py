@@ -25,8 +25,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils.hub import hf_api
 
-from ..checkpoint.cards import RunFacts
 from ..checkpoint.folder import SUFFIX, Occupancy, recover
+from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save import Saving

@@ -241,10 +241,9 @@ class Assembly:
             mine = torch.zeros(flat.span.slice_numel, dtype=flat.master_dtype, device=flat.device)
             param_of = {id(slot): param for slot, param in zip(flat.span.slots, flat.params)}
             for part in flat.span.overlaps(flat.rank):
-                grad = grads.get(param_of[id(part.slot)])
+                grad = grads.get(param_of[id(part.source)])
                 if grad is not None:
-                    piece = grad[part.param_start : part.param_start + part.numel]
-                    mine[part.slice_start : part.slice_start + part.numel].copy_(piece)
+                    mine[part.here].copy_(grad[part.there])
             flat.add_reduced(mine)
             flat.arrived = flat.present = present
 

@@ -19,16 +19,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from safetensors.torch import save as serialized
 from torch import Tensor
 
 from ..checkpoint.folder import naming
-from ..checkpoint.load import Loading, read_json
-from ..checkpoint.manifest import check_version
-from ..checkpoint.objects import Stateful, pack, random_states, set_random_states, unpack
-from ..checkpoint.safetensors import build_header
+from ..checkpoint.load import Loading
+from ..checkpoint.manifest import check_version, read_json
 from ..checkpoint.save import Saving
-from ..checkpoint.weights import format_of
-from ..checkpoint.writer import bytes_of
+from ..checkpoint.weights import Stateful, format_of, pack, random_states, set_random_states, unpack
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
@@ -132,13 +130,9 @@ def _put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]
         path = saving.folder / f"{_STATE}.json"
         with naming(path):
             path.write_text(json.dumps(body, separators=(",", ":")))
-        entries = [(key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in tensors.items()]
-        head, header = build_header(entries, {"format": "pt"})
         path = saving.folder / f"{_STATE}.safetensors"
-        with naming(path), open(path, "wb") as file:
-            file.write(head)
-            for key in header.tensors:
-                file.write(bytes_of(tensors[key].reshape(-1)))
+        with naming(path):
+            path.write_bytes(serialized(tensors, {"format": "pt"}))
 
 
 def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:

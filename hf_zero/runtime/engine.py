@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.objects import Stateful
 from ..checkpoint.save import Saving
+from ..checkpoint.weights import Stateful
 from ..comm import agree
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig

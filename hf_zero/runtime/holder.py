@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire
-from ..core.layout import Overlap, Slot
+from ..core.layout import Extent, Slot
 from ..tiers.array import Values
 from .deferred import HOLDERS, Birth
 from .flat_param import Flat
@@ -49,7 +49,7 @@ class Place:
     def wire(self) -> SoloWire:
         return self.sharded.wire
 
-    def parts(self) -> Iterator[tuple[int, Overlap]]:
+    def parts(self) -> Iterator[tuple[int, Extent[Slot]]]:
         """Which rank owns which elements, in order."""
         return self.flat.span.owners(self.slot)
 
@@ -58,7 +58,7 @@ class Place:
         mine = read(self.wire, lambda: self.local(of), may_fail=self.flat.storage.uses_disk)
         whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=self.flat.device)
         for rank, part in self.parts():
-            piece = whole[part.param_start : part.param_start + part.numel]
+            piece = whole[part.there]
             if rank == self.flat.rank:
                 piece.copy_(mine)
             if self.flat.span.shards > 1:
@@ -70,7 +70,7 @@ class Place:
         device = self.flat.device
         for rank, part in self.parts():
             if rank == self.flat.rank:
-                found = assembled(self.flat.shards, of, part.slice_start, part.numel, device)
+                found = assembled(self.flat.shards, of, part.start, part.numel, device)
                 return torch.zeros(part.numel, dtype=self.flat.master_dtype, device=device) if found is None else found
         sample = next((value for shard in self.flat.shards if (value := of(shard)) is not None), None)
         return torch.empty(0, dtype=self.flat.master_dtype if sample is None else sample.dtype, device=device)
@@ -79,11 +79,11 @@ class Place:
         """This rank's elements of the parameter get the values of `value`, 1-D."""
         for rank, part in self.parts():
             if rank == self.flat.rank:
-                for _, inside, shard, where in extents([part], self.flat.shards):
+                for shard, piece in extents([part], self.flat.shards):
                     target = of(shard)
                     if target is not None:
-                        done = slice(inside.start - part.param_start, inside.stop - part.param_start)
-                        target[where].copy_(value[done])
+                        done = piece.source_start - part.source_start
+                        target[piece.here].copy_(value[done : done + piece.numel])
 
     @property
     def own_numel(self) -> int:
@@ -93,7 +93,7 @@ class Place:
         """Of a whole value, what this rank owns."""
         for rank, part in self.parts():
             if rank == self.flat.rank:
-                return value.detach().reshape(-1)[part.param_start : part.param_start + part.numel]
+                return value.detach().reshape(-1)[part.there]
         return value.detach().reshape(-1)[:0]
 
     def written(self) -> None:

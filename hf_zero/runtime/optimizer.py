@@ -348,11 +348,10 @@ class Binding:
         out = torch.zeros(flat.span.slice_numel, dtype=dtype)
         places = {id(slot): i for i, slot in enumerate(flat.span.slots)}
         for part in flat.span.overlaps(flat.rank):
-            value = states[places[id(part.slot)]].get(key)
+            value = states[places[id(part.source)]].get(key)
             if value is None:
                 continue
-            flat_value = value.reshape(-1)[part.param_start : part.param_start + part.numel]
-            out[part.slice_start : part.slice_start + part.numel].copy_(flat_value)
+            out[part.here].copy_(value.reshape(-1)[part.there])
         return out
 
 
