@@ -28,10 +28,10 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
 from .folder import recover, replacing, sync_tree, verify
-from .hub import Hub, card_for
+from .hub import Hub, card_for, split_keys
 from .manifest import MANIFEST, Manifest, read_json
 from .safetensors import Stored, build_header, itemsize, read_fully, write_fully
-from .weights import WeightSet, find_weights, index_text, split_keys
+from .weights import WeightSet, find_weights, index_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 MARKER = ".hf_zero_export.json"

@@ -1,4 +1,4 @@
-"""What the Hub gets: a model card, and an upload whose failures are told in words.
+"""What the Hub gets: a model card, weights split as it expects, and an upload whose failures are told in words.
 
 A card says what a run wrote down about itself and what lies in the folder; nothing is guessed. A run leaves `zero_run.json` in
 each checkpoint (`RunFacts.write`); `card_for` puts it together with the model's configuration, the Trainer's log and the
@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
@@ -279,6 +279,24 @@ def _number(value: float) -> str:
 
 def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
+
+
+def split_keys(stem: str, sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, list[str]]:
+    """File name -> keys of the tensors in it, by the rule of `save_pretrained`.
+
+    Args:
+        sizes_bytes: by key, in the order in which files are filled.
+        limit_bytes: of a file; one larger tensor has a file of its own.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(sizes_bytes),
+        get_storage_size=lambda size: size,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=limit_bytes,
+    )
+    return dict(split.filename_to_tensors) or {f"{stem}.safetensors": []}
 
 
 # Uploading ------------------------------------------------------------------------------------------------------------

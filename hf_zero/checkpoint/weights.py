@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..config import parse_bytes
 from ..core.layout import Extent
 from ..errors import CheckpointError
+from .hub import split_keys
 from .manifest import Manifest, check_name, check_segments, read_json
 from .safetensors import Header, Stored, itemsize, read_header
 
@@ -216,19 +217,6 @@ def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) 
     sizes = {key: entry.size_bytes for key, entry in by_key.items()}
     names = split_keys(stem, sizes, parse_bytes(max_shard_size))
     return [WeightFile(name, tuple(by_key[key] for key in keys)) for name, keys in names.items()]
-
-
-def split_keys(stem: str, sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, list[str]]:
-    """File name -> keys of the tensors in it."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # late: loading never needs it
-
-    split = split_state_dict_into_shards_factory(
-        dict(sizes_bytes),
-        get_storage_size=lambda size: size,
-        filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=limit_bytes,
-    )
-    return dict(split.filename_to_tensors) or {f"{stem}.safetensors": []}
 
 
 def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:
