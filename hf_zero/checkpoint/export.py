@@ -3,38 +3,35 @@
     zero.export("out/checkpoint-500", "model", dtype="bfloat16")
     zero.export("out/checkpoint-500", push_to_hub="user/model", private=True)
 
-One process, without a model: see `recast` for how weights stream. What needs huggingface_hub imports it when it is called.
+One process, without a model. Weights are written anew, in another type or split into other files, a few MiB at a time: no
+tensor is ever whole in memory. A file that would come out as it is gets copied as bytes.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..config import parse_bytes
+from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
-from .cards import content, template
-from .folder import recover, refuse_link, sync_tree, verify
-from .manifest import MANIFEST, Manifest
-from .recast import Output, WeightSet, find_weights, index_text, plan, read_json, write
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
-    from .hub import Hub
+from .folder import recover, replacing, sync_tree, verify
+from .hub import Hub, card_for, split_keys
+from .manifest import MANIFEST, Manifest, read_json
+from .safetensors import Stored, build_header, itemsize, read_fully, write_fully
+from .weights import WeightSet, find_weights, index_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 MARKER = ".hf_zero_export.json"
@@ -43,6 +40,11 @@ _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", 
 _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "NOTICE", "NOTICE.md", "USE_POLICY.md")
 _TRAINING = ("zero_", "trainer_state.json", "optimizer.json")  # names that begin like this are of the run
 _TEMPLATES = "additional_chat_templates"
+CHUNK_BYTES = 4 << 20
+"""What is read of a tensor and what it becomes, together; temporaries take about as much again."""
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_NOT_OURS = re.compile(r"\..*|checkpoint-\d+").fullmatch  # hidden, or a checkpoint of its own
+_DIGITS = re.compile(r"(\d+)")
 _UNFILLED = "[More Information Needed]"  # a card that nobody has written yet
 
 Progress = Callable[[str, int, int], None]
@@ -93,7 +95,7 @@ def export(
     if wanted not in (None, *DTYPES):
         raise ConfigError(f"export: expected dtype {', '.join(DTYPES)}, found {wanted!r}")
     note = progress or (lambda what, done, total: None)
-    hub = None if push_to_hub is None else _hub(push_to_hub, token, revision)
+    hub = None if push_to_hub is None else Hub(push_to_hub, token, revision)
     job = _examine(folder, wanted, parse_bytes(max_shard_size), note)
     parent, link = _room(job, target)
     if hub is not None:
@@ -101,7 +103,7 @@ def export(
     message = commit_message or f"Upload {folder.name} with hf_zero {__version__}"
     title = (target or folder).name if hub is None else hub.name
     if target is not None:
-        with _staged(target) as staged:
+        with replacing(target) as staged:
             _write(job, staged, title, False, note)
         if hub is not None:
             hub.upload(target, message, ignore=[MARKER])
@@ -113,36 +115,44 @@ def export(
     return target
 
 
-def _hub(name: str, token: str | None, revision: str | None) -> Hub:
-    from .hub import Hub
-
-    return Hub(name, token, revision)
-
-
-def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **facts: Any) -> ModelCard:
-    """The model card of a checkpoint or model folder.
-
-    Args:
-        model_id: `user/repo` or a folder, for the title and the code that loads it; by default the folder.
-        facts: fields of `RunFacts` that win over what the run wrote down.
-
-    Raises:
-        CheckpointError: a file of the folder is malformed.
-        ConfigError: a fact that there is no place for.
-    """
-    metadata, variables = content(Path(folder), model_id or Path(folder).name, facts)
-    from huggingface_hub import ModelCard, ModelCardData
-
-    return ModelCard.from_template(ModelCardData(**metadata), template_str=template(), **variables)
-
-
 # What is there, and what is to be -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a tensor comes from, and the type it is to have."""
+
+    stored: Stored
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return (self.stored.stop - self.stored.start) // itemsize(self.stored.dtype)
+
+    @property
+    def out_bytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One file to be written."""
+
+    name: str
+    sources: dict[str, _Source]
+    metadata: dict[str, str]
+    copied: str | None = None
+    """The file to copy byte for byte, where nothing changes."""
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(source.out_bytes for source in self.sources.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     folder: Path
-    weights: list[tuple[WeightSet, list[Output]]]
+    weights: list[tuple[WeightSet, list[_Output]]]
     files: list[str]
     """Small files that are copied."""
     dtype: str | None
@@ -169,7 +179,7 @@ def _examine(folder: Path, dtype: str | None, limit: int, note: Progress) -> _Jo
             f"{folder} has no {MANIFEST}: its headers and index are checked, nothing vouches for its bytes",
             stacklevel=3,
         )
-    found = find_weights(folder)
+    found = _weight_sets(folder)
     for name in (name for weights in found for name in weights.names):
         if manifest is not None and name not in manifest.files:
             raise CheckpointError(
@@ -179,7 +189,7 @@ def _examine(folder: Path, dtype: str | None, limit: int, note: Progress) -> _Jo
         quantised = read_json(folder / "config.json").get("quantization_config")
         if quantised is not None:
             raise ConfigError(f"{folder} is quantised ({quantised}); export it without dtype")
-    weights = [(each, plan(each, dtype, limit, _split)) for each in found]
+    weights = [(each, _plan(each, dtype, limit)) for each in found]
     return _Job(folder, weights, list(_small_files(folder)), dtype)
 
 
@@ -197,14 +207,97 @@ def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
     return verify(folder, progress=checked)
 
 
-def _split(sizes: dict[str, int], limit: int, pattern: str) -> dict[str, list[str]]:
-    """The rule of `save_pretrained`."""
-    from huggingface_hub import split_state_dict_into_shards_factory
+def _weight_sets(folder: Path) -> list[WeightSet]:
+    """The weights of a model folder, headers checked, and that the index and the files hold the same.
 
-    split = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=lambda size: size, filename_pattern=pattern, max_shard_size=limit
-    )
-    return split.filename_to_tensors
+    Raises:
+        CheckpointError: none are there, a file is missing or damaged, or index and files disagree.
+    """
+    found: list[WeightSet] = []
+    if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
+        found.append(find_weights(folder, "model"))
+    for path in (
+        folder,
+        *(child for child in sorted(folder.iterdir()) if child.is_dir() and _NOT_OURS(child.name) is None),
+    ):
+        if (path / "adapter_config.json").is_file() and (path / "adapter_model.safetensors").is_file():
+            stem = (path / "adapter_model").relative_to(folder).as_posix()
+            found.append(find_weights(folder, stem))
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no weights: expected model.safetensors, model.safetensors.index.json or adapter_model.safetensors"
+            + _hint(folder)
+        )
+    for weights in found:
+        if weights.where is None:
+            continue
+        for name, header in weights.files.items():
+            for key in header.tensors:
+                place = weights.where.get(key)
+                if place != name:
+                    raise CheckpointError(f"{folder / name} holds {key!r}, which {weights.index} places in {place!r}")
+    return found
+
+
+def _hint(folder: Path) -> str:
+    pickled = sorted(path.name for path in folder.glob("*.bin") if "model" in path.name)
+    if pickled:
+        return f"; {pickled[0]} is a pickle: load it with transformers and save it again"
+    inner = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+    return f"; take one of its checkpoints: {', '.join(inner)}" if inner else ""
+
+
+def _plan(weights: WeightSet, dtype: str | None, limit: int) -> list[_Output]:
+    """The files to write. Those that are there stay as they are where neither types nor `limit` ask for others.
+
+    Raises:
+        ConfigError: weights that are quantised, and so cannot be cast.
+    """
+    by_file = {
+        file: {key: _Source(place, _cast(file, key, place.dtype, dtype)) for key, place in header.tensors.items()}
+        for file, header in weights.files.items()
+    }
+    metadata = {k: v for header in weights.files.values() for k, v in header.metadata.items()} or {"format": "pt"}
+    names = [f"{weights.stem}.safetensors"]
+    if len(by_file) > 1:
+        names = [f"{weights.stem}-{i:05d}-of-{len(by_file):05d}.safetensors" for i in range(1, len(by_file) + 1)]
+    kept = list(by_file) == names and _is_kept(list(by_file.values()), limit)
+    if not kept and not weights.stem.endswith("adapter_model"):  # an adapter has no index: it is one file always
+        return _split_anew(weights, by_file, metadata, limit)
+    outputs = []
+    for file, sources in by_file.items():
+        same = all(source.dtype == source.stored.dtype for source in sources.values())
+        outputs.append(_Output(file, sources, weights.files[file].metadata, file if same else None))
+    return outputs
+
+
+def _cast(file: str, key: str, dtype: str, wanted: str | None) -> str:
+    if wanted is None or dtype == wanted:
+        return dtype
+    if dtype.startswith("float8"):
+        raise ConfigError(f"{file}: {key!r} is quantised ({dtype}); casting it to {wanted} would drop its scales")
+    return wanted if dtype in _FLOATS else dtype
+
+
+def _is_kept(files: list[dict[str, _Source]], limit: int) -> bool:
+    """Whether filling files in order up to `limit` could have come out like this."""
+    totals = [sum(source.out_bytes for source in file.values()) for file in files]
+    largest = [max((source.out_bytes for source in file.values()), default=0) for file in files]
+    fits = all(total <= limit or len(file) == 1 for total, file in zip(totals, files))
+    return fits and all(total + after > limit for total, after in zip(totals, largest[1:]))
+
+
+def _split_anew(
+    weights: WeightSet, by_file: dict[str, dict[str, _Source]], metadata: dict[str, str], limit: int
+) -> list[_Output]:
+    # Headers are sorted by type and name; the model's order is not known. Layer 2 before layer 10 is near to it.
+    ordered = {key: s for sources in by_file.values() for key, s in sorted(sources.items(), key=_natural)}
+    names = split_keys(weights.stem, {key: source.out_bytes for key, source in ordered.items()}, limit)
+    return [_Output(name, {key: ordered[key] for key in keys}, metadata) for name, keys in names.items()]
+
+
+def _natural(item: tuple[str, _Source]) -> list[str | int]:
+    return [int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(item[0]))]
 
 
 def _small_files(folder: Path) -> Iterator[str]:
@@ -238,11 +331,15 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
             for output in outputs:
                 (place / output.name).parent.mkdir(exist_ok=True)
                 if not (link and output.copied and _linked(job.folder / output.copied, place / output.name)):
-                    write(job.folder, output, place / output.name, written)
+                    _write_weights(job.folder, output, place / output.name, written)
             if weights.index is not None and all(output.copied for output in outputs):
                 shutil.copyfile(job.folder / weights.index, place / weights.index)
             elif len(outputs) > 1:
-                (place / f"{weights.stem}.safetensors.index.json").write_text(index_text(weights, outputs))
+                where = {key: output.name for output in outputs for key in output.sources}
+                numel = sum(source.numel for output in outputs for source in output.sources.values())
+                total_numel = numel if weights.total_parameters is None else weights.total_parameters
+                text = index_text(where, total_numel, sum(output.payload_bytes for output in outputs))
+                (place / f"{weights.stem}.safetensors.index.json").write_text(text)
         for name in job.files:
             (place / name).parent.mkdir(exist_ok=True)
             if job.dtype is not None and name == "config.json":
@@ -258,6 +355,67 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
         sync_tree(place)
     except OSError as error:
         raise CheckpointError(f"{job.folder} could not be exported to {place}: {error}") from error
+
+
+def _write_weights(folder: Path, output: _Output, target: Path, done: Callable[[int], None]) -> None:
+    """Write one file to `target`, `done(bytes)` as they come.
+
+    Raises:
+        CheckpointError: a file cannot be read or written (disk full).
+        ConfigError: a value is too large for the type.
+    """
+    try:
+        if output.copied is not None:
+            shutil.copyfile(folder / output.copied, target)
+            done(output.payload_bytes)
+            return
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    opened: dict[Path, int] = {}
+    try:
+        entries = [(key, source.dtype, source.stored.shape) for key, source in output.sources.items()]
+        text, header = build_header(entries, output.metadata, target)
+        write_fully(fd, memoryview(text), 0, target)
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for key, place in header.tensors.items():
+            source = output.sources[key]
+            path = source.stored.file
+            if path not in opened:
+                opened[path] = os.open(path, os.O_RDONLY)
+            at = place.start
+            for data in _chunks(opened[path], key, source, buffer):
+                write_fully(fd, data, at, target)
+                at += len(data)
+                done(len(data))
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    finally:
+        for descriptor in (fd, *opened.values()):
+            os.close(descriptor)
+
+
+def _chunks(fd: int, key: str, source: _Source, buffer: memoryview) -> Iterator[memoryview]:
+    """A tensor's bytes in the type it is to have."""
+    place = source.stored
+    size, out_size = itemsize(place.dtype), itemsize(source.dtype)
+    stride = len(buffer) // (size + out_size) * size
+    for start in range(place.start, place.stop, stride):
+        part = buffer[: min(stride, place.stop - start)]
+        read_fully(fd, part, start, place.file)
+        if place.dtype == source.dtype:
+            yield part
+            continue
+        values = torch.frombuffer(part, dtype=dtype_of(place.dtype))
+        cast = values.to(dtype_of(source.dtype))
+        low, high = cast.aminmax()  # not finite where any is not; isinf is slow
+        if not (low.isfinite() and high.isfinite()) and not torch.equal(cast.isinf(), values.isinf()):
+            largest = values[values.isfinite()].abs().max().item()
+            raise ConfigError(
+                f"{place.file}: {key!r} has values up to {largest:.4g}, which {source.dtype} cannot hold: take bfloat16 or "
+                "float32"
+            )
+        yield cast.view(torch.uint8).numpy().data
 
 
 def _linked(source: Path, target: Path) -> bool:
@@ -310,51 +468,6 @@ def _check_target(target: Path, folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"the output {target} is not empty and no earlier export: give another, or overwrite=True")
     for name in sorted(present - set(files) - {MARKER})[:1]:
         raise ConfigError(f"the output {target} has {name!r}, which no export made: move it, or overwrite=True")
-
-
-@contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it when the block ends well, and vanishes when it does not."""
-    root = target.parent / f".{target.name}.zero_export"
-    older, staged = root / "older", root / "staged"
-    lock = _locked(root, target)
-    try:
-        for path in (older, staged):
-            refuse_link(path)
-        if older.is_dir() and not target.exists():  # an export was killed between its two renames
-            os.rename(older, target)
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir()
-        yield staged
-        if target.exists():
-            shutil.rmtree(older, ignore_errors=True)
-            os.rename(target, older)
-        os.rename(staged, target)
-        shutil.rmtree(older, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-        with suppress(OSError):  # `older` is still there where a rename failed
-            root.rmdir()
-        os.close(lock)
-
-
-def _locked(root: Path, target: Path) -> int:
-    try:
-        refuse_link(root)
-        root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise CheckpointError(f"{target.parent} cannot be written: {error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise CheckpointError(f"another export to {target} is going on") from None
-    except OSError:
-        pass  # a file system without locks
-    return lock
 
 
 def _room(job: _Job, target: Path | None) -> tuple[Path, bool]:

@@ -21,15 +21,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST, Manifest, check_files
+from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 
 SUFFIX = ".zero_saving"
 OCCUPIED = "_zero_lock"
 """Begins with an underscore: what the Trainer pushes to the Hub leaves such files out."""
 _COMMIT = ".zero_commit"
+_EXPORT_SUFFIX = ".zero_export"
 _PATIENCE_S = 0.5
 """How long a lock may be held by who only looks whether a folder was left behind."""
 _GATES = ("config.json", "adapter_config.json")
@@ -195,7 +197,60 @@ def verify(
         CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
     """
     recover(folder)
-    return check_files(folder, threads=threads, progress=progress)
+    folder = Path(folder)
+    manifest = check_sizes(folder)
+    count = max(1, threads if threads is not None else min(8, len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(count) as pool:
+        work = [
+            pool.submit(check_segments, folder / name, segments, progress or (lambda _: None))
+            for part in range(count)
+            for name, segments in share(manifest, part, count).items()
+        ]
+        try:
+            for future in work:
+                future.result()
+        finally:
+            for future in work:
+                future.cancel()
+    return manifest
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A folder of other makers' files: an empty one, beside `target`, that becomes it when the block ends well.
+
+    Whatever `target` held is gone then. Killed between the two renames, the older content comes back with the next call.
+
+    Raises:
+        CheckpointError: another job replaces it, it cannot be written, or a link is in the way.
+    """
+    root = target.parent / f".{target.name}{_EXPORT_SUFFIX}"
+    older, staged = root / "older", root / "staged"
+    with naming(target):
+        refuse_link(root)
+        root.mkdir(parents=True, exist_ok=True)
+        held = _lock(root)
+    if held is None:
+        raise CheckpointError(f"another export to {target} is going on")
+    try:
+        for path in (older, staged):
+            refuse_link(path)
+        with naming(target):
+            if older.is_dir() and not target.exists():
+                os.rename(older, target)
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir()
+            yield staged
+            if target.exists():
+                shutil.rmtree(older, ignore_errors=True)
+                os.rename(target, older)
+            os.rename(staged, target)
+        shutil.rmtree(older, ignore_errors=True)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        with contextlib.suppress(OSError):  # `older` is still there where a rename failed
+            root.rmdir()
+        os.close(held[0])
 
 
 class Occupancy:
@@ -208,31 +263,20 @@ class Occupancy:
             CheckpointError: another job has it.
         """
         self._path = Path(folder) / OCCUPIED
-        self._fd = -1
+        deadline = time.monotonic() + _PATIENCE_S
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            while self._fd < 0:
-                refuse_link(self._path)
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-                try:
-                    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if os.stat(self._path).st_ino == os.fstat(fd).st_ino:
-                        self._fd = fd
-                        return
-                except FileNotFoundError:
-                    pass  # its last owner removed it meanwhile
-                except (BlockingIOError, PermissionError):
-                    os.close(fd)
+            # lockf: a forked child (a worker of a data loader) that outlives the job does not hold the lock.
+            while (held := _lock(self._path, os.O_RDWR | os.O_CREAT, fcntl.lockf)) is None:
+                if time.monotonic() > deadline:
                     raise CheckpointError(
                         f"another job is training into {self._path.parent} right now: the two would drop each other's "
                         "checkpoints. Give each an output folder of its own, or wait for the other to end"
-                    ) from None
-                except OSError:
-                    os.close(fd)
-                    return  # a file system without locks: better unguarded than not at all
-                os.close(fd)
+                    )
+                time.sleep(_PATIENCE_S / 20)  # or its last owner has just removed the file
         except OSError as error:
             raise CheckpointError(f"{self._path.parent} cannot be written: {error}") from error
+        self._fd = held[0]
 
     def leave(self) -> None:
         """Give it up. Safe to call again."""
@@ -302,25 +346,30 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
-def _lock(root: Path) -> tuple[int, bool] | None:
-    """The folder, open and locked, and whether its file system has locks; None where another job has it, or it is gone.
+def _lock(
+    path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY, take: Callable[[int, int], object] = fcntl.flock
+) -> tuple[int, bool] | None:
+    """A folder (or file), open and locked, and whether its file system has locks; None where another job has it, or it is gone.
+
+    `filelock` would not do: it locks a file beside, which stays or can be removed by others, where here the folder itself is
+    what must still be the same one afterwards.
 
     Raises:
         CheckpointError: it is a link.
         OSError: it cannot be opened.
     """
-    refuse_link(root)
+    refuse_link(path)
     fd = -1
     try:
-        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.stat(root, follow_symlinks=False), os.fstat(fd)):
+        fd = os.open(path, flags | os.O_NOFOLLOW, 0o644)
+        take(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
             return fd, True
     except (FileNotFoundError, BlockingIOError):
         pass
     except OSError:
         if fd < 0:
-            refuse_link(root)  # it has become one
+            refuse_link(path)  # it has become one
             raise
         return fd, False  # better unguarded than not at all
     if fd >= 0:

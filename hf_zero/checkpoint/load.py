@@ -5,41 +5,29 @@ The folder may have been written at any world size and stage, or be a plain `fro
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, together
+from ..comm.agree import arriving, on_all_ranks
 from ..comm.wire import SoloWire
-from ..core.layout import ParamSpec
+from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from .folder import recover
-from .manifest import (
-    MANIFEST,
-    FileDigest,
-    Manifest,
-    check_name,
-    check_segments,
-    check_sizes,
-    check_version,
-    read_bounded,
-    share,
-)
+from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, read_json, share
 from .pieces import MASTER, OptimizerState, Parameters, ParameterState
-from .reader import Reader, Wanted
-from .safetensors import read_header
+from .ranges import Range, Reader, ranges_of
+from .safetensors import Stored
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
-from .weights import Located, Piece, Stored, WeightFormat, persistent_buffers
+from .weights import Located, WeightFormat, checked_header, find_weights, persistent_buffers
 
-_MAX_JSON_BYTES = 256 << 20
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
 
 
@@ -54,13 +42,16 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        with arriving(wire, self._what):
-            together(wire, self._what, lambda: recover(self.folder) if wire.rank == 0 else None)
-        self.manifest: Manifest | None = together(wire, self._what, self._open, answer=False)[0]
+        with arriving(wire, self._what), on_all_ranks(wire, self._what):
+            if wire.rank == 0:
+                recover(self.folder)
+        with on_all_ranks(wire, self._what):
+            self.manifest = self._open()
         self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
-            together(wire, self._what, self._check_small)
+            with on_all_ranks(wire, self._what):
+                self._check_small()
 
     @property
     def bytes_read(self) -> int:
@@ -89,8 +80,8 @@ class Loading:
             check_segments(self.folder / name, segments)
 
     def find(self, stem: str) -> dict[str, Stored]:
-        """`find_weights` in this folder. Without communication."""
-        return find_weights(self.folder, stem, self.manifest, verify=self.verifies)
+        """The weights of `stem` (see `find_weights`) in this folder. Without communication."""
+        return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
 
     # Weights --------------------------------------------------------------------------------------------------------
 
@@ -102,8 +93,7 @@ class Loading:
         Args:
             folder: inside the checkpoint, of a further model.
         """
-
-        def plan() -> tuple[dict[str, Stored], Located]:
+        with on_all_ranks(self._wire, self._what):
             stored = {
                 prefix + key: place
                 for stem, prefix in form.stems.items()
@@ -112,27 +102,23 @@ class Loading:
             located = form.locate(stored)
             if strict:
                 _refuse_gaps(self.folder, model, located)
-            return stored, located
-
-        stored, located = together(self._wire, self._what, plan, answer=False)[0]
-
-        def read() -> None:
-            self._reader.read(_wanted(parameters, located, stored))
+        with torch.no_grad(), on_all_ranks(self._wire, self._what):
+            places = {
+                name: [Extent(stored[p.source], p.source_start, p.start, p.numel) for p in pieces]
+                for name, pieces in located.pieces.items()
+            }
+            self._reader.read(ranges_of(parameters.held(), places))
             buffers = persistent_buffers(model)
             for conversion in located.conversions:
                 made = conversion.convert({key: self._reader.whole(stored[key]) for key in conversion.sources})
                 for param, piece in parameters.held():
                     if param in made:
-                        start, numel = piece.param_start, piece.values.numel()
-                        piece.values.copy_(made[param].reshape(-1)[start : start + numel])
+                        piece.source.copy_(made[param].reshape(-1)[piece.here])
                 for name in buffers.keys() & made.keys():
                     buffers[name].copy_(made[name])
             for name, key in located.buffers.items():
                 buffers[name].copy_(self._reader.whole(stored[key]))
             self._reader.close()
-
-        with torch.no_grad():
-            together(self._wire, self._what, read)
         return located
 
     def read_whole(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
@@ -150,15 +136,17 @@ class Loading:
 
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
         """The optimizer's state and its groups' options."""
-
-        def read() -> dict[str, Any]:
+        with torch.no_grad(), on_all_ranks(self._wire, self._what):
             if not self.has_optimizer(folder) or self.manifest is None:
                 raise CheckpointError(
                     f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or is no "
                     "checkpoint of hf_zero. Load with load_optimizer=False to go on with a fresh optimizer"
                 )
             path = self.folder / folder / OPTIMIZER_INDEX
-            index = self._index(path)
+            index = read_json(path)
+            check_version(path, index, 1)
+            if not isinstance(index.get("parameters"), dict):
+                raise CheckpointError(f"{path} is damaged: it lists no parameters")
             if [group["params"] for group in index["groups"]] != [group["params"] for group in optimizer.groups]:
                 raise CheckpointError(
                     f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, or of one "
@@ -170,22 +158,18 @@ class Loading:
             for name in self.manifest.files:
                 if name.startswith(prefix) and name.endswith(".safetensors"):
                     state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
-                    file = self.manifest.files[name] if self.verifies else None
-                    states.setdefault(state, {}).update(_stored(self.folder / name, file))
+                    header = checked_header(self.folder, name, self.manifest if self.verifies else None)
+                    states.setdefault(state, {}).update(header.tensors)
             entries = index["parameters"]
             saved = {
                 spec.name: _saved(path, spec, entries[spec.name], states, is_whole)
                 for spec, is_whole in optimizer.parameters()
                 if entries.get(spec.name) is not None
             }
-            room = optimizer.room(saved)
             self._reader.read(
-                Wanted(states[state][name], piece.param_start, piece.values) for name, state, piece in room
+                Range(states[state][name], piece.start, piece.source) for state, (name, piece) in optimizer.room(saved)
             )
-            return index
-
         with torch.no_grad():
-            index = together(self._wire, self._what, read, answer=False)[0]
             optimizer.put(
                 [
                     {key: unscalar(value, group.get(key)) for key, value in packed.items() if key != "params"}
@@ -222,102 +206,6 @@ class Loading:
                 f"all options, of which these were others: {changed}",
                 stacklevel=2,
             )
-
-    def _index(self, path: Path) -> dict[str, Any]:
-        index = read_json(path)
-        check_version(path, index, 1)
-        if not isinstance(index.get("parameters"), dict):
-            raise CheckpointError(f"{path} is damaged: it lists no parameters")
-        out: dict[str, Any] = index
-        return out
-
-
-# What there is ------------------------------------------------------------------------------------------------------
-
-
-def find_weights(folder: Path, stem: str, manifest: Manifest | None, *, verify: bool = True) -> dict[str, Stored]:
-    """Key -> its bytes, for `stem.safetensors` or the files that `stem.safetensors.index.json` names.
-
-    Args:
-        stem: may begin with a folder inside `folder`.
-        verify: compare the headers with their digests, where there is a manifest.
-
-    Raises:
-        CheckpointError: none there; a file that the index names is missing or lacks a tensor that it should have; a header
-            is damaged.
-    """
-    index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
-    listed = manifest.files if manifest is not None else None
-
-    def stored(path: Path) -> dict[str, Stored]:
-        name = path.relative_to(folder).as_posix()
-        if listed is None or not verify:
-            return _stored(path, None)
-        if name not in listed:
-            raise CheckpointError(f"{path} is not in the manifest: it is of another save")
-        return _stored(path, listed[name])
-
-    # The single file first, as transformers looks: an index beside it is of an older, larger save.
-    if (folder / single).exists() and (listed is None or single in listed or index not in listed):
-        return stored(folder / single)
-    if (folder / index).exists() and (listed is None or index in listed):
-        return _indexed(folder / index, stored)
-    raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
-
-
-def _indexed(index: Path, stored: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
-    folder, table = index.parent, read_json(index)
-    where = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise CheckpointError(f"{index}: expected an object 'weight_map' of file names")
-    out: dict[str, Stored] = {}
-    for name in dict.fromkeys(where.values()):
-        check_name(index, name)
-        out.update(stored(folder / name))
-    for key, name in where.items():
-        if key not in out or out[key].file.name != name:
-            raise CheckpointError(f"{folder / name} lacks the tensor {key!r}, which {index.name} says it has")
-    return {key: out[key] for key in where}
-
-
-def _stored(path: Path, file: FileDigest | None) -> dict[str, Stored]:
-    """What a file holds. A damaged header may name other tensors: it is checked before it is believed."""
-    header = read_header(path)
-    if file is not None:
-        check_segments(path, [segment for segment in file.segments if segment[0] < header.header_bytes])
-    return {key: Stored(path, t.dtype, t.shape, t.start, t.stop) for key, t in header.tensors.items()}
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file of bounded size.
-
-    Raises:
-        CheckpointError: missing, too large, or no JSON.
-    """
-    try:
-        return json.loads(read_bounded(path, _MAX_JSON_BYTES))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _wanted(parameters: Parameters, located: Located, stored: Mapping[str, Stored]) -> Iterator[Wanted]:
-    """What this rank reads of the weights: its pieces, wherever the folder has their elements."""
-    for name, held in parameters.held():
-        for piece in located.pieces.get(name, ()):
-            item = _meet(piece, held.param_start, held.values.numel(), stored)
-            if item is not None:
-                source, key_start, param_start, numel = item
-                at = param_start - held.param_start
-                yield Wanted(source, key_start, held.values[at : at + numel])
-
-
-def _meet(piece: Piece, start: int, numel: int, stored: Mapping[str, Stored]) -> tuple[Stored, int, int, int] | None:
-    low, high = max(piece.param_start, start), min(piece.param_start + piece.numel, start + numel)
-    if low >= high:
-        return None
-    return stored[piece.key], piece.key_start + low - piece.param_start, low, high - low
 
 
 def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:

@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +26,7 @@ from .safetensors import read_fully
 MANIFEST = "zero_manifest.json"
 SEGMENT_BYTES = 8 << 20
 MAX_MANIFEST_BYTES = 128 << 20
+_MAX_JSON_BYTES = 256 << 20
 _FORMAT, _VERSION = "hf_zero", 1
 
 Segment = tuple[int, int, str]
@@ -121,6 +121,23 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         if size > limit_bytes:
             raise CheckpointError(f"{path} has {size} bytes, more than the {limit_bytes} that such a file may have")
         return file.read(size)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size.
+
+    Raises:
+        CheckpointError: missing, too large, or no JSON object.
+    """
+    try:
+        value = json.loads(read_bounded(path, _MAX_JSON_BYTES))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found a {type(value).__name__}")
+    return value
 
 
 def _canonical(body: Any) -> bytes:
@@ -236,7 +253,7 @@ def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int]
     Raises:
         CheckpointError: naming the file and the bytes.
     """
-    buffer = _thread_buffer()
+    buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))  # of this thread
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -251,10 +268,6 @@ def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int]
         os.close(fd)
 
 
-def _thread_buffer() -> memoryview:
-    return memoryview(mmap.mmap(-1, SEGMENT_BYTES))
-
-
 def share(manifest: Manifest, part: int, parts: int) -> dict[str, list[Segment]]:
     """Every `parts`-th run of segments, for checking together: all parts make the whole."""
     out: dict[str, list[Segment]] = {}
@@ -266,34 +279,3 @@ def share(manifest: Manifest, part: int, parts: int) -> dict[str, list[Segment]]
                 out.setdefault(name, []).append(segment)
             index += 1
     return out
-
-
-def check_files(
-    folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
-) -> Manifest:
-    """Check every byte of a checkpoint against its manifest.
-
-    Args:
-        threads: default: the processors this process may use, at most 8. One buffer of 8 MiB each.
-        progress: called with the bytes checked since the last call, from any thread.
-
-    Raises:
-        CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
-    """
-    folder = Path(folder)
-    manifest = check_sizes(folder)
-    count = threads if threads is not None else min(8, len(os.sched_getaffinity(0)))
-    note = progress or (lambda _: None)
-    with ThreadPoolExecutor(max(1, count)) as pool:
-        work = [
-            pool.submit(check_segments, folder / name, segments, note)
-            for part in range(max(1, count))
-            for name, segments in share(manifest, part, max(1, count)).items()
-        ]
-        try:
-            for future in work:
-                future.result()
-        finally:
-            for future in work:
-                future.cancel()
-    return manifest

@@ -5,36 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..core.layout import ParamSpec
+from ..core.layout import Extent, ParamSpec
 from ..tiers.array import Values
 
 MASTER = "master"
 """The state that a master finer than its parameter is stored as."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Elements of one parameter, from `param_start`: a 1-D view of this rank's memory, or of its disk."""
-
-    param_start: int
-    values: Values
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Elements of one parameter that `rank` has. Every rank lists the same shares; only `rank` may call `read`."""
-
-    rank: int
-    param_start: int
-    numel: int
-    read: Callable[[], Tensor]
-    """1-D, of the master's type. Raises a ZeroError where the values cannot be read."""
+Held = tuple[str, Extent[Values]]
+"""A parameter's first name, and elements of it: 1-D views of this rank's memory, or of its disk. "Here" is the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +37,19 @@ class Parameters(Protocol):
 
     def spec(self, name: str) -> ParamSpec: ...
 
-    def written(self, rank: int, size: int) -> Mapping[str, Sequence[Held]]:
+    def written(self, rank: int, size: int) -> Iterable[Held]:
         """The pieces of each master that this rank writes: over all ranks, every element once."""
         ...
 
-    def held(self) -> Iterator[tuple[str, Held]]:
+    def held(self) -> Iterable[Held]:
         """The pieces of each master that this rank has, to be filled."""
         ...
 
-    def shares(self, name: str) -> Iterator[Share]:
-        """Who has what of one parameter, by rank."""
+    def shares(self, name: str) -> Iterable[tuple[int, Extent[Callable[[], Tensor]]]]:
+        """Which rank has which elements of one parameter, the same on every rank. Only the rank itself may call the source.
+
+        It answers with a 1-D tensor of the master's type, and raises a ZeroError where the values cannot be read.
+        """
         ...
 
 
@@ -86,8 +74,8 @@ class OptimizerState(Protocol):
         """The parameters that are trained; whether the arrays of their states have shapes of their own."""
         ...
 
-    def written(self, rank: int, size: int) -> Mapping[str, Mapping[str, Sequence[Held]]]:
-        """State -> parameter -> the pieces that this rank writes. Every state is named, also where this rank writes nothing.
+    def written(self, rank: int, size: int) -> Mapping[str, Iterable[Held]]:
+        """State -> the pieces that this rank writes. Every state is named, also where this rank writes nothing.
 
         Raises:
             CheckpointError: a state that cannot be stored by parameter.
@@ -98,8 +86,8 @@ class OptimizerState(Protocol):
         """By parameter, the state there is."""
         ...
 
-    def room(self, saved: Mapping[str, ParameterState]) -> Sequence[tuple[str, str, Held]]:
-        """Memory for a saved state: parameter, state, and a piece to be filled. The optimizer keeps its own until `put`."""
+    def room(self, saved: Mapping[str, ParameterState]) -> Iterable[tuple[str, Held]]:
+        """Memory for a saved state: the state, and a piece to be filled. The optimizer keeps its own until `put`."""
         ...
 
     def put(self, options: Sequence[Mapping[str, Any]]) -> None:

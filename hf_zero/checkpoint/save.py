@@ -16,7 +16,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,17 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agree import arriving, together
+from ..comm.agree import arriving, on_all_ranks
 from ..comm.wire import SoloWire
+from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ZeroError
 from ..version import __version__
 from .folder import Staging, naming
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
-from .pieces import Held, OptimizerState, Parameters, ParameterState
-from .safetensors import Header, build_header, itemsize
-from .weights import Drawing, Entry, Run, WeightFile, split_files
-from .writer import Job, Writer, copy_to
+from .pieces import OptimizerState, Parameters, ParameterState
+from .ranges import Range, Writer, copy_to, ranges_of
+from .safetensors import Stored, build_header
+from .weights import Drawing, Entry, WeightFile, split_files
 
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
@@ -50,11 +51,11 @@ class _Conversion:
     parameters: Parameters
     sources: tuple[str, ...]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None  # on rank 0
-    places: Mapping[str, tuple[str, int, str]]  # key -> file, offset, dtype; on rank 0
+    places: Mapping[str, Stored]  # by key; on rank 0
 
 
 class Saving:
-    """A save under way. See the module's text.
+    """A save under way.
 
     Raises:
         CheckpointError: on every rank: another job saves to `target`, it cannot be written, or ranks do not share it.
@@ -63,23 +64,20 @@ class Saving:
     def __init__(self, wire: SoloWire, target: str | os.PathLike[str], **facts: Any) -> None:
         self._wire = wire
         self._facts = facts
-        self._jobs: list[Job] = []
+        self._ranges: list[Range] = []
         self._conversions: list[_Conversion] = []
-        self._segments: dict[str, list[Segment]] = {}
+        self._segments: dict[Path, list[Segment]] = {}
         self._promised_bytes = 0
         self._staging = Staging(target)
         nonce = f".nonce-{secrets.token_hex(8)}"
-
-        def begin() -> tuple[str, str]:
-            if wire.rank == 0:
-                self._staging.open()
-                (self._staging.root / nonce).touch()
-            return str(self._staging.path), str(self._staging.root / nonce)
-
         self.target = self._staging.target
         try:
-            with arriving(wire, f"saving to {self.target}"):
-                folder, token = together(wire, f"saving to {self.target}", begin)[0]
+            with arriving(wire, f"saving to {self.target}"), on_all_ranks(wire, f"saving to {self.target}") as report:
+                if wire.rank == 0:
+                    self._staging.open()
+                    (self._staging.root / nonce).touch()
+                    report.mine = str(self._staging.path), str(self._staging.root / nonce)
+            folder, token = report.everyone[0]
             sees = wire.exchange(os.path.exists(token))
         except BaseException:
             self._staging.discard()
@@ -100,7 +98,7 @@ class Saving:
 
     def discard(self) -> None:
         """Give up: nothing of it stays, the target is as it was."""
-        self._jobs.clear()
+        self._ranges.clear()
         self._conversions.clear()
         self._staging.discard()
 
@@ -108,62 +106,58 @@ class Saving:
 
     def weights(self, parameters: Parameters, draw: Callable[[], Drawing]) -> None:
         """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
-
-        def plan() -> Any:
-            if self._wire.rank != 0:
-                return None
-            with naming(self.folder):
-                drawing = draw()
-            placed = [self._create(file) for file in drawing.files]
-            self._take_values(placed, drawing)
-            self._conversions += _conversions(parameters, placed, drawing)
-            return placed, [item.sources for item in drawing.conversions]
-
-        answer = together(self._wire, f"saving weights to {self.target}", plan)[0]
-        placed, sources = answer
+        with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
+            if self._wire.rank == 0:
+                with naming(self.folder):
+                    drawing = draw()
+                placed = [item for file in drawing.files for item in self._create(file)]
+                for entry, stored in placed:
+                    if not entry.runs and entry.key in drawing.values:
+                        value = drawing.values[entry.key].detach().contiguous()
+                        self._ranges.append(Range(stored, 0, value.view(-1)))
+                where = {entry.key: stored for entry, stored in placed}
+                self._conversions += [
+                    _Conversion(parameters, item.sources, item.convert, {key: where[key] for key in item.targets})
+                    for item in drawing.conversions
+                ]
+                report.mine = places_of(placed), [item.sources for item in drawing.conversions]
+        places, sources = report.everyone[0]
         if self._wire.rank != 0:
             self._conversions += [_Conversion(parameters, names, None, {}) for names in sources]
-        held = parameters.written(self._wire.rank, self._wire.size)
-        for item in placed:
-            self._jobs += item.jobs(held)
+        self._ranges += ranges_of(parameters.written(self._wire.rank, self._wire.size), places)
 
     def optimizer(
         self, optimizer: OptimizerState, *, max_shard_size: int | str, folder: str = OPTIMIZER_FOLDER
     ) -> None:
         """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
-        held: dict[str, Mapping[str, Sequence[Held]]] = {}
-
-        def plan() -> Any:
-            held.update(optimizer.written(self._wire.rank, self._wire.size))
-            if self._wire.rank != 0:
-                return {}, sorted(held)
-            described = optimizer.described()
-            index = _index(optimizer, described)
-            path = self.folder / folder / OPTIMIZER_INDEX
-            with naming(path):
-                path.parent.mkdir()
-                path.write_text(json.dumps(index, separators=(",", ":")))
-            out = {}
-            for state in held:
-                files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
-                out[state] = [self._create(file) for file in files]
-            return out, sorted(held)
-
-        answers = together(self._wire, f"saving optimizer state to {self.target}", plan)
+        with on_all_ranks(self._wire, f"saving optimizer state to {self.target}") as report:
+            held = optimizer.written(self._wire.rank, self._wire.size)
+            out: dict[str, dict[str, list[Extent[Stored]]]] = {}
+            if self._wire.rank == 0:
+                described = optimizer.described()
+                index = _index(optimizer, described)
+                path = self.folder / folder / OPTIMIZER_INDEX
+                with naming(path):
+                    path.parent.mkdir()
+                    path.write_text(json.dumps(index, separators=(",", ":")))
+                for state in held:
+                    files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
+                    out[state] = places_of(item for file in files for item in self._create(file))
+            report.mine = out, sorted(held)
+        answers = report.everyone
         for rank, (_, states) in enumerate(answers):
             if states != answers[0][1]:
                 raise CheckpointError(
                     f"saving optimizer state to {self.target}: rank 0's optimizer has the states {answers[0][1]}, "
                     f"rank {rank}'s {states}: not every rank has made the same steps"
                 )
-        for state, placed in answers[0][0].items():
-            for item in placed:
-                self._jobs += item.jobs(held[state])
+        for state, places in answers[0][0].items():
+            self._ranges += ranges_of(held[state], places)
 
-    def _create(self, file: WeightFile) -> _Placed:
-        """Rank 0: the file with its header, at its final size."""
-        head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata)
+    def _create(self, file: WeightFile) -> list[tuple[Entry, Stored]]:
+        """Rank 0: the file with its header, at its final size. Returns where its tensors lie."""
         path = self.folder / file.name
+        head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, path)
         self._promised_bytes += header.file_bytes  # the files are sparse: what they will take is still counted as free
         stat = os.statvfs(self.folder)
         if self._promised_bytes > stat.f_bavail * stat.f_frsize:
@@ -176,16 +170,8 @@ class Saving:
             out.truncate(header.file_bytes)
         for start in range(0, len(head), SEGMENT_BYTES):
             part = head[start : start + SEGMENT_BYTES]
-            self._segments.setdefault(file.name, []).append((start, len(part), digest_of(part)))
-        return _Placed(file, header)
-
-    def _take_values(self, placed: list[_Placed], drawing: Drawing) -> None:
-        for item in placed:
-            for entry in item.file.entries:
-                if not entry.runs and entry.key in drawing.values:
-                    value = drawing.values[entry.key].detach().contiguous()
-                    start = item.header.tensors[entry.key].start
-                    self._jobs.append(Job(item.file.name, start, value.view(-1), dtype_of(entry.dtype)))
+            self._segments.setdefault(path, []).append((start, len(part), digest_of(part)))
+        return [(entry, header.tensors[entry.key]) for entry in file.entries]
 
     # Writing --------------------------------------------------------------------------------------------------------
 
@@ -207,36 +193,38 @@ class Saving:
                 f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}: use a shared "
                 "file system, or save synchronously"
             )
-
-        def copy() -> Tensor:
-            total = sum(_padded(job.length) for job in self._jobs)
+        with on_all_ranks(self._wire, f"copying what is to be saved to {self.target}"):
+            total = sum(_padded(item.length) for item in self._ranges)
             memory = slab if slab is not None and slab.numel() >= total else torch.empty(total, dtype=torch.uint8)
             at = 0
-            for job in self._jobs:
-                place = memory[at : at + job.length].view(job.dtype)
-                job.values, at = copy_to(job.values, place), at + _padded(job.length)
-            return memory
-
-        held = together(self._wire, f"copying what is to be saved to {self.target}", copy, answer=False)[0]
+            for item in self._ranges:
+                place = memory[at : at + item.length].view(item.dtype)
+                item.values, at = copy_to(item.values, place), at + _padded(item.length)
         for conversion in self._conversions:
-            self._jobs += self._convert(conversion)
+            self._ranges += self._convert(conversion)
         self._conversions.clear()
         self._wire = side
-        return held
+        return memory
 
     def commit(self) -> None:
         """Write all bytes, make them durable, and let the checkpoint appear."""
         what = f"saving to {self.target}"
-        writer = Writer(self.folder)
+        writer = Writer()
         try:
-            together(self._wire, what, lambda: writer.write(self._jobs) if not self.is_blind else None)
+            with on_all_ranks(self._wire, what):
+                if not self.is_blind:
+                    writer.write(self._ranges)
             for conversion in self._conversions:
-                jobs = self._convert(conversion)
-                together(self._wire, what, lambda jobs=jobs: writer.write(jobs))  # type: ignore[misc]
+                made = self._convert(conversion)
+                with on_all_ranks(self._wire, what):
+                    writer.write(made)
             for rank in self._blind:
                 self._receive(rank, writer)
-            written = together(self._wire, what, writer.finish)
-            together(self._wire, what, lambda: self._seal(written) if self._wire.rank == 0 else None)
+            with on_all_ranks(self._wire, what) as report:
+                report.mine = writer.finish()
+            with on_all_ranks(self._wire, what):
+                if self._wire.rank == 0:
+                    self._seal(report.everyone)
         finally:
             writer.close()
             self.discard()
@@ -246,22 +234,22 @@ class Saving:
         """Whether this rank does not see `folder`: what it wrote there is on a disk of its own."""
         return self._wire.rank in self._blind
 
-    def _seal(self, written: Sequence[dict[str, list[Segment]]]) -> None:
+    def _seal(self, written: Sequence[dict[Path, list[Segment]]]) -> None:
         segments = dict(self._segments)
         for theirs in written:
-            for name, items in theirs.items():
-                segments[name] = segments.get(name, []) + items
+            for path, items in theirs.items():
+                segments[path] = segments.get(path, []) + items
         files = {}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in _UNWATCHED:
-                known = segments.get(name)
+                known = segments.get(path)
                 files[name] = (
                     digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))
                 )
         self._staging.publish(Manifest(files, {"hf_zero": __version__, "world_size": self._wire.size, **self._facts}))
 
-    def _convert(self, conversion: _Conversion) -> list[Job]:
+    def _convert(self, conversion: _Conversion) -> list[Range]:
         """A collective: whole sources to rank 0, which computes the tensors."""
         whole: dict[str, Tensor] = {}
         failure: ZeroError | None = None
@@ -269,33 +257,26 @@ class Saving:
             spec = conversion.parameters.spec(name)
             dtype = dtype_of(spec.master_dtype)
             value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=dtype)
-            for share in conversion.parameters.shares(name):
+            for rank, part in conversion.parameters.shares(name):
                 mine = None
-                if self._wire.rank == share.rank:
+                if self._wire.rank == rank:
                     try:
-                        mine = share.read()
+                        mine = part.source()
                     except ZeroError as error:  # rank 0 waits for something all the same
                         failure = failure or error
-                        mine = torch.zeros(share.numel, dtype=dtype)
-                landing = value[share.param_start : share.param_start + share.numel]
-                self._wire.carry(mine, landing, share.rank)
+                        mine = torch.zeros(part.numel, dtype=dtype)
+                self._wire.carry(mine, value[part.here], rank)
             if self._wire.rank == 0:
                 whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
-
-        def convert() -> list[Job]:
+        out: list[Range] = []
+        with on_all_ranks(self._wire, f"converting weights for {self.target}"):
             if failure is not None:
                 raise failure
-            if conversion.convert is None:
-                return []
-            made = conversion.convert(whole)
+            made = conversion.convert(whole) if conversion.convert is not None else {}
             whole.clear()
-            return [
-                Job(file, offset, made[key].detach().contiguous().view(-1).cpu(), dtype_of(dtype))
-                for key, (file, offset, dtype) in conversion.places.items()
-            ]
-
-        jobs: list[list[Job]] = together(self._wire, f"converting weights for {self.target}", convert, answer=False)
-        return jobs[0]
+            for key, stored in conversion.places.items():
+                out.append(Range(stored, 0, made[key].detach().contiguous().view(-1).cpu()))
+        return out
 
     def _receive(self, rank: int, writer: Writer) -> None:
         """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces.
@@ -303,14 +284,9 @@ class Saving:
         Where one of the two fails it goes on sending or taking in, for which the other would wait.
         """
         failure: ZeroError | None = None
-
-        def report() -> None:
-            if failure is not None:
-                raise failure
-
         mine = self._wire.rank == rank
-        plan = [(job.file, job.offset, job.length) for job in self._jobs] if mine else None
-        plans: list[tuple[str, int, int]] = self._wire.exchange(plan)[rank]
+        plan = [(item.stored.file, item.offset, item.length) for item in self._ranges] if mine else None
+        plans: list[tuple[Path, int, int]] = self._wire.exchange(plan)[rank]
         nothing = torch.empty(0, dtype=torch.uint8)
         for index, (file, offset, length) in enumerate(plans):
             for start in range(0, length, SEGMENT_BYTES):
@@ -318,59 +294,34 @@ class Saving:
                 data = torch.empty(count if mine or self._wire.rank == 0 else 0, dtype=torch.uint8)
                 try:
                     if mine and failure is None:
-                        job = self._jobs[index]
-                        size = job.dtype.itemsize
-                        copy_to(job.values[start // size : (start + count) // size], data.view(job.dtype))
+                        item = self._ranges[index]
+                        size = item.dtype.itemsize
+                        copy_to(item.values[start // size : (start + count) // size], data.view(item.dtype))
                 except ZeroError as error:
                     failure = error
                 self._wire.carry(data if mine else None, nothing if mine else data, rank)
                 try:
                     if self._wire.rank == 0 and failure is None:
-                        writer.write([Job(file, offset + start, data, torch.uint8)])
+                        at = offset + start
+                        writer.write([Range(Stored(file, "uint8", (count,), at, at + count), 0, data)])
                 except ZeroError as error:
                     failure = error
-        together(self._wire, f"writing what rank {rank} sent to {self.target}", report)
+        with on_all_ranks(self._wire, f"writing what rank {rank} sent to {self.target}"):
+            if failure is not None:
+                raise failure
 
 
-@dataclass(slots=True)
-class _Placed:
-    """One file with its header."""
-
-    file: WeightFile
-    header: Header
-
-    def jobs(self, held: Mapping[str, Sequence[Held]]) -> list[Job]:
-        """The ranges of this rank."""
-        out = []
-        for entry in self.file.entries:
-            place = self.header.tensors[entry.key]
-            size, done = itemsize(entry.dtype), 0
-            for run in entry.runs:
-                for piece in held.get(run.param, ()):
-                    low = max(run.start, piece.param_start)
-                    high = min(run.start + run.numel, piece.param_start + piece.values.numel())
-                    if low < high:
-                        values = piece.values[low - piece.param_start : high - piece.param_start]
-                        offset = place.start + (done + low - run.start) * size
-                        out.append(Job(self.file.name, offset, values, dtype_of(entry.dtype)))
-                done += run.numel
-        return out
+def places_of(placed: Iterable[tuple[Entry, Stored]]) -> dict[str, list[Extent[Stored]]]:
+    """Parameter -> where files hold its elements. "Here" is the parameter."""
+    out: dict[str, list[Extent[Stored]]] = {}
+    for entry, stored in placed:
+        for run in entry.runs:
+            out.setdefault(run.source, []).append(Extent(stored, run.start, run.source_start, run.numel))
+    return out
 
 
 def _padded(length: int) -> int:
     return -(-length // 64) * 64
-
-
-def _conversions(parameters: Parameters, placed: list[_Placed], drawing: Drawing) -> list[_Conversion]:
-    where = {
-        entry.key: (item.file.name, item.header.tensors[entry.key].start, entry.dtype)
-        for item in placed
-        for entry in item.file.entries
-    }
-    return [
-        _Conversion(parameters, item.sources, item.convert, {key: where[key] for key in item.targets})
-        for item in drawing.conversions
-    ]
 
 
 def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -> dict[str, Any]:
@@ -399,7 +350,7 @@ def _entries(state: str, described: Mapping[str, ParameterState]) -> Iterator[En
     for name, one in described.items():
         if state in one.arrays:
             dtype, shape = one.arrays[state]
-            yield Entry(name, dtype, shape, (Run(name, 0, math.prod(shape)),))
+            yield Entry(name, dtype, shape, (Extent(name, 0, 0, math.prod(shape)),))
 
 
 def scalar(name: str, value: Any) -> Any:

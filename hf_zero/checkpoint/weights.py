@@ -1,42 +1,52 @@
-"""Weights at rest: which elements of which parameter every tensor of a safetensors file is made of, and back.
+"""What is at rest under which name: weights in safetensors files, and small states beside them as JSON and tensors.
 
 A flat slice of a row-major tensor is a contiguous byte range of its file, so integers are all there is to know: each
 rank writes and reads its own ranges, whatever their number. A `WeightFormat` knows the names: the generic one here those
-of `state_dict()`, the one for transformers models (integrations) those of `save_pretrained`.
+of `state_dict()`, the one for transformers models (`huggingface`) those of `save_pretrained`.
+
+States of schedulers, random number generators and the like are nested values of dicts, lists, tuples, numbers, strings and
+tensors: `pack` makes JSON and named tensors of them, `unpack` is its inverse. No pickle is written or read.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..config import parse_bytes
+from ..core.layout import Extent
 from ..errors import CheckpointError
-from .safetensors import itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive elements of one parameter, row-major."""
-
-    param: str  # the parameter's first name in the layout
-    start: int
-    numel: int
+from .hub import split_keys
+from .manifest import Manifest, check_name, check_segments, read_json
+from .safetensors import Header, Stored, itemsize, read_header
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: `runs` one after another, or a value (a buffer, a converted tensor) that rank 0 holds."""
+    """One tensor of a file: elements of parameters, or a value (a buffer, a converted tensor) that rank 0 holds."""
 
     key: str
     dtype: str  # a torch dtype's bare name
     shape: tuple[int, ...]
-    runs: tuple[Run, ...] = ()
+    runs: tuple[Extent[str], ...] = ()
+    """Of parameters by their first names, one after another. "Here" is the tensor."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +79,12 @@ class Drawing:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor found in a folder: its file, type, shape and absolute byte range."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`numel` elements from element `key_start` of a stored tensor are those from `param_start` of a parameter."""
-
-    key: str
-    key_start: int
-    param_start: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
 class Located:
     """Where a load finds the parameters of a model; the same on every rank."""
 
-    pieces: Mapping[str, Sequence[Piece]]
-    """parameter (first name in the layout) -> its pieces by `param_start`, without gaps."""
+    pieces: Mapping[str, Sequence[Extent[str]]]
+    """parameter (first name in the layout) -> pieces of stored tensors by their keys, in order, without gaps. "Here" is the
+    parameter."""
     buffers: Mapping[str, str] = field(default_factory=dict)
     """buffer name -> key."""
     conversions: tuple[Conversion, ...] = ()
@@ -165,20 +155,22 @@ class StateDictFormat:
             first = self._names.get(key)
             if first in done:
                 continue
-            runs: tuple[Run, ...] = ()
+            runs: tuple[Extent[str], ...] = ()
             if first is None:
                 values[key] = value
             else:
                 done.add(first)
-                runs = (Run(first, 0, value.numel()),)
+                runs = (Extent(first, 0, 0, value.numel()),)
             entries.append(Entry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), runs))
         files = split_files(self._stem, entries, max_shard_size)
         if len(files) > 1:
-            (folder / f"{self._stem}.safetensors.index.json").write_text(index_of(files))
+            where = {entry.key: file.name for file in files for entry in file.entries}
+            numel, size_bytes = sum(entry.numel for entry in entries), sum(entry.size_bytes for entry in entries)
+            (folder / f"{self._stem}.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
         return Drawing(tuple(files), values)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
-        pieces: dict[str, tuple[Piece, ...]] = {}
+        pieces: dict[str, tuple[Extent[str], ...]] = {}
         buffers: dict[str, str] = {}
         mismatched, unexpected = [], []
         for key, found in stored.items():
@@ -190,10 +182,7 @@ class StateDictFormat:
             elif key in self._buffers:
                 buffers[key] = key
             else:
-                numel = 1
-                for extent in shape:
-                    numel *= extent
-                pieces[self._names[key]] = (Piece(key, 0, 0, numel),)
+                pieces[self._names[key]] = (Extent(key, 0, 0, math.prod(shape)),)
         wrong = {self._names.get(key, self._first_of.get(key, key)) for key, _, _ in mismatched}
         # What has several names is there if one of them is.
         wanted = dict.fromkeys([*self._names.values(), *self._first_of.values()])
@@ -218,41 +207,191 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
 def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) -> list[WeightFile]:
-    """`stem.safetensors`, or `stem-00001-of-0000N.safetensors`, …: filled in order, each at most `max_shard_size` bytes
-    (one larger tensor has a file of its own)."""
-    limit = parse_bytes(max_shard_size)
-    parts: list[list[Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        numel = 1
-        for extent in entry.shape:
-            numel *= extent
-        size = numel * itemsize(entry.dtype)
-        if parts[-1] and filled + size > limit:
-            parts.append([])
-            filled = 0
-        parts[-1].append(entry)
-        filled += size
-    if len(parts) == 1:
-        return [WeightFile(f"{stem}.safetensors", tuple(parts[0]))]
-    return [
-        WeightFile(f"{stem}-{index:05d}-of-{len(parts):05d}.safetensors", tuple(part))
-        for index, part in enumerate(parts, 1)
-    ]
+    """`stem.safetensors`, or `stem-00001-of-0000N.safetensors`, …, of at most `max_shard_size` bytes each (one larger tensor
+    has a file of its own): by the rule of `save_pretrained`."""
+    by_key = {entry.key: entry for entry in entries}
+    sizes = {key: entry.size_bytes for key, entry in by_key.items()}
+    names = split_keys(stem, sizes, parse_bytes(max_shard_size))
+    return [WeightFile(name, tuple(by_key[key] for key in keys)) for name, keys in names.items()]
 
 
-def index_of(files: Iterable[WeightFile]) -> str:
-    """The text of `….safetensors.index.json`."""
-    total = numel = 0
-    where: dict[str, str] = {}
-    for file in files:
-        for entry in file.entries:
-            where[entry.key] = file.name
-            count = 1
-            for extent in entry.shape:
-                count *= extent
-            numel += count
-            total += count * itemsize(entry.dtype)
-    body = {"metadata": {"total_parameters": numel, "total_size": total}, "weight_map": where}
+def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:
+    """The text of `….safetensors.index.json`, as `save_pretrained` writes it.
+
+    Args:
+        where: key -> file.
+        numel: elements of all parameters.
+        size_bytes: of all tensors.
+    """
+    body = {"metadata": {"total_parameters": numel, "total_size": size_bytes}, "weight_map": dict(where)}
     return json.dumps(body, indent=2, sort_keys=True) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """Weights that are loaded together: one file, or several and the index that names them."""
+
+    stem: str
+    """Relative to the folder: `model`, `adapter_model`, `other/adapter_model`."""
+    files: dict[str, Header]
+    """Name relative to the folder -> header."""
+    index: str | None = None
+    where: dict[str, str] | None = None
+    """As the index says: key -> file, relative to the folder. Files may hold more."""
+    total_parameters: int | None = None
+    """As the index says; it counts parameters, without buffers."""
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.files, *([self.index] if self.index else [])]
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        found = {key: stored for header in self.files.values() for key, stored in header.tensors.items()}
+        return found if self.where is None else {key: self.files[name].tensors[key] for key, name in self.where.items()}
+
+
+def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, verify: bool = True) -> WeightSet:
+    """What there is in `stem.safetensors`, or in the files that `stem.safetensors.index.json` names.
+
+    Args:
+        stem: may begin with a folder inside `folder`.
+        verify: compare the headers with their digests, where there is a manifest.
+
+    Raises:
+        CheckpointError: none there; a file that the index names is missing or lacks a tensor that it should have; a header
+            is damaged.
+    """
+    index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
+    listed = manifest.files if manifest is not None else None
+    # The single file first, as transformers looks: an index beside it is of an older, larger save.
+    if (folder / single).exists() and (listed is None or single in listed or index not in listed):
+        return WeightSet(stem, {single: checked_header(folder, single, manifest if verify else None)})
+    if not (folder / index).exists() or (listed is not None and index not in listed):
+        raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
+    table = read_json(folder / index)
+    where, metadata = table.get("weight_map"), table.get("metadata")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise CheckpointError(f"{folder / index}: expected an object 'weight_map' of file names")
+    inside = PurePosixPath(stem).parent
+    files: dict[str, Header] = {}
+    for name in sorted(set(where.values())):
+        check_name(folder / index, name)
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{folder / index}: {name!r} is no safetensors file")
+        path = (inside / name).as_posix()
+        files[path] = checked_header(folder, path, manifest if verify else None)
+    where = {key: (inside / name).as_posix() for key, name in where.items()}
+    for key, path in where.items():
+        if key not in files[path].tensors:
+            raise CheckpointError(f"{folder / path} lacks the tensor {key!r}, which {index} places in it")
+    total = metadata.get("total_parameters") if isinstance(metadata, dict) else None
+    return WeightSet(stem, files, index, where, total if type(total) is int else None)
+
+
+def checked_header(folder: Path, name: str, manifest: Manifest | None) -> Header:
+    """A damaged header may name other tensors: it is compared with its digests before it is believed.
+
+    Raises:
+        CheckpointError: it is damaged, or the manifest does not list the file.
+    """
+    header = read_header(folder / name)
+    if manifest is not None:
+        if name not in manifest.files:
+            raise CheckpointError(f"{folder / name} is not in the manifest: it is of another save")
+        segments = manifest.files[name].segments
+        check_segments(folder / name, [segment for segment in segments if segment[0] < header.header_bytes])
+    return header
+
+
+# Small states ---------------------------------------------------------------------------------------------------------
+
+_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+_RESERVED = {_TENSOR, _TUPLE, _PAIRS}
+
+
+class Stateful(Protocol):
+    """What has a state of its own: a scheduler, a loss scaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    """`value` as JSON; its tensors go to `tensors`, named by their place below `where`.
+
+    Raises:
+        CheckpointError: something that has no place in JSON; says where.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        while where in tensors:  # names with dots can lead to one place in two ways
+            where += "'"
+        tensors[where] = value.detach().cpu().contiguous().clone()
+        return {_TENSOR: where}
+    if isinstance(value, tuple):
+        return {_TUPLE: [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and not (len(value) == 1 and value.keys() <= _RESERVED):
+            return {key: pack(item, tensors, f"{where}.{key}") for key, item in value.items()}
+        pairs = [
+            [pack(k, tensors, f"{where}.key{i}"), pack(v, tensors, f"{where}.{k}")]
+            for i, (k, v) in enumerate(value.items())
+        ]
+        return {_PAIRS: pairs}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which can be stored neither as JSON nor as a tensor; give it a state_dict() of "
+        "plain values"
+    )
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `pack`; numpy arrays come back as tensors."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        if set(value) == {_TUPLE}:
+            return tuple(unpack(item, tensors) for item in value[_TUPLE])
+        if set(value) == {_PAIRS}:
+            return {unpack(key, tensors): unpack(item, tensors) for key, item in value[_PAIRS]}
+        return {key: unpack(item, tensors) for key, item in value.items()}
+    return value
+
+
+def random_states() -> dict[str, Any]:
+    """Of Python, numpy and torch (CPU, and CUDA where it is in use) in this process."""
+    version, state, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    out: dict[str, Any] = {
+        "python": [version, torch.tensor(state, dtype=torch.int64), gauss],
+        "numpy": [kind, torch.tensor(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        out["cuda"] = torch.cuda.get_rng_state()
+    return out
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse of `random_states`."""
+    version, state, gauss = states["python"]
+    random.setstate((version, tuple(state.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

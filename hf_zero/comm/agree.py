@@ -26,56 +26,53 @@ PATIENCE_S = 60.0
 _arrivals = itertools.count(1)
 
 
-@contextmanager
-def on_errors(wire: SoloWire, what: str) -> Iterator[None]:
-    """A refusal on one rank is a refusal on all: no rank goes on to wait for one that has left.
+class Report:
+    """What an `on_all_ranks` block tells the other ranks.
 
-    Raises:
-        ZeroError: this rank's own.
-        RankMismatchError: where only other ranks refused; names the first and its reason.
+    Attributes:
+        mine: what this rank tells; set inside the block, anything that pickles.
+        everyone: once the block has ended, what each rank told, in rank order.
     """
-    mine: ZeroError | None = None
-    try:
-        yield
-    except ZeroError as error:
-        mine = error
-    for rank, theirs in enumerate(wire.exchange(None if mine is None else str(mine))):
-        if mine is not None:
-            raise mine
-        if theirs is not None:
-            raise RankMismatchError(f"{what}: rank {rank} refused, and this rank did not: {theirs}")
+
+    def __init__(self) -> None:
+        self.mine: Any = None
+        self.everyone: list[Any] = []
 
 
-def together(
-    wire: SoloWire, what: str, work: Callable[[], T], *, answer: bool = True, kind: type[ZeroError] = CheckpointError
-) -> list[T]:
-    """Do `work`, which must not communicate, on every rank; where it fails on one it fails on all.
+@contextmanager
+def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[Report]:
+    """A block that every rank enters and that fails on all ranks if it fails on one. A collective, at the end of the block.
 
-    Returns:
-        Every rank's result in rank order; with `answer=False` only this rank's.
+    The block itself must not communicate: a rank that failed in it would leave the others waiting.
+
+    Args:
+        what: is done, for the messages.
+        kind: of the error where another rank failed, and for failures here that are no refusal of this package: a disk's,
+            the program's. With RankMismatchError this rank's own failure stays as it is, of whatever class.
 
     Raises:
         ZeroError: this rank's own refusal.
-        CheckpointError (or `kind`): any other failure, here or elsewhere, a disk's among them; names the first rank that
-            failed, and how.
+        CheckpointError (or `kind`): names the first rank that failed, and how; or the other ranks cannot be reached.
     """
-    result: Any = None
+    report = Report()
     failure: Exception | None = None
     try:
-        result = work()
+        yield report
     except Exception as error:  # any failure must reach the other ranks, which would wait for this one
         failure = error
-    report = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
     try:
-        reports = wire.exchange((report, result if answer and failure is None else None))
+        told = wire.exchange((reason, report.mine if failure is None else None))
     except RuntimeError as error:  # the process group's own
         raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
-    if isinstance(failure, ZeroError) and not isinstance(failure, TierError):
+    if failure is not None and (
+        kind is RankMismatchError or (isinstance(failure, ZeroError) and not isinstance(failure, TierError))
+    ):
         raise failure
-    for rank, (theirs, _) in enumerate(reports):
+    for rank, (theirs, _) in enumerate(told):
         if theirs is not None:
             raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
-    return [value for _, value in reports] if answer else [result]
+    report.everyone = [value for _, value in told]
 
 
 @contextmanager
@@ -130,7 +127,9 @@ def read(wire: SoloWire, values: Callable[[], T], *, may_fail: bool) -> T:
     """
     if not may_fail:
         return values()
-    return together(wire, "reading values from disk", values, answer=False, kind=TierError)[0]
+    with on_all_ranks(wire, "reading values from disk", kind=TierError):
+        found = values()
+    return found
 
 
 def same_structure(

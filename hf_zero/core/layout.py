@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+S = TypeVar("S")
 
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
@@ -82,13 +85,38 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """The part of one parameter that one rank owns: `numel` elements."""
+class Extent(Generic[S]):
+    """These elements are those elements: `numel` from `start` on here are the ones of `source` from `source_start` on.
 
-    slot: Slot
-    param_start: int  # in the parameter, row-major
-    slice_start: int  # in the owner's slice
+    What "here" counts in (a parameter, a slice, a tensor of a file) is said by whoever hands one out.
+    """
+
+    source: S
+    source_start: int
+    start: int
     numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def here(self) -> slice:
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def there(self) -> slice:
+        """The same elements, in `source`."""
+        return slice(self.source_start, self.source_start + self.numel)
+
+    def cut(self, start: int, stop: int) -> Extent[S] | None:
+        """The part of it from `start` to `stop`, both counted here; None where there is none."""
+        low, high = max(self.start, start), min(self.stop, stop)
+        return Extent(self.source, self.source_start + low - self.start, low, high - low) if low < high else None
+
+    def moved(self, by: int) -> Extent[S]:
+        """The same elements where "here" begins `by` elements earlier."""
+        return Extent(self.source, self.source_start, self.start + by, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +146,23 @@ class Span:
         """Any of its specs: dtypes, trainable and group are equal for all."""
         return self.slots[0].spec
 
-    def overlaps(self, rank: int) -> Iterator[Overlap]:
-        """The parts of this span's parameters that `rank` owns, in order."""
+    def overlaps(self, rank: int) -> Iterator[Extent[Slot]]:
+        """The parts of this span's parameters that `rank` owns, in order. "Here" is the rank's slice."""
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         for slot in self.slots:
-            start, stop = max(low, slot.offset), min(high, slot.stop)
-            if start < stop:
-                yield Overlap(slot, start - slot.offset, start - low, stop - start)
+            part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
+            if part is not None:
+                yield part.moved(-low)
 
-    def owners(self, slot: Slot) -> Iterator[tuple[int, Overlap]]:
-        """The ranks that own elements of one parameter, in order, each with its part."""
+    def owners(self, slot: Slot) -> Iterator[tuple[int, Extent[Slot]]]:
+        """The ranks that own elements of one parameter, in order, each with its part as `overlaps` has it."""
         if not slot.spec.numel:  # nobody
             return
         for rank in range(slot.offset // self.slice_numel, -(-slot.stop // self.slice_numel)):
             low = rank * self.slice_numel
-            start, stop = max(low, slot.offset), min(low + self.slice_numel, slot.stop)
-            yield rank, Overlap(slot, start - slot.offset, start - low, stop - start)
+            part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, low + self.slice_numel)
+            if part is not None:
+                yield rank, part.moved(-low)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from ..checkpoint.folder import recover
 from ..checkpoint.load import Loading
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
 from ..checkpoint.weights import Drawing, format_of
-from ..comm.agree import together
+from ..comm.agree import on_all_ranks
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces, ParameterPieces
@@ -145,8 +145,9 @@ class ZeroStateMixin(_AcceleratorBase):
         )
         if folder is not None:
             tidy(engine.wire, folder)
-            exists = together(engine.wire, f"saving to {target}", lambda: target.exists())[0]
-            if exists:
+            with on_all_ranks(engine.wire, f"saving to {target}") as report:
+                report.mine = target.exists()
+            if report.everyone[0]:
                 raise ValueError(
                     f"Checkpoint directory {target} ({self.save_iteration}) already exists. Please manually override "
                     "`self.save_iteration` with what iteration to start with."
@@ -189,15 +190,11 @@ class ZeroStateMixin(_AcceleratorBase):
         first = self.register_save_state_pre_hook(note)
         hooks.move_to_end(first.id, last=False)
         last = self.register_save_state_pre_hook(take)
-
-        def write() -> None:
-            with ExitStack() as stack:
+        try:
+            with on_all_ranks(engine.wire, f"saving to {saving.target}"), ExitStack() as stack:
                 for model, state in whole:
                     stack.enter_context(serving(model, state))
                 stock(str(saving.folder), True, **settings)
-
-        try:
-            together(engine.wire, f"saving to {saving.target}", write, answer=False)
         finally:
             first.remove()
             last.remove()
@@ -210,13 +207,10 @@ class ZeroStateMixin(_AcceleratorBase):
         inside = f"model_{index}" if index else ""
         place = saving.folder / inside if inside else saving.folder
         if engine is None:  # frozen, and whole on every rank
-
-            def write() -> None:
+            with on_all_ranks(first.wire, f"saving to {saving.target}"):
                 if first.rank == 0:
                     place.mkdir(exist_ok=True)
                     save_plain(dict(model.state_dict()), place / "model.safetensors", safe_serialization=True)
-
-            together(first.wire, f"saving to {saving.target}", write)
             return
         engine.quiesce()
         form = format_of(model)
@@ -238,11 +232,9 @@ class ZeroStateMixin(_AcceleratorBase):
         saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=_numbered(OPTIMIZER_FOLDER, index))
 
     def _zero_after(self, engine: Engine, folder: Path | None, target: Path) -> None:
-        def work() -> None:
+        with on_all_ranks(engine.wire, f"after saving {target}"):
             if folder is not None and self.is_main_process:
                 rotate(_named(folder), self.project_configuration.total_limit, [target], _LAST_WRITTEN)
-
-        together(engine.wire, f"after saving {target}", work)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
@@ -290,7 +282,9 @@ class ZeroStateMixin(_AcceleratorBase):
     def _zero_choose(self, engine: Engine, given: str | None) -> Path:
         if given is not None:
             folder = Path(given).expanduser()
-            together(engine.wire, f"loading {folder}", lambda: recover(folder) if engine.rank == 0 else None)
+            with on_all_ranks(engine.wire, f"loading {folder}"):
+                if engine.rank == 0:
+                    recover(folder)
             if not folder.is_dir():
                 raise ValueError(f"Tried to find {folder} but folder does not exist")
             if not is_ours(folder) and engine.rank == 0:
@@ -303,7 +297,9 @@ class ZeroStateMixin(_AcceleratorBase):
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
         folder = Path(self.project_dir, "checkpoints")
         found = _named(folder)[::-1]
-        if not together(engine.wire, f"looking into {folder}", lambda: len(found))[0]:
+        with on_all_ranks(engine.wire, f"looking into {folder}") as report:
+            report.mine = len(found)
+        if not report.everyone[0]:
             raise CheckpointError(f"{folder} holds no checkpoint_N: nothing has been saved there")
         return newest_whole(engine.wire, found, _LAST_WRITTEN)
 

@@ -21,7 +21,7 @@ from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, Manifest, check_segments, check_sizes, digest_file, share
 from ..checkpoint.save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, Saving
 from ..checkpoint.weights import Drawing, format_of
-from ..comm.agree import together
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.engine import Engine
@@ -97,44 +97,34 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
         return Drawing(())
 
     saving.weights(ParameterPieces(engine.units), draw)
-    what = f"saving to {saving.target}"
-    if together(engine.wire, what, lambda: bool(needs_values))[0]:
+    with on_all_ranks(engine.wire, f"saving to {saving.target}") as report:
+        report.mine = bool(needs_values)
+    if report.everyone[0]:
         put_whole(saving, engine, stock)
 
 
 def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
     """Gather the model on rank 0, and let `stock` write it there as it likes. A collective."""
     state = engine.model.state_dict()
-
-    def write() -> None:
+    with on_all_ranks(engine.wire, f"saving to {saving.target}"):
         if engine.rank == 0:
             with serving(engine.model, state):
                 stock()
 
-    together(engine.wire, f"saving to {saving.target}", write)
-
 
 def hand_in(saving: Saving, wire: SoloWire) -> None:
     """Small files that ranks on other nodes wrote to disks of their own go to rank 0's folder. A collective."""
-
-    def collect() -> dict[str, bytes]:
-        if not saving.is_blind:
-            return {}
-        found = [path for path in saving.folder.rglob("*") if path.is_file()]
-        mine = {path.relative_to(saving.folder).as_posix(): path.read_bytes() for path in found}
-        shutil.rmtree(saving.folder.parent, ignore_errors=True)
-        return mine
-
-    everyone = together(wire, f"saving to {saving.target}", collect)
-
-    def write() -> None:
-        for files in everyone if wire.rank == 0 else ():
-            for name, content in files.items():
+    with on_all_ranks(wire, f"saving to {saving.target}") as report:
+        if saving.is_blind:
+            found = [path for path in saving.folder.rglob("*") if path.is_file()]
+            report.mine = {path.relative_to(saving.folder).as_posix(): path.read_bytes() for path in found}
+            shutil.rmtree(saving.folder.parent, ignore_errors=True)
+    with on_all_ranks(wire, f"saving to {saving.target}"):
+        for files in report.everyone if wire.rank == 0 else ():
+            for name, content in (files or {}).items():
                 place = saving.folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
-
-    together(wire, f"saving to {saving.target}", write)
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
@@ -173,8 +163,9 @@ def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: on every rank: only some of them see the folder.
     """
-    what = f"looking at {folder}"
-    answers = together(wire, what, lambda: (Path(folder).is_dir(), is_ours(folder)))
+    with on_all_ranks(wire, f"looking at {folder}") as report:
+        report.mine = Path(folder).is_dir(), is_ours(folder)
+    answers: list[tuple[bool, bool]] = report.everyone
     if len(set(answers)) > 1:
         blind = [rank for rank, answer in enumerate(answers) if answer != max(answers)]
         raise CheckpointError(
@@ -186,7 +177,9 @@ def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
 
 def tidy(wire: SoloWire, folder: str | os.PathLike[str]) -> None:
     """Rank 0 removes what killed saves have left in `folder`. A collective."""
-    together(wire, f"tidying {folder}", lambda: remove_left_overs(folder) if wire.rank == 0 else None)
+    with on_all_ranks(wire, f"tidying {folder}"):
+        if wire.rank == 0:
+            remove_left_overs(folder)
 
 
 def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> Path:
@@ -200,7 +193,9 @@ def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> 
     Raises:
         CheckpointError: on every rank: there are folders, and none is complete.
     """
-    names: list[Path] = together(wire, "looking for checkpoints", lambda: list(folders))[0]
+    with on_all_ranks(wire, "looking for checkpoints") as report:
+        report.mine = list(folders)
+    names: list[Path] = report.everyone[0]
     passed: list[str] = []
     for folder in names:
         reason = why_broken(wire, folder, last_written)
@@ -218,28 +213,23 @@ def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> 
 def why_broken(wire: SoloWire, folder: Path, last_written: str) -> str | None:
     """What is wrong with a checkpoint, every byte checked, the ranks sharing the work; None if nothing. A collective."""
     what = f"checking {folder}"
-
-    def finish() -> str | None:
+    with on_all_ranks(wire, what) as report:
         try:
-            recover(folder)
+            if wire.rank == 0:
+                recover(folder)
         except CheckpointError as error:
-            return str(error)
-        return None
-
-    def check() -> str | None:
+            report.mine = str(error)
+    if report.everyone[0] is not None:
+        return str(report.everyone[0])
+    with on_all_ranks(wire, what) as report:
         try:
             manifest = check_quickly(folder, last_written)
             if manifest is not None:
                 for name, segments in share(manifest, wire.rank, wire.size).items():
                     check_segments(folder / name, segments)
         except CheckpointError as error:
-            return str(error)
-        return None
-
-    unfinished = together(wire, what, lambda: finish() if wire.rank == 0 else None)[0]
-    if unfinished is not None:
-        return unfinished
-    return next((reason for reason in together(wire, what, check) if reason is not None), None)
+            report.mine = str(error)
+    return next((reason for reason in report.everyone if reason is not None), None)
 
 
 def check_quickly(folder: Path, last_written: str) -> Manifest | None:

@@ -10,8 +10,7 @@ import torch
 import transformers
 from transformers import Trainer
 
-from ..checkpoint.cards import RunFacts
-from ..checkpoint.export import card_for
+from ..checkpoint.hub import RunFacts, card_for
 from ..runtime.engine import Engine
 
 _HYPERPARAMETERS = (

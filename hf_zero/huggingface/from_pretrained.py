@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
-from ..checkpoint.reader import Reader, Wanted
-from ..checkpoint.safetensors import read_header
-from ..checkpoint.weights import Stored
-from ..comm.agree import together
+from ..checkpoint.ranges import Range, Reader
+from ..checkpoint.safetensors import Stored, read_header
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
+from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
 from ..params.init import Init, born, slice_bounds
 from ..runtime.deferred import birth_of, born_at_rest
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
-from .placement import Replay, Segment
+from .placement import Replay
 from .recording import swapped
 from .weights import EXTRA_STATE, PlannedLoad, planned_load
 
@@ -126,23 +126,20 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
     what = f"from_pretrained of {type(model).__name__}"
 
     stamps: dict[Path, Stamp] = {}
-
-    def plan() -> tuple[dict[str, Stored], PlannedLoad]:
-        stored = {}
+    stored: dict[str, Stored] = {}
+    with torch.no_grad(), on_all_ranks(init.wire, what):
         for path in (Path(file).absolute() for file in files):
             stamps[path] = Stamp.of(path)
             header = read_header(path)
             init.bytes_read += header.header_bytes
-            for key, place in header.tensors.items():
-                stored[key] = Stored(path, place.dtype, place.shape, place.start, place.stop)
-        return stored, planned_load(model, stored, config, place=True)
-
+            stored.update(header.tensors)
+        planned = planned_load(model, stored, config, place=True)
     with torch.no_grad():
-        stored, planned = together(init.wire, what, plan, answer=False)[0]
         wrong = {item[0] for item in planned.info.mismatched_keys}
         filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)
         try:
-            together(init.wire, what, lambda: filling.read(planned, wrong))
+            with on_all_ranks(init.wire, what):
+                filling.read(planned, wrong)
         finally:
             init.bytes_read += filling.reader.bytes_read
         _tie(init.wire, model, planned, what)
@@ -175,7 +172,7 @@ class _Filling:
 
     def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
         """Without communication. Names in `wrong` are left as they are: their shapes do not fit."""
-        wanted: list[Wanted] = []
+        wanted: list[Range] = []
         computed: dict[str, Tensor] = {}
         for name, result in planned.results.items():
             if name in wrong:
@@ -195,7 +192,7 @@ class _Filling:
         for name in (*self._own, *self._origins):
             self._plant(name)
 
-    def _origin(self, name: str, stand_in: Tensor, segments: Sequence[Segment] | None) -> OnDisk | None:
+    def _origin(self, name: str, stand_in: Tensor, segments: Sequence[Extent[str]] | None) -> OnDisk | None:
         """A parameter's elements in the files; None where they must be read now."""
         if self._stamps is None or not segments or not self._is_parameter(name):
             return None
@@ -222,14 +219,13 @@ class _Filling:
         own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
         return own, low, high
 
-    def _ranges(self, name: str, stand_in: Tensor, segments: Sequence[Segment]) -> list[Wanted]:
+    def _ranges(self, name: str, stand_in: Tensor, segments: Sequence[Extent[str]]) -> list[Range]:
         own, low, high = self._room(name, stand_in)
         out = []
         for item in segments:
-            begin, end = max(item.start, low), min(item.start + item.numel, high)
-            if begin < end:
-                at = item.source_start + begin - item.start
-                out.append(Wanted(self._stored[item.source], at, own[begin - low : end - low]))
+            part = item.cut(low, high)
+            if part is not None:
+                out.append(Range(self._stored[part.source], part.source_start, own[part.moved(-low).here]))
         return out
 
     def _compute(self, replay: Replay, stand_ins: Mapping[str, Tensor]) -> None:
@@ -277,11 +273,9 @@ def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
     ]
     if not pairs:
         return
-
-    def compare() -> list[bool]:
-        return [_equal_slices(model.get_parameter(target), model.get_parameter(source)) for target, source in pairs]
-
-    for (target, source), answers in zip(pairs, zip(*together(wire, what, compare))):
+    with on_all_ranks(wire, what) as report:
+        report.mine = [_equal_slices(model.get_parameter(one), model.get_parameter(other)) for one, other in pairs]
+    for (target, source), answers in zip(pairs, zip(*report.everyone)):
         if all(answers):
             path, _, last = target.rpartition(".")
             setattr(model.get_submodule(path), last, model.get_parameter(source))

@@ -19,22 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..core.layout import Extent
+
 _MIN_CHUNK_BYTES = 4096
 _FREE_CHUNKS = 64
 """A result in more pieces than `_FREE_CHUNKS`, each shorter than `_MIN_CHUNK_BYTES`, is played, not placed."""
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements `start` .. `start + numel` are those of `source` from `source_start`."""
-
-    start: int
-    numel: int
-    source: str
-    source_start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class _Content:
 
     keep: Tensor  # so that the storage's identity is not given to another
     name: str | None = None
-    segments: list[Segment] | None = None
+    segments: list[Extent[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +80,9 @@ class Trace(TorchDispatchMode):
         """`tensor`, contiguous on the meta device and the only one of its storage, is called `name` from now on."""
         key = _storage(tensor)
         if key not in self._contents:
-            self._contents[key] = _Content(tensor, name, [Segment(0, tensor.numel(), name, 0)])
+            self._contents[key] = _Content(tensor, name, [Extent(name, 0, 0, tensor.numel())])
 
-    def segments(self, tensor: Tensor) -> list[Segment] | None:
+    def segments(self, tensor: Tensor) -> list[Extent[str]] | None:
         """`tensor`'s elements in row-major order, without gaps; None if they are not all moved ones."""
         found = self._lines(tensor, _row_major(tensor.shape))
         return None if found is None else _merged(found)
@@ -164,7 +156,7 @@ class Trace(TorchDispatchMode):
             pairs = list(zip(out.unbind(_dim(args)), args[0]))
         else:
             return False
-        found: list[Segment] = []
+        found: list[Extent[str]] = []
         for target, part in pairs:
             # A cast is arithmetic; parts of equal size only, so that nothing was broadcast.
             lines = (
@@ -176,7 +168,7 @@ class Trace(TorchDispatchMode):
         self._contents[_storage(out)].segments = _merged(found)
         return True
 
-    def _lines(self, tensor: Tensor, strides: Sequence[int], offset: int = 0) -> list[Segment] | None:
+    def _lines(self, tensor: Tensor, strides: Sequence[int], offset: int = 0) -> list[Extent[str]] | None:
         """Where `tensor`'s elements come from, each at its place in a storage with `strides` and `offset`."""
         content = self._contents.get(_storage(tensor)) if tensor.is_meta else None
         if content is None or content.segments is None or content.keep.dtype != tensor.dtype:
@@ -194,7 +186,7 @@ class Trace(TorchDispatchMode):
             chunk *= dims.pop()[2]
         if tensor.numel() // chunk > _FREE_CHUNKS and chunk * tensor.element_size() < _MIN_CHUNK_BYTES:
             return None
-        out: list[Segment] = []
+        out: list[Extent[str]] = []
         for place in itertools.product(*(range(extent) for _, _, extent in dims)):
             here = offset + sum(i * dim[0] for i, dim in zip(place, dims))
             there = int(tensor.storage_offset()) + sum(i * dim[1] for i, dim in zip(place, dims))
@@ -269,9 +261,9 @@ def _row_major(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
-def _cut(segments: list[Segment], start: int, numel: int, shift: int) -> list[Segment] | None:
+def _cut(segments: list[Extent[str]], start: int, numel: int, shift: int) -> list[Extent[str]] | None:
     """`numel` elements from `start`, moved by `shift`; None if some of them have no source."""
-    out: list[Segment] = []
+    out: list[Extent[str]] = []
     at = bisect_right(segments, start, key=lambda segment: segment.start) - 1
     stop = start + numel
     while start < stop:
@@ -282,16 +274,16 @@ def _cut(segments: list[Segment], start: int, numel: int, shift: int) -> list[Se
         length = min(segment.numel - skip, stop - start)
         if length <= 0:
             return None
-        out.append(Segment(start + shift, length, segment.source, segment.source_start + skip))
+        out.append(Extent(segment.source, segment.source_start + skip, start + shift, length))
         start, at = start + length, at + 1
         if start < stop and at < len(segments) and segments[at].start != start:
             return None
     return out
 
 
-def _merged(segments: Iterable[Segment]) -> list[Segment]:
+def _merged(segments: Iterable[Extent[str]]) -> list[Extent[str]]:
     """In order of place, neighbours joined where they are neighbours in the source too."""
-    out: list[Segment] = []
+    out: list[Extent[str]] = []
     for segment in sorted(segments, key=lambda segment: segment.start):
         last = out[-1] if out else None
         if (
@@ -300,10 +292,10 @@ def _merged(segments: Iterable[Segment]) -> list[Segment]:
             and last.start + last.numel == segment.start
             and last.source_start + last.numel == segment.source_start
         ):
-            out[-1] = Segment(last.start, last.numel + segment.numel, last.source, last.source_start)
+            out[-1] = Extent(last.source, last.source_start, last.start, last.numel + segment.numel)
         else:
             out.append(segment)
     return out
 
 
-__all__ = ["Replay", "Segment", "Trace"]
+__all__ = ["Replay", "Trace"]

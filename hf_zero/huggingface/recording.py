@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.weights import Conversion, Drawing, Entry, Run, WeightFile, names_of, persistent_buffers
+from ..checkpoint.weights import Conversion, Drawing, Entry, WeightFile, names_of, persistent_buffers
 from ..errors import CheckpointError
 from .placement import Trace
 from .serving import own_attribute, serving
@@ -63,8 +63,7 @@ class Record:
         for path, tensors, metadata in self.files:
             entries = []
             for key, tensor in tensors.items():
-                segments = self.trace.segments(tensor) if tensor.is_meta else None
-                runs = tuple(Run(item.source, item.source_start, item.numel) for item in segments or ())
+                runs = tuple((self.trace.segments(tensor) if tensor.is_meta else None) or ())
                 entries.append(Entry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), runs))
                 if not runs:
                     other = values.get(key, computed.get(key))

@@ -25,12 +25,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils.hub import hf_api
 
-from ..checkpoint.cards import RunFacts
 from ..checkpoint.folder import SUFFIX, Occupancy, recover
+from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save import Saving
-from ..comm.agree import together
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
@@ -135,12 +135,8 @@ class ZeroTrainerMixin(_TrainerBase):
         """
         wire = open_wire(home_device())
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
-        taken = together(
-            wire,
-            f"training into {self._zero_output}",
-            lambda: Occupancy(self._zero_output) if alone else None,
-            answer=False,
-        )[0]
+        with on_all_ranks(wire, f"training into {self._zero_output}"):
+            taken = Occupancy(self._zero_output) if alone else None
         try:
             return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -151,13 +147,19 @@ class ZeroTrainerMixin(_TrainerBase):
         tidy(wire, self._zero_output)
         if resume_from_checkpoint is True:
             folders = _checkpoints(self._zero_output)
-            if together(wire, "looking for checkpoints", lambda: len(folders))[0]:
+            with on_all_ranks(wire, "looking for checkpoints") as report:
+                report.mine = len(folders)
+            if report.everyone[0]:
                 resume_from_checkpoint = str(newest_whole(wire, folders, TRAINER_STATE_NAME))
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
-            together(wire, f"resuming from {folder}", lambda: recover(folder) if wire.rank == 0 else None)
+            with on_all_ranks(wire, f"resuming from {folder}"):
+                if wire.rank == 0:
+                    recover(folder)
             ours = is_ours_everywhere(wire, folder)
-            together(wire, f"resuming from {folder}", lambda: check_quickly(folder, "") if ours else None)
+            with on_all_ranks(wire, f"resuming from {folder}"):
+                if ours:
+                    check_quickly(folder, "")
             if folder.is_dir() and not ours and wire.rank == 0:
                 warnings.warn(
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
@@ -225,12 +227,13 @@ class ZeroTrainerMixin(_TrainerBase):
                 self._zero_saving, self._zero_push = saving, False
                 try:
                     # Its collectives are this class's own and fail on all ranks together; the rest it does alone.
-                    stock = partial(parent._save_checkpoint, model, trial)
-                    together(engine.wire, f"saving to {target}", stock, answer=False)
+                    with on_all_ranks(engine.wire, f"saving to {target}"):
+                        parent._save_checkpoint(model, trial)
                 finally:
                     self._zero_saving = None
                 hand_in(saving, engine.wire)
-                together(engine.wire, f"saving to {target}", lambda: self._zero_name_best(saving, run_dir, target))
+                with on_all_ranks(engine.wire, f"saving to {target}"):
+                    self._zero_name_best(saving, run_dir, target)
                 then = copy.copy(self.state), self._zero_push
                 self._zero_desk.finish(saving, engine, partial(self._zero_after, engine, run_dir, target, *then))
         except BaseException:
@@ -250,8 +253,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _zero_after(self, engine: Engine, run_dir: str, target: str, then: TrainerState, push: bool) -> None:
         """The checkpoint is there: push it, drop older ones. `then` is the state in it, for the push."""
-
-        def work() -> None:
+        with on_all_ranks(engine.wire, f"after saving {target}"):
             if not self.args.should_save or not os.path.exists(os.path.join(target, MANIFEST)):
                 return
             if push:
@@ -263,8 +265,6 @@ class ZeroTrainerMixin(_TrainerBase):
             folders = [Path(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
             keep = [Path(path) for path in (target, self.state.best_model_checkpoint) if path]
             rotate(folders, self.args.save_total_limit, keep, TRAINER_STATE_NAME)
-
-        together(engine.wire, f"after saving {target}", work)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the stock Trainer's, with the weights of all ranks. A collective: call it on every rank."""
@@ -304,8 +304,7 @@ class ZeroTrainerMixin(_TrainerBase):
         self, saving: Saving, engine: Engine, stock: Callable[..., None], state: dict[str, Any] | None
     ) -> None:
         facts = self._zero_facts = facts_of(self, engine)
-
-        def rest() -> None:
+        with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             if engine.rank == 0:
                 facts.write(saving.folder)
                 card = saving.target / "README.md"
@@ -313,8 +312,6 @@ class ZeroTrainerMixin(_TrainerBase):
                     shutil.copyfile(card, saving.folder / card.name)
                 if state is not None:  # values that the caller has gathered
                     stock(str(saving.folder), state)
-
-        together(engine.wire, f"saving to {saving.target}", rest)
         if state is None:
             put_as(saving, engine, lambda: stock(str(saving.folder), None))
 
@@ -326,14 +323,11 @@ class ZeroTrainerMixin(_TrainerBase):
         state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
         saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE)
         parent: Any = super()
-
-        def write() -> None:
+        with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             with _answering(self.optimizer, "state_dict", {}):
                 parent._save_optimizer_and_scheduler(output_dir)
             if self.args.should_save:
                 Path(output_dir, OPTIMIZER_NAME).unlink(missing_ok=True)
-
-        together(engine.wire, f"saving to {saving.target}", write)
         return None
 
     # -- loading --
@@ -386,12 +380,9 @@ class ZeroTrainerMixin(_TrainerBase):
                 )
             return None
         scheduler = Path(checkpoint, SCHEDULER_NAME)
-
-        def load_schedule() -> None:
+        with on_all_ranks(engine.wire, f"loading {scheduler}"):
             if scheduler.is_file():
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-
-        together(engine.wire, f"loading {scheduler}", load_schedule)
         return None
 
     def _load_best_model(self) -> None:

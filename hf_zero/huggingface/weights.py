@@ -23,9 +23,11 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
-from ..checkpoint.weights import Conversion, Drawing, Located, Piece, Stored, names_of, persistent_buffers
+from ..checkpoint.safetensors import Stored
+from ..checkpoint.weights import Conversion, Drawing, Located, names_of, persistent_buffers
+from ..core.layout import Extent
 from ..errors import CheckpointError
-from .placement import Segment, Trace
+from .placement import Trace
 from .recording import recording, stand_in_state, swapped
 from .serving import own_attribute, serving
 
@@ -116,7 +118,7 @@ class AdapterFormat:
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
         names, buffers = names_of(self._model), persistent_buffers(self._model)
-        pieces: dict[str, Sequence[Piece]] = {}
+        pieces: dict[str, Sequence[Extent[str]]] = {}
         found_buffers: dict[str, str] = {}
         missing: list[str] = []
         mismatched = []
@@ -135,7 +137,7 @@ class AdapterFormat:
                     mismatched.append((prefix + key, found.shape, shape))
                 elif name in names:
                     numel = torch.Size(shape).numel()
-                    pieces[names[name]] = (Piece(prefix + key, 0, 0, numel),)
+                    pieces[names[name]] = (Extent(prefix + key, 0, 0, numel),)
                 else:
                     found_buffers[name] = prefix + key
         return Located(
@@ -258,7 +260,7 @@ def planned_load(
 def _located(
     trace: Trace, results: Mapping[str, Tensor], names: Mapping[str, str], buffers: Mapping[str, Tensor]
 ) -> Located:
-    pieces: dict[str, Sequence[Piece]] = {}
+    pieces: dict[str, Sequence[Extent[str]]] = {}
     found_buffers: dict[str, str] = {}
     computed: dict[str, Tensor] = {}
     for name, result in results.items():
@@ -268,15 +270,10 @@ def _located(
         elif segments is None or name in buffers:
             computed.setdefault(names.get(name, name), result)
         else:
-            pieces.setdefault(names[name], pieces_of(segments))
+            pieces.setdefault(names[name], segments)
     computed = {name: result for name, result in computed.items() if name not in pieces}
     conversions = tuple(Conversion(r.sources, r.targets, r.convert) for r in trace.replays(computed))
     return Located(pieces, found_buffers, conversions)
-
-
-def pieces_of(segments: Sequence[Segment]) -> tuple[Piece, ...]:
-    """A parameter's segments as pieces of stored tensors."""
-    return tuple(Piece(item.source, item.source_start, item.start, item.numel) for item in segments)
 
 
 def _fresh(conversion: Any) -> Any:
@@ -294,7 +291,6 @@ __all__ = [
     "InjectedFormat",
     "PlannedLoad",
     "hub_format",
-    "pieces_of",
     "planned_load",
     "recording",
 ]

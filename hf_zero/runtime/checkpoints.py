@@ -19,17 +19,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from safetensors.torch import save as serialized
 from torch import Tensor
 
 from ..checkpoint.folder import naming
-from ..checkpoint.load import Loading, read_json
-from ..checkpoint.manifest import check_version
-from ..checkpoint.objects import Stateful, pack, random_states, set_random_states, unpack
-from ..checkpoint.safetensors import build_header
+from ..checkpoint.load import Loading
+from ..checkpoint.manifest import check_version, read_json
 from ..checkpoint.save import Saving
-from ..checkpoint.weights import format_of
-from ..checkpoint.writer import bytes_of
-from ..comm.agree import together
+from ..checkpoint.weights import Stateful, format_of, pack, random_states, set_random_states, unpack
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
 from .pieces import OptimizerPieces, ParameterPieces
@@ -119,37 +117,26 @@ def load(
 
 def _put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
     tensors: dict[str, Tensor] = {}
-
-    def collect() -> Any:
+    with on_all_ranks(wire, f"saving to {saving.target}") as report:
         mine: dict[str, Tensor] = {}
-        states = pack(random_states(), mine, f"random.{wire.rank}")
-        return states, mine
-
-    everyone = together(wire, f"saving to {saving.target}", collect)
-
-    def write() -> None:
+        report.mine = pack(random_states(), mine, f"random.{wire.rank}"), mine
+    with on_all_ranks(wire, f"saving to {saving.target}"):
         if wire.rank != 0:
             return
-        body: dict[str, Any] = {"version": 1, "random": [states for states, _ in everyone]}
-        for _, theirs in everyone:
+        body: dict[str, Any] = {"version": 1, "random": [states for states, _ in report.everyone]}
+        for _, theirs in report.everyone:
             tensors.update(theirs)
         body["objects"] = {name: pack(item.state_dict(), tensors, name) for name, item in objects.items()}
         path = saving.folder / f"{_STATE}.json"
         with naming(path):
             path.write_text(json.dumps(body, separators=(",", ":")))
-        entries = [(key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in tensors.items()]
-        head, header = build_header(entries, {"format": "pt"})
         path = saving.folder / f"{_STATE}.safetensors"
-        with naming(path), open(path, "wb") as file:
-            file.write(head)
-            for key in header.tensors:
-                file.write(bytes_of(tensors[key].reshape(-1)))
-
-    together(wire, f"saving to {saving.target}", write)
+        with naming(path):
+            path.write_bytes(serialized(tensors, {"format": "pt"}))
 
 
 def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
-    def read() -> None:
+    with on_all_ranks(wire, f"loading {loading.folder}"):
         path = loading.folder / f"{_STATE}.json"
         if loading.manifest is None or path.name not in loading.manifest.files:
             if objects:
@@ -164,8 +151,6 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
             item.load_state_dict(unpack(body["objects"][name], tensors))
         if len(body["random"]) == wire.size:
             set_random_states(unpack(body["random"][wire.rank], tensors))
-
-    together(wire, f"loading {loading.folder}", read)
 
 
 # Behind training -----------------------------------------------------------------------------------------------------

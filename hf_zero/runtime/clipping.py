@@ -95,9 +95,9 @@ def _pieces(
             if shard.master in wanted:
                 out[shard] = [grad]
                 continue
-            for slot, _, _, where in extents(flat.span.overlaps(flat.rank), [shard]):
-                if id(slot) in chosen:
-                    out[shard].append(grad[where])
+            for _, piece in extents(flat.span.overlaps(flat.rank), [shard]):
+                if id(piece.source) in chosen:
+                    out[shard].append(grad[piece.here])
     return out
 
 

@@ -426,9 +426,9 @@ def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, st
         return None  # some rank was given its part, and may have written to it
     origins = {slot.spec.name: birth.origin for slot, birth in zip(span.slots, births)}
     parts = [
-        (part.slice_start, origin[part.param_start : part.param_start + part.numel])
+        (part.start, origin[part.there])
         for part in span.overlaps(wire.rank if span.shards > 1 else 0)
-        if (origin := origins[part.slot.spec.name]) is not None
+        if (origin := origins[part.source.spec.name]) is not None
     ]
     for param in params:
         release(param)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.objects import Stateful
 from ..checkpoint.save import Saving
+from ..checkpoint.weights import Stateful
 from ..comm import agree
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, gathered_as
-from ..errors import ConfigError, LayoutError, ZeroError
+from ..errors import ConfigError, LayoutError, RankMismatchError, ZeroError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, Plan
 from ..plan.report import Report
@@ -94,7 +94,7 @@ class Engine:
         self._patches = overrides.Patches()
 
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
-        with agree.on_errors(self._wire, "zero.shard"):
+        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             if engine_of(model) is not None:
                 raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
             config.check_world_size(self.world_size)
@@ -120,7 +120,7 @@ class Engine:
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.sharded.storage = self.offload.storage
         self.offload.storage.wide = self._overflow.possible
-        with agree.on_errors(self._wire, "zero.shard"):
+        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             fields = self.offload.fields(optimizer)
@@ -233,7 +233,7 @@ class Engine:
         previous = self._binding
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
-        with agree.on_errors(self._wire, "Engine.bind"):
+        with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
             kind = self._assembly.kind_of_binding(optimizer)
             if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
                 raise LayoutError(

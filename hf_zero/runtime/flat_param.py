@@ -530,8 +530,7 @@ def slice_of(
     out = torch.zeros(flat.span.slice_numel, dtype=dtype, device=device)
     value_of = {id(slot): value for slot, value in zip(flat.span.slots, values)}
     for part in flat.span.overlaps(flat.rank):
-        value = value_of[id(part.slot)]
+        value = value_of[id(part.source)]
         if value is not None:
-            piece = value.reshape(-1)[part.param_start : part.param_start + part.numel]
-            out[part.slice_start : part.slice_start + part.numel].copy_(piece)
+            out[part.here].copy_(value.reshape(-1)[part.there])
     return out

@@ -162,13 +162,10 @@ class Offload:
             failure = failure or error
         if not self._on_any_rank(failure is not None):
             return
-
-        def tell() -> None:
+        with agree.on_all_ranks(self._wire, "an optimizer step over offloaded state", kind=TierError):
             self._stepping().fail("it failed on another rank" if failure is None else str(failure))
             if failure is not None:
                 raise failure
-
-        agree.together(self._wire, "an optimizer step over offloaded state", tell, answer=False, kind=TierError)
 
     def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
         """In backward: this unit's gradients are final.
@@ -251,15 +248,12 @@ class Offload:
         """
         if not self.reads or not self._on_any_rank(any(unit.failure for unit in self._units)):
             return
-
-        def tell() -> None:
+        with agree.on_all_ranks(self._wire, "reading parameters from disk", kind=TierError):
             failures = [unit.failure for unit in self._units if unit.failure is not None]
             for unit in self._units:
                 unit.failure = None
             if failures:
                 raise failures[0]
-
-        agree.together(self._wire, "reading parameters from disk", tell, answer=False, kind=TierError)
 
     def _on_any_rank(self, mine: bool) -> bool:
         return bool(self._wire.max_scalar(torch.tensor(float(mine), device=self._device)))

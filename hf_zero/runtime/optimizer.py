@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import digest_of
-from ..comm.agree import arriving, on_errors, read
+from ..comm.agree import arriving, on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
 from .flat_param import Flat, joined, slice_of
@@ -196,7 +196,7 @@ class Binding:
         """
         what = "the optimizer's load_state_dict()"
         saved: dict[nn.Parameter, dict[str, Any] | None] = {}
-        with arriving(self._wire, what), on_errors(self._wire, what):
+        with arriving(self._wire, what), on_all_ranks(self._wire, what, kind=RankMismatchError):
             saved.update(self._saved(state_dict))
         self._put(saved, state_dict, self._must_spread(saved))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,23 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.pieces import MASTER, Held, ParameterState, Share
-from ..core.layout import Overlap, ParamSpec, Slot
+from ..checkpoint.pieces import MASTER, Held, ParameterState
+from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, StateError
 from ..tiers.array import OnDisk, Values
 from .flat_param import Flat
 from .shadow_optimizer import state_names_of
-from .state_shard import Shard, assembled, cut, is_elementwise
+from .state_shard import Shard, assembled, is_elementwise
 from .unit import Unit
 
 
-def extents(parts: Iterable[Overlap], shards: Sequence[Shard]) -> Iterator[tuple[Slot, slice, Shard, slice]]:
-    """Elements of `parts` that these shards have: the first slice counts in the parameter, the second in the shard."""
+def extents(parts: Iterable[Extent[Slot]], shards: Sequence[Shard]) -> Iterator[tuple[Shard, Extent[Slot]]]:
+    """Elements of `parts`, as `Span.overlaps` has them, that these shards have. "Here" is the shard."""
     for part in parts:
-        for shard, at, numel in cut(shards, part.slice_start, part.numel):
-            start = part.param_start + shard.start + at - part.slice_start
-            yield part.slot, slice(start, start + numel), shard, slice(at, at + numel)
+        for shard in shards:
+            piece = part.cut(shard.start, shard.stop)
+            if piece is not None:
+                yield shard, piece.moved(-shard.start)
+
+
+def _held(piece: Extent[Slot], values: Values) -> Held:
+    """What a shard's values have of one parameter."""
+    return piece.source.spec.name, Extent(values[piece.here], 0, piece.source_start, piece.numel)
 
 
 class ParameterPieces:
@@ -42,24 +48,22 @@ class ParameterPieces:
     def spec(self, name: str) -> ParamSpec:
         return self._places[name][1].spec
 
-    def written(self, rank: int, size: int) -> dict[str, list[Held]]:
-        out: dict[str, list[Held]] = {}
+    def written(self, rank: int, size: int) -> Iterator[Held]:
         for unit in self._units:
             for flat in unit.flats:
-                for slot, inside, shard, where in extents(_parts_written(flat, rank, size), flat.shards):
-                    out.setdefault(slot.spec.name, []).append(Held(inside.start, shard.values[where]))
-        return out
+                for shard, piece in extents(_parts_written(flat, rank, size), flat.shards):
+                    yield _held(piece, shard.values)
 
-    def held(self) -> Iterator[tuple[str, Held]]:
+    def held(self) -> Iterator[Held]:
         for unit in self._units:
             for flat in unit.flats:
-                for slot, inside, shard, where in extents(flat.span.overlaps(flat.rank), flat.shards):
-                    yield slot.spec.name, Held(inside.start, shard.values[where])
+                for shard, piece in extents(flat.span.overlaps(flat.rank), flat.shards):
+                    yield _held(piece, shard.values)
 
-    def shares(self, name: str) -> Iterator[Share]:
+    def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
         flat, slot = self._places[name]
         for rank, part in flat.span.owners(slot):
-            yield Share(rank, part.param_start, part.numel, partial(_master_of, flat, part))
+            yield rank, Extent(partial(_master_of, flat, part), 0, part.source_start, part.numel)
 
 
 class OptimizerPieces:
@@ -92,21 +96,20 @@ class OptimizerPieces:
 
     # To be written --------------------------------------------------------------------------------------------------
 
-    def written(self, rank: int, size: int) -> dict[str, dict[str, list[Held]]]:
-        out: dict[str, dict[str, list[Held]]] = {}
+    def written(self, rank: int, size: int) -> dict[str, list[Held]]:
+        out: dict[str, list[Held]] = {}
         for flat in self._flats:
             parts = list(_parts_written(flat, rank, size))
             for shard in flat.shards:
                 for state, value in self._sliced(flat, shard).items():
-                    by_param = out.setdefault(state, {})
-                    for slot, inside, _, where in extents(parts, [shard]):
-                        by_param.setdefault(slot.spec.name, []).append(Held(inside.start, value[where]))
+                    held = out.setdefault(state, [])
+                    held += (_held(piece, value) for _, piece in extents(parts, [shard]))
             for spec, entries in self._whole_states(flat):
                 for state, value in entries.items():
                     if _is_array(value):
-                        by_param = out.setdefault(state, {})
+                        held = out.setdefault(state, [])
                         if rank == 0:  # all ranks have the same
-                            by_param[spec.name] = [Held(0, value.detach().reshape(-1))]
+                            held.append((spec.name, Extent(value.detach().reshape(-1), 0, 0, value.numel())))
         return out
 
     def described(self) -> dict[str, ParameterState]:
@@ -164,10 +167,10 @@ class OptimizerPieces:
 
     # To be filled ---------------------------------------------------------------------------------------------------
 
-    def room(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, str, Held]]:
+    def room(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, Held]]:
         self._fresh.clear()
         self._fresh_wholes.clear()
-        out: list[tuple[str, str, Held]] = []
+        out: list[tuple[str, Held]] = []
         for flat in self._flats:
             here = {slot.spec.name: saved[slot.spec.name] for slot in flat.span.slots if slot.spec.name in saved}
             if flat.wholes:
@@ -187,7 +190,7 @@ class OptimizerPieces:
 
     def _room_of_shard(
         self, flat: Flat, shard: Shard, saved: Mapping[str, ParameterState]
-    ) -> Iterator[tuple[str, str, Held]]:
+    ) -> Iterator[tuple[str, Held]]:
         """Values go to where those of now rest, where they fit."""
         entries: dict[str, Any] = {}
         kept = shard.entries(self._optimizer)
@@ -203,13 +206,14 @@ class OptimizerPieces:
                 else:
                     covered = len(saved) == len(flat.span.slots) and all(state in s.arrays for s in saved.values())
                     entries[state] = _room(flat, shard, state, dtype_of(dtype), kept.get(state), covered)
-        for slot, inside, _, where in extents(flat.span.overlaps(flat.rank), [shard]):
-            for state in saved[slot.spec.name].arrays if slot.spec.name in saved else ():
-                yield slot.spec.name, state, Held(inside.start, entries[state][where])
+        for _, piece in extents(flat.span.overlaps(flat.rank), [shard]):
+            name = piece.source.spec.name
+            for state in saved[name].arrays if name in saved else ():
+                yield state, _held(piece, entries[state])
         entries.pop(MASTER, None)
         self._fresh.append((shard, entries))
 
-    def _room_of_wholes(self, flat: Flat, saved: Mapping[str, ParameterState]) -> Iterator[tuple[str, str, Held]]:
+    def _room_of_wholes(self, flat: Flat, saved: Mapping[str, ParameterState]) -> Iterator[tuple[str, Held]]:
         """Parameters of true shape: each array of the shape it was saved with."""
         group = self._optimizer.param_groups[flat.span.spec.group]
         home = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
@@ -223,8 +227,9 @@ class OptimizerPieces:
                     entries[state] = value.to(home if state == "step" else flat.device)
             for state, (dtype, shape) in one.arrays.items():
                 if state != MASTER:
-                    entries[state] = torch.empty(shape, dtype=dtype_of(dtype), device=flat.device)
-                    yield slot.spec.name, state, Held(0, entries[state].view(-1))
+                    values = torch.empty(shape, dtype=dtype_of(dtype), device=flat.device)
+                    entries[state] = values
+                    yield state, (slot.spec.name, Extent(values.view(-1), 0, 0, values.numel()))
             self._fresh_wholes.append((whole, entries))
 
 
@@ -244,8 +249,8 @@ def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
     )
 
 
-def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Overlap]:
-    """This rank's part of the work on a span; `slice_start` counts from the beginning of the slice.
+def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Extent[Slot]]:
+    """This rank's part of the work on a span. "Here" is the slice that the rank has.
 
     Where every rank holds everything (plain data parallel) the span is cut for the purpose, so that all of them work.
     """
@@ -255,11 +260,11 @@ def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Overlap]:
         return
     numel = -(-span.used_numel // size)
     for part in replace(span, shards=size, slice_numel=numel).overlaps(rank):
-        yield replace(part, slice_start=part.slice_start + rank * numel)
+        yield part.moved(rank * numel)
 
 
-def _master_of(flat: Flat, part: Overlap) -> Tensor:
-    values = assembled(flat.shards, lambda shard: shard.values, part.slice_start, part.numel, flat.device)
+def _master_of(flat: Flat, part: Extent[Slot]) -> Tensor:
+    values = assembled(flat.shards, lambda shard: shard.values, part.start, part.numel, flat.device)
     if values is None:
         raise StateError(f"span of {flat.span.spec.name!r} has no values")
     return values

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..config import StagePolicy, ZeroConfig
-from ..core.layout import Layout, Overlap, Slot
+from ..core.layout import Extent, Layout, Slot
 from ..core.precision import Precision
 from ..errors import StateError
 from ..plan.machine import device_bytes_in_use
@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return self.flat.span.slots[self.at]
 
     @property
-    def own(self) -> Overlap | None:
+    def own(self) -> Extent[Slot] | None:
         """The stretch of the parameter that this rank has, if any."""
         return next((part for rank, part in self.flat.span.owners(self.slot) if rank == self.flat.rank), None)
 
@@ -66,7 +66,7 @@ class Place(NamedTuple):
     def own_part(self, value: Tensor) -> Tensor:
         """Of a whole value, what this rank has, 1-D."""
         own, flat = self.own, value.detach().reshape(-1)
-        return flat[:0] if own is None else flat[own.param_start : own.param_start + own.numel]
+        return flat[:0] if own is None else flat[own.there]
 
     def whole(self, of: Of) -> Tensor:
         """What the ranks' shards hold of the parameter, as a new tensor of its shape. A collective."""
@@ -74,7 +74,7 @@ class Place(NamedTuple):
         mine = read(wire, lambda: self.local(of), may_fail=flat.storage.uses_disk)
         whole = torch.empty(self.slot.spec.numel, dtype=mine.dtype, device=flat.device)
         for rank, part in flat.span.owners(self.slot):
-            piece = whole[part.param_start : part.param_start + part.numel]
+            piece = whole[part.there]
             if rank == flat.rank:
                 piece.copy_(mine)
             if flat.span.shards > 1:
@@ -85,7 +85,7 @@ class Place(NamedTuple):
         """This rank's elements of the parameter, on the span's device; maybe a view. A gap is zeros."""
         flat, own = self.flat, self.own
         if own is not None:
-            found = assembled(flat.shards, of, own.slice_start, own.numel, flat.device)
+            found = assembled(flat.shards, of, own.start, own.numel, flat.device)
             return torch.zeros(own.numel, dtype=flat.master_dtype, device=flat.device) if found is None else found
         sample = next((value for shard in flat.shards if (value := of(shard)) is not None), None)
         return torch.empty(0, dtype=flat.master_dtype if sample is None else sample.dtype, device=flat.device)
@@ -95,10 +95,11 @@ class Place(NamedTuple):
         own = self.own
         if own is None:
             return
-        for _, inside, shard, where in extents([own], self.flat.shards):
+        for shard, piece in extents([own], self.flat.shards):
             target = of(shard)
             if target is not None:
-                target[where].copy_(value[inside.start - own.param_start : inside.stop - own.param_start])
+                done = piece.source_start - own.source_start
+                target[piece.here].copy_(value[done : done + piece.numel])
 
     def written(self) -> None:
         """The master is new: whole parameters follow, where the stage keeps them. A collective there."""

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.agree import arriving, read, together
+from ..comm.agree import arriving, on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
+from .flat_param import joined
 from .sharded import Sharded
 
 
@@ -238,13 +239,10 @@ class ShardedHooks(StateDictHooks):
     def after_load(self) -> None:
         """The masters are new: whole parameters follow, where the stage keeps them. A collective."""
         units = self._sharded.units
-
-        def carry() -> None:
+        with on_all_ranks(self._sharded.wire, "carrying new values to where they rest", kind=TierError):
             for unit in units:
                 unit.release()
                 unit.updated()
-
-        together(self._sharded.wire, "carrying new values to where they rest", carry, answer=False, kind=TierError)
         for unit in units:
             if unit.policy.keep_full:
                 unit.gather()

@@ -205,13 +205,13 @@ def _joined(flat: Flat, wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
     slots = {id(slot) for slot, is_ in zip(flat.span.slots, wanted) if is_ and slot.spec.numel <= WATCHED_NUMEL}
     low = high = -1
     for part in flat.span.overlaps(flat.rank):
-        if id(part.slot) not in slots:
+        if id(part.source) not in slots:
             continue
-        if part.slice_start != high:
+        if part.start != high:
             if high > low:
                 yield low, high
-            low = part.slice_start
-        high = part.slice_start + part.numel
+            low = part.start
+        high = part.stop
     if high > low:
         yield low, high
 

@@ -19,11 +19,12 @@ import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import FileDigest
 from hf_zero.checkpoint.pieces import Held
+from hf_zero.checkpoint.ranges import ranges_of
 from hf_zero.checkpoint.safetensors import build_header
-from hf_zero.checkpoint.save import _Placed
-from hf_zero.checkpoint.weights import Entry, Run, WeightFile, split_files
+from hf_zero.checkpoint.save import places_of
+from hf_zero.checkpoint.weights import Entry, WeightFile, split_files
 from hf_zero.config import parse_bytes
-from hf_zero.core.layout import Layout, ParamSpec
+from hf_zero.core.layout import Extent, Layout, ParamSpec
 from hf_zero.runtime.pieces import OptimizerPieces, ParameterPieces
 
 pytestmark = pytest.mark.gloo
@@ -108,11 +109,10 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, engine: zero.En
     """What training goes on from: whole values on rank 0, this rank's pieces of masters and states on every rank."""
     masters = ParameterPieces(engine.units).written(engine.rank, engine.wire.size)
     states = OptimizerPieces(engine.units, optimizer, []).written(engine.rank, engine.wire.size)
-    pieces = {
-        (state, name): [(piece.param_start, piece.values.clone()) for piece in held]
-        for state, by_name in {"value": masters, **states}.items()
-        for name, held in by_name.items()
-    }
+    pieces: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    for state, held in {"value": masters, **states}.items():
+        for name, piece in held:
+            pieces.setdefault((state, name), []).append((piece.start, piece.source.clone()))
     whole = {
         "model": {name: value.clone() for name, value in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
@@ -494,20 +494,22 @@ def test_the_ranges_of_all_ranks_are_every_file_exactly(world):
         for j, (dtype, trainable) in enumerate(kinds)
     ]
     layout = Layout.build([("a", specs[:9]), ("b", specs[9:])], world)
-    entries = [Entry(s.name, s.dtype, s.shape, (Run(s.name, 0, s.numel),)) for s in specs]
-    halves = Entry("joined", "float32", (155,), (Run("p1.0", 3, 74), Run("p1.2", 0, 77), Run("p4.0", 1, 4)))
+    entries = [Entry(s.name, s.dtype, s.shape, (Extent(s.name, 0, 0, s.numel),)) for s in specs]
+    halves = Entry(
+        "joined", "float32", (155,), (Extent("p1.0", 3, 0, 74), Extent("p1.2", 0, 74, 77), Extent("p4.0", 1, 151, 4))
+    )
     files = [*split_files("model", entries, "100KB"), WeightFile("other.safetensors", (halves,))]
-    headers = {f.name: build_header([(e.key, e.dtype, e.shape) for e in f.entries]) for f in files}
+    headers = {f.name: build_header([(e.key, e.dtype, e.shape) for e in f.entries], None, f.name) for f in files}
     segments: dict[str, list[Any]] = {name: [(0, len(head), "")] for name, (head, _) in headers.items()}
+    places = places_of((entry, headers[f.name][1].tensors[entry.key]) for f in files for entry in f.entries)
     for rank in range(world):
-        held: dict[str, list[Held]] = {}
+        held: list[Held] = []
         for span in layout.spans:
             for part in span.overlaps(rank):
-                values = torch.empty(part.numel, dtype=getattr(torch, part.slot.spec.dtype), device="meta")
-                held.setdefault(part.slot.spec.name, []).append(Held(part.param_start, values))
-        for file in files:
-            for job in _Placed(file, headers[file.name][1]).jobs(held):
-                segments[job.file].append((job.offset, job.length, ""))
+                values = torch.empty(part.numel, dtype=getattr(torch, part.source.spec.dtype), device="meta")
+                held.append((part.source.spec.name, Extent(values, 0, part.source_start, part.numel)))
+        for item in ranges_of(held, places):
+            segments[str(item.stored.file)].append((item.offset, item.length, ""))
     for name, (_, header) in headers.items():
         found = [segment for segment in segments[name] if segment[1]]
         assert FileDigest.of(header.file_bytes, found, name).size == header.file_bytes

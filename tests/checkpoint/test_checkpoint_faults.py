@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST
+from hf_zero.checkpoint.pieces import Held
 from hf_zero.checkpoint.save import Saving
+from hf_zero.checkpoint.weights import format_of
 from hf_zero.runtime.checkpoints import put_weights
+from hf_zero.runtime.pieces import ParameterPieces
 from hf_zero.tiers.array import FileSource, OnDisk
 from hf_zero.tiers.tier import Meter
 from tests.kit.injection import Call, Forked, calls, fail_at, kill_at
@@ -92,7 +97,7 @@ class Job:
             for flat in unit.trained:
                 state = self.optimizer.state[flat.shards[0].master]
                 for part in flat.span.overlaps(flat.rank):
-                    where = slice(part.slice_start, part.slice_start + part.numel)
+                    where = part.here
                     for values in (flat.shards[0].master, state["exp_avg"], state["exp_avg_sq"]):
                         found.update(values.detach()[where].tolist())
                 found.add(state["step"].item())
@@ -368,6 +373,7 @@ def damaged(rank: int, world: int, folder: Path) -> int:
         job.optimizer.state[master]["exp_avg_sq"].fill_(2)
     job.engine.save(folder, objects={"note": job.note}, max_shard_size="100B")
     names = [*verify(folder).files, MANIFEST]
+    job.engine.exchange(None)  # no rank damages what another still verifies
     numbers = random.Random(0)
     count = 0
 
@@ -502,7 +508,8 @@ def behind(rank: int, world: int, place: Path) -> None:
     for nexts in (job.engine.wait_for_save, lambda: job.save(place / "c", 4), lambda: job.engine.load(place / "a")):
         with calls(fail_at(2, errno.EIO) if rank == 1 else lambda *_: None):
             job.save(place / "b", 5, async_save=True)
-            job.engine.pending_save._thread.join()
+            while not job.engine.pending_save.done:  # not `wait`, which would tell
+                time.sleep(0.01)
         with pytest.raises(zero.CheckpointError, match=r"exp_avg_sq|model\.safetensors|Input/output"):
             nexts()
         job.engine.wait_for_save()  # said once
@@ -596,21 +603,33 @@ def apart(rank: int, world: int, place: Path) -> None:
     engine.load(place / "unseen")
 
 
+class OnCutFile(ParameterPieces):
+    """What rank 1 writes rests in a file that something has cut short."""
+
+    path: Path
+
+    def written(self, rank: int, size: int) -> Iterator[Held]:
+        for name, piece in super().written(rank, size):
+            if rank == 1:
+                piece = replace(piece, source=OnDisk(FileSource(self.path, 0, torch.float32, piece.numel, Meter())))
+            yield name, piece
+
+
 def apart_and_unreadable(rank: int, world: int, place: Path) -> None:
     """What rank 1 sends rests in a file that something has cut short: rank 0 does not wait for it for ever."""
     job = Job()
     job.paint(2)
+    parameters = OnCutFile(job.engine.units)
+    parameters.path = place / f"rest{rank}"
+    with open(parameters.path, "wb") as file:
+        file.truncate(4)
     show = hide(rank)
     try:
         saving = Saving(job.engine.wire, place / "out")
-        put_weights(saving, job.engine.sharded, job.engine.outline, "50GB")
+        form, outline = format_of(job.engine.model), job.engine.outline
+        saving.weights(parameters, lambda: form.draw(outline(), saving.folder, "50GB"))
     finally:
         show()
-    with open(place / f"rest{rank}", "wb") as file:
-        file.truncate(4)
-    if rank == 1:
-        for item in saving._jobs:
-            item.values = OnDisk(FileSource(place / "rest1", 0, torch.float32, item.values.numel(), Meter()))
     with pytest.raises(zero.ZeroError, match="rest1"):
         saving.commit()
     job.engine.exchange(None)

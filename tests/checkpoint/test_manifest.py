@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, digest_file, digest_of, share
-from hf_zero.checkpoint.manifest import check_files as verify
 from hf_zero.errors import CheckpointError
 
 FILES = {

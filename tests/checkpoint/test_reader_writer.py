@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +14,13 @@ from torch import Tensor
 
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
-from hf_zero.checkpoint.load import find_weights
 from hf_zero.checkpoint.manifest import SEGMENT_BYTES, Manifest
 from hf_zero.checkpoint.pieces import Held
-from hf_zero.checkpoint.reader import Reader, Wanted
+from hf_zero.checkpoint.ranges import Range, Reader
 from hf_zero.checkpoint.save import Saving
-from hf_zero.checkpoint.weights import Entry, Run, WeightFile
+from hf_zero.checkpoint.weights import Drawing, Entry, WeightFile, find_weights
 from hf_zero.comm.wire import SoloWire
+from hf_zero.core.layout import Extent, ParamSpec
 from hf_zero.tiers.array import FileSource, OnDisk, Values
 from hf_zero.tiers.disk import Disk
 from hf_zero.tiers.records import Records
@@ -44,22 +46,42 @@ def values() -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
 
 
-def pieces(values: Values) -> dict[str, list[Held]]:
+def pieces(values: Values) -> dict[str, list[Extent[Values]]]:
     """Parameters lie end to end in `values`; each is held in two pieces."""
-    out: dict[str, list[Held]] = {}
+    out: dict[str, list[Extent[Values]]] = {}
     start = 0
     for name, numel in SIZES.items():
         cut = min(CUT, numel // 2)
-        out[name] = [Held(0, values[start : start + cut]), Held(cut, values[start + cut : start + numel])]
+        bounds = (0, cut), (cut, numel)
+        out[name] = [Extent(values[start + low : start + high], 0, low, high - low) for low, high in bounds]
         start += numel
     return out
 
 
-def save(folder: Path, held: dict[str, list[Held]], dtype: str) -> Saving:
+@dataclass
+class AsParameters:
+    """What a save asks of a run, where nothing needs to be converted."""
+
+    pieces: dict[str, list[Extent[Values]]]
+
+    def spec(self, name: str) -> ParamSpec:
+        raise KeyError(name)
+
+    def written(self, rank: int, size: int) -> list[Held]:
+        return self.held()
+
+    def held(self) -> list[Held]:
+        return [(name, piece) for name, pieces in self.pieces.items() for piece in pieces]
+
+    def shares(self, name: str) -> list[Any]:
+        return []
+
+
+def save(folder: Path, held: dict[str, list[Extent[Values]]], dtype: str) -> Saving:
     """A save of `held` that is ready to commit."""
-    entries = tuple(Entry(name, dtype, (numel,), (Run(name, 0, numel),)) for name, numel in SIZES.items())
+    entries = tuple(Entry(name, dtype, (numel,), (Extent(name, 0, 0, numel),)) for name, numel in SIZES.items())
     saving = Saving(SoloWire(), folder)
-    saving._jobs += saving._create(WeightFile("model.safetensors", entries)).jobs(held)
+    saving.weights(AsParameters(held), lambda: Drawing((WeightFile("model.safetensors", entries),)))
     return saving
 
 
@@ -103,10 +125,10 @@ def test_a_file_may_hold_values_from_memory_and_from_disk(tmp_path, records, val
 def test_values_are_loaded_to_disk_like_into_memory(tmp_path, records, values, dtype, verified):
     save(tmp_path / "out", pieces(values), str(dtype).removeprefix("torch.")).commit()
     manifest = Manifest.read(tmp_path / "out") if verified else None
-    stored = find_weights(tmp_path / "out", "model", manifest)
+    stored = find_weights(tmp_path / "out", "model", manifest).tensors
     at_rest = records.values("exp_avg").zero_()
     records.values("master").zero_()
-    wanted = [Wanted(stored[name], item.param_start, item.values) for name in SIZES for item in pieces(at_rest)[name]]
+    wanted = [Range(stored[name], item.start, item.source) for name in SIZES for item in pieces(at_rest)[name]]
     reader = Reader(tmp_path / "out", manifest)
     reader.read(wanted)
     assert torch.equal(at_rest.read(), values.to(dtype).float())
@@ -121,10 +143,10 @@ def test_damage_is_found_before_it_comes_to_rest(tmp_path, records, values):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    stored = find_weights(tmp_path / "out", "model", manifest)
+    stored = find_weights(tmp_path / "out", "model", manifest).tensors
     place = records.values("exp_avg").zero_()[: SIZES["last"]]
     with pytest.raises(zero.CheckpointError, match=r"model\.safetensors is damaged"):
-        Reader(tmp_path / "out", manifest).read([Wanted(stored["last"], 0, place)])
+        Reader(tmp_path / "out", manifest).read([Range(stored["last"], 0, place)])
     assert not place.read().any()
 
 

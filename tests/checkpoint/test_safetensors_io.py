@@ -51,7 +51,7 @@ def tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 def test_headers_equal_the_reference_writers(table, metadata, tmp_path):
     path = tmp_path / "reference.safetensors"
     save_file({name: tensor(*spec) for name, spec in table.items()}, path, metadata)
-    head, header = build_header([(name, dtype, shape) for name, (dtype, shape) in table.items()], metadata)
+    head, header = build_header([(name, dtype, shape) for name, (dtype, shape) in table.items()], metadata, path)
     written = path.read_bytes()
     assert head == written[: len(head)]
     assert header.file_bytes == len(written)
@@ -65,7 +65,7 @@ def test_every_type_at_once(tmp_path):
     tensors = {f"t.{dtype}": tensor(dtype, (3, 2)) for dtype in DTYPES} | {"scalar": torch.tensor(1.5)}
     save_file(tensors, tmp_path / "a.safetensors", {"format": "pt"})
     entries = [(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in tensors.items()]
-    head, header = build_header(entries, {"format": "pt"})
+    head, header = build_header(entries, {"format": "pt"}, tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes()[: len(head)] == head
     assert read_header(tmp_path / "a.safetensors") == header
 

@@ -32,10 +32,10 @@ def test_every_element_has_one_owner(shapes, shards, frozen, groups):
         for rank in range(shards):
             for part in span.overlaps(rank):
                 assert 0 < part.numel <= span.slice_numel
-                assert part.slice_start + part.numel <= span.slice_numel
+                assert part.stop <= span.slice_numel
                 # The same element, counted from the span's start and from the parameter's.
-                assert rank * span.slice_numel + part.slice_start == part.slot.offset + part.param_start
-                owned[part.slot.spec.name].append((part.param_start, part.param_start + part.numel))
+                assert rank * span.slice_numel + part.start == part.source.offset + part.source_start
+                owned[part.source.spec.name].append((part.source_start, part.source_start + part.numel))
         for slot in span.slots:
             runs = owned[slot.spec.name]
             assert runs == sorted(runs)

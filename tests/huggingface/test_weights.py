@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.safetensors import build_header, read_header
-from hf_zero.checkpoint.weights import Drawing, Located, Stored, format_of, names_of
+from hf_zero.checkpoint.safetensors import Stored, build_header, read_header
+from hf_zero.checkpoint.weights import Drawing, Located, format_of, names_of
 from hf_zero.huggingface.weights import recording
 
 transformers.logging.set_verbosity_error()
@@ -154,8 +154,7 @@ def stored_in(folder: Path) -> dict[str, Stored]:
     for path in sorted(folder.rglob("*.safetensors")):
         inside = path.parent.relative_to(folder).as_posix()
         for key, place in read_header(path).tensors.items():
-            name = key if inside == "." else f"{inside}/{key}"
-            out[name] = Stored(path, place.dtype, place.shape, place.start, place.stop)
+            out[key if inside == "." else f"{inside}/{key}"] = place
     return out
 
 
@@ -172,10 +171,9 @@ def load(located: Located, stored: dict[str, Stored], model: nn.Module) -> None:
         for name, pieces in located.pieces.items():
             at = 0
             for piece in pieces:
-                assert piece.param_start == at
-                at += piece.numel
-                source = value_of(stored[piece.key]).reshape(-1)[piece.key_start : piece.key_start + piece.numel]
-                params[name].data.view(-1)[piece.param_start : at].copy_(source)
+                assert piece.start == at
+                at = piece.stop
+                params[name].data.view(-1)[piece.here].copy_(value_of(stored[piece.source]).reshape(-1)[piece.there])
             assert at == params[name].numel()
         for name, key in located.buffers.items():
             buffers[name].copy_(value_of(stored[key]))

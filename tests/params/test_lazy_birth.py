@@ -337,7 +337,7 @@ def written(rank: int, world: int, path: Path, folder: Path, mixed_precision: st
     assert sum(engine.exchange(disk_bytes(engine))) > 0
     fresh = {name: torch.full(shape, 0.5) for name, shape in SHAPES.items()}
     model.load_state_dict(fresh)
-    mine = {part.slot.spec.name for flat in spans(engine) for part in flat.span.overlaps(flat.rank)}
+    mine = {part.source.spec.name for flat in spans(engine) for part in flat.span.overlaps(flat.rank)}
     assert not mine & set(in_files(engine))
     for name, param in model.named_parameters():
         assert torch.equal(zero.full_parameter(param), fresh[name])
