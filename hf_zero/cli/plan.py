@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.wire import open_wire
-from ..config import STAGES, ZeroConfig, parse_bytes
+from ..config import STAGES, ZeroConfig, parse_bytes, size_text
 from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import ConfigError, needs
@@ -24,7 +24,8 @@ from ..plan.activations import Architecture, Batch
 from ..plan.costs import KINDS, TIERS, paper_states_bytes
 from ..plan.machine import Machine, here, host_name, kept, probe
 from ..plan.outline import Units, from_files, from_number, visits_by_name
-from ..plan.plan import Drafter, Plan, plan, size_text
+from ..plan.plan import Drafter, Plan, plan
+from ..plan.solve import PlanInputs
 from ..plan.work import ROADS
 
 SWEEP_RANKS = tuple(1 << power for power in range(11))
@@ -186,16 +187,11 @@ def _make(
     if options.batch is not None:
         checkpointing = options.gradient_checkpointing or options.offload_activations
         batch = Batch(options.batch, options.sequence, checkpointing, options.offload_activations, model.architecture)
-    return plan(
-        model.layout(ranks if config.policy.shard else 1),
-        machine,
-        config,
-        world_size=ranks,
-        precision=precision,
-        optimizer_tensors=options.optimizer_tensors,
-        batch=batch,
-        backward_per_step=options.accumulation,
+    layout = model.layout(ranks if config.policy.shard else 1)
+    inputs = PlanInputs(
+        layout, machine, config, ranks, precision, options.optimizer_tensors, batch, options.accumulation
     )
+    return plan(inputs)
 
 
 def _machine(options: argparse.Namespace) -> tuple[Machine, str]:

@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..config import size_text
 from ..errors import ConfigError, needs
 from ..plan.costs import KINDS, TIERS
-from ..plan.plan import size_text
 from ..plan.work import ROADS
 from ..runtime.record import FORMAT
 from ..runtime.usage import WAITS

@@ -18,6 +18,7 @@ from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
+from ..plan.solve import PlanInputs
 from .deferred import birth_of, hand_over
 from .flat_param import Flat
 from .optimizer import Binding
@@ -84,16 +85,17 @@ class Assembly:
         optimizer_tensors: int,
     ) -> Plan:
         """The plan for these specs; nothing changes."""
-        return plan(
+        inputs = PlanInputs(
             self.lay_out(specs),
             machine,
             self.sharded.config,
-            world_size=self.sharded.wire.size,
-            precision=self.sharded.precision,
-            optimizer_tensors=optimizer_tensors,
+            self.sharded.wire.size,
+            self.sharded.precision,
+            optimizer_tensors,
             in_files=self._in_files(),
             sizes=self.sharded.storage.sizes,
         )
+        return plan(inputs)
 
     def _in_files(self) -> frozenset[str]:
         """Parameters whose values the model's own files have, and may keep. A collective once there are units."""

@@ -751,7 +751,7 @@ class Engine:
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""
         held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
-        return advice(self.plan, held, self.precision, state_tensors(self.optimizer))
+        return advice(self.plan, held)
 
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]
