@@ -458,6 +458,7 @@ def plan_time(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
     from hf_zero.core.precision import Precision
     from hf_zero.plan.machine import Machine
     from hf_zero.plan.plan import Drafter, plan
+    from hf_zero.plan.solve import PlanInputs
 
     config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048)
     with torch.device("meta"):
@@ -472,7 +473,7 @@ def plan_time(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
     def turn() -> None:
         drafter = Drafter(model, precision)
         layout = drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), 1024)
-        made.append(plan(layout, machine, settings, world_size=1024, precision=precision))
+        made.append(plan(PlanInputs(layout, machine, settings, 1024, precision)))
 
     found = take_turns({"step": Subject(turn)}, job, device)
     shares = {tier: round(share, 4) for tier, share in made[-1].to_dict()["optimizer_share"].items()}

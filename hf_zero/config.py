@@ -64,6 +64,15 @@ def parse_bytes(size: int | str, name: str = "a size") -> int:
     return int(value)
 
 
+def size_text(nbytes: float, *, up: bool = False) -> str:
+    """`1.50 GiB`; `200 B`. `up`: never less than it is, and `parse_bytes` of the text neither."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            hundredths = -(-100 * nbytes // size) if up else round(100 * nbytes / size)
+            return f"{hundredths / 100:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def _patterns(given: object) -> tuple[str, ...]:
     words = given.split(",") if isinstance(given, str) else given
     if given is None or not isinstance(words, (tuple, list)) or not all(isinstance(word, str) for word in words):

@@ -1,4 +1,4 @@
-"""hf-zero report: a run's steps as they were measured, against what was predicted; tables, warnings, pictures.
+"""A run's steps as they were measured, against what was predicted: read from its files, summed up, and what to change.
 
 A run's file (`recorder.Recorder` writes it) has one JSON object per line: facts, then steps. Every start of training appends
 facts of its own; the last start is reported.
@@ -6,24 +6,17 @@ facts of its own; the last start is reported.
 
 from __future__ import annotations
 
-import argparse
-import base64
-import html
-import io
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from ..errors import ConfigError, needs
+from ..config import size_text
+from ..errors import ConfigError
 from ..plan.costs import KINDS, TIERS
-from ..plan.plan import size_text
 from ..plan.work import ROADS
 from ..runtime.record import FORMAT
 from ..runtime.usage import WAITS
@@ -34,7 +27,7 @@ SMALL_BYTES = 1 << 20
 WAITED = 0.2
 """Share of the step that may be waiting for one thing."""
 SLOWEST = 5
-_NAMES = {
+WAIT_NAMES = {
     "gather": "waiting for gathers",
     "reduce": "waiting for reduces",
     "scalar": "waiting for norms and flags",
@@ -59,20 +52,6 @@ _ADVICE = {
     "optimizer": "more tokens per step (batch, accumulation); step_in_backward=True where nothing is clipped; less "
     "offloaded state (offload_optimizer='auto'); for state on disk, a faster disk for offload_dir",
 }
-
-
-def add_command(commands: Any) -> None:
-    out = commands.add_parser(
-        "report",
-        help="predicted against measured, of a run's zero_steps.jsonl",
-        description="Memory by tier, traffic and waiting of a run that was recorded (ZeroCallback, or engine.record), against "
-        "what was predicted; its slowest steps; what to change. Exit status 1: there is no such run.",
-    )
-    out.add_argument("folder", metavar="RUN", help="folder with zero_steps.jsonl, or that file")
-    out.add_argument("--png", metavar="FILE", help="memory by tier and parts of the step, over time, as a picture")
-    out.add_argument("--html", metavar="FILE", help="everything on one page that needs no other file")
-    out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.set_defaults(run=_report)
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -256,16 +235,16 @@ def _off(told: float, found: float) -> float | None:
     return (found - told) / told if told else None
 
 
-def _parts(step: dict[str, Any]) -> dict[str, float]:
+def parts_of(step: dict[str, Any]) -> dict[str, float]:
     """Seconds of one step by what they went to; they add up to the step."""
-    waits = {_NAMES[road]: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
+    waits = {WAIT_NAMES[road]: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
     between = float(step["between_s"])
     rest = max(0.0, step["seconds"] - between - sum(waits.values()))
     return {"computing and the rest": rest, **waits, "between steps (data, evaluation, saving)": between}
 
 
 def _largest_part(step: dict[str, Any]) -> str:
-    parts = _parts(step)
+    parts = parts_of(step)
     name = max(parts, key=lambda part: parts[part])
     return f"{parts[name]:.3f} s {name}"
 
@@ -299,189 +278,7 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
         )
     for road, waited in time["wait_s"].items():
         if waited > WAITED * time["step_s"]:
-            yield f"{waited / time['step_s']:.0%} of the step is {_NAMES[road]}. What helps: {_ADVICE[road]}"
-
-
-# Showing ------------------------------------------------------------------------------------------------------------
-
-
-def _report(options: argparse.Namespace) -> int:
-    runs = read_all(Path(options.folder))
-    out = summary(runs)
-    png = picture(runs) if options.png or options.html else b""
-    if options.json:
-        print(json.dumps(out, indent=1))
-    else:
-        _print(out)
-    if options.png:
-        Path(options.png).write_bytes(png)
-    if options.html:
-        Path(options.html).write_text(page(out, png), encoding="utf-8")
-    return 0
-
-
-def _head(out: dict[str, Any]) -> str:
-    facts = out["facts"]
-    config = facts["config"]
-    offloads = [
-        f"{name} {config[name]!r}" for name in ("offload_optimizer", "offload_params") if config[name] != "none"
-    ]
-    ranks = f"{facts['world_size']} rank{'s' if facts['world_size'] > 1 else ''}"
-    return (
-        f"stage {facts['stage']} on {ranks}{''.join(f', {text}' for text in offloads)}; {facts['parameters']:,} parameters; "
-        f"{facts['precision']}; steps {out['first_step']} to {out['last_step']} of rank {out['rank']}, begun "
-        f"{facts['started']} on {facts['machine']['device']} with {facts['machine']['cores']} cores"
-    )
-
-
-Cells = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""A table: title, column names, rows; all but the first column are numbers."""
-
-
-def _tables(out: dict[str, Any]) -> Iterator[Cells]:
-    memory = [
-        [f"{row['tier']}, {row['kind']}", size_text(row["predicted"]), size_text(row["measured"]), _percent(row["off"])]
-        for row in out["memory"]
-    ]
-    memory += [
-        [f"process, {name}", "", size_text(value), ""] for name, value in out["process"].items() if name != "rss"
-    ]
-    yield "memory at its peak", ("", "predicted", "measured", "off"), memory
-    traffic = [
-        [
-            row["road"],
-            "" if row["predicted"] is None else size_text(row["predicted"]),
-            size_text(row["measured"]),
-            _percent(row["off"]),
-        ]
-        for row in out["traffic"]
-    ]
-    if traffic:
-        yield "sent and moved per step (median)", ("", "predicted", "measured", "off"), traffic
-    time = out["time"]
-    parts = {"computing and the rest": time["rest_s"]}
-    parts |= {_NAMES[road]: waited for road, waited in time["wait_s"].items() if waited > 0}
-    parts["between steps (data, evaluation, saving)"] = time["between_s"]
-    rows = [
-        [name, f"{value:.4f}", _percent(value / time["step_s"] if time["step_s"] else None)]
-        for name, value in parts.items()
-    ]
-    told = "" if time["predicted_step_s"] is None else f", predicted {time['predicted_step_s']:.4f}"
-    yield f"a step: {time['step_s']:.4f} s (median){told}", ("", "seconds", "share"), rows
-    yield (
-        "slowest steps",
-        ("step", "seconds", "of these"),
-        [[str(step["step"]), f"{step['seconds']:.4f}", step["most"]] for step in out["slowest"]],
-    )
-    if len(out["ranks"]) > 1:
-        ranks = [
-            [
-                str(row["rank"]),
-                f"{row['step_s']:.4f}",
-                f"{row['wait_s']:.4f}",
-                *(size_text(row["peak_bytes"][tier.value]) for tier in TIERS),
-                size_text(row["rss_peak_bytes"]),
-            ]
-            for row in out["ranks"]
-        ]
-        yield (
-            "ranks",
-            ("rank", "step, s", "waited, s", *(f"{tier.value} peak" for tier in TIERS), "process peak"),
-            ranks,
-        )
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:+.1%}" if share < 0 else f"{share:.1%}"
-
-
-def _print(out: dict[str, Any]) -> None:
-    console = Console()
-    console.print(_head(out), markup=False, highlight=False)
-    for title, columns, rows in _tables(out):
-        table = Table(title=title)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    for kind in ("warnings", "moves", "notes"):
-        for text in out[kind]:
-            console.print(f"{kind[:-1]}: {text}", markup=False, highlight=False)
-
-
-def picture(runs: Sequence[Run]) -> bytes:
-    """PNG of the first run: memory by tier over the steps, predicted peaks dashed; below it, where each step's time went."""
-    with needs("plot"):
-        from matplotlib.figure import Figure
-
-    run = runs[0]
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    numbers = [step["step"] for step in run.steps]
-    highest = max(max(step["process"].get("rss", 0), *_peaks(step)) for step in run.steps)
-    unit, size = ("GiB", 1 << 30) if highest >= 1 << 30 else ("MiB", 1 << 20)
-    marker = "." if len(numbers) < 200 else ""
-    for color, tier in enumerate(tier.value for tier in TIERS):
-        values = [_peaks(step)[color] / size for step in run.steps]
-        predicted = run.facts["predicted"]
-        told = predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())) / size
-        if any(values) or told:
-            above.plot(numbers, values, color=f"C{color}", marker=marker, label=f"{tier}, peak of the step")
-            above.axhline(told, color=f"C{color}", linestyle="--", linewidth=1, label=f"{tier}, predicted")
-    rss = [step["process"].get("rss", 0) / size for step in run.steps]
-    if any(rss):
-        above.plot(numbers, rss, color="0.6", linewidth=1, label="process (resident)")
-    above.set(ylabel=f"{unit} per rank", ylim=(0, None))
-    above.legend(fontsize=8)
-    parts = [_parts(step) for step in run.steps]
-    named = {name: [part[name] for part in parts] for name in parts[0] if any(part[name] for part in parts)}
-    below.stackplot(numbers, list(named.values()), labels=list(named), alpha=0.85)
-    # The first step and evaluations would flatten all others.
-    usual = max(step["seconds"] for step in run.usual)
-    below.set(xlabel="step", ylabel="seconds", ylim=(0, 1.3 * usual if usual else None))
-    below.legend(fontsize=8, loc="upper right")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.suptitle(
-        f"{run.path.parent.name}: stage {run.facts['stage']}, {run.facts['world_size']} rank(s), rank {run.rank}"
-    )
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=120)
-    return target.getvalue()
-
-
-def _peaks(step: dict[str, Any]) -> list[int]:
-    """Bytes by tier."""
-    return [int(step["peak"].get(tier.value, {}).get("all", 0)) for tier in TIERS]
-
-
-_STYLE = (
-    "body{font-family:sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}caption{font-weight:bold;text-align:left;padding:.4em 0}"
-    "img{max-width:100%}.warning{background:#fff3cd;padding:.6em}.note{color:#666}"
-)
-
-
-def page(out: dict[str, Any], png: bytes) -> str:
-    """One HTML page with everything in it."""
-
-    def row(cells: Iterable[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = [f"<h1>hf_zero: {html.escape(Path(out['run']).parent.name)}</h1>", f"<p>{html.escape(_head(out))}</p>"]
-    body += [f'<p class="warning">{html.escape(text)}</p>' for text in out["warnings"]]
-    image = base64.b64encode(png).decode()
-    body.append(f'<img alt="memory and time over the steps" src="data:image/png;base64,{image}">')
-    for title, columns, rows in _tables(out):
-        lines = [row(columns, "th"), *(row(cells, "td") for cells in rows)]
-        body.append(f"<table><caption>{html.escape(title)}</caption>{''.join(lines)}</table>")
-    body += [f'<p class="note">{html.escape(text)}</p>' for text in (*out["moves"], *out["notes"])]
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>hf_zero run</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
+            yield f"{waited / time['step_s']:.0%} of the step is {WAIT_NAMES[road]}. What helps: {_ADVICE[road]}"
 
 
 def _at(values: dict[str, Any], keys: Sequence[str]) -> float:

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import tempfile
 import time
@@ -31,11 +30,25 @@ MARGIN = 0.1
 DISK_MARGIN = 0.05
 
 _REPEATS = 3
-_COPY_BYTES = 256 << 20
-_DISK_BYTES = 256 << 20
-_REQUEST_BYTES = 16 << 20
-_STEP_NUMEL = 8 << 20
-_LEAST_GEMM, _MOST_GEMM, _GEMM_S = 256, 8192, 0.02
+_LEAST_GEMM, _GEMM_S = 256, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSizes:
+    """How much a probe moves in one turn.
+
+    Attributes:
+        copy_bytes: over the link, or within host memory.
+        disk_bytes: to the disk and back, in requests of `request_bytes`.
+        step_numel: elements of one step of the optimizer.
+        most_gemm: rows and columns of the largest matrix product.
+    """
+
+    copy_bytes: int = 256 << 20
+    disk_bytes: int = 256 << 20
+    request_bytes: int = 16 << 20
+    step_numel: int = 8 << 20
+    most_gemm: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +70,6 @@ class Machine:
     """Bytes per second, read and written, of the optimizer on the device."""
     host_bandwidth: float | None = None
     """Bytes per second, read and written, of the optimizer on the host."""
-    copy_bandwidth: float | None = None
-    """Bytes per second, read and written, of a copy within host memory: for people to compare with."""
     link_down: float | None = None
     link_up: float | None = None
     disk_read: float | None = None
@@ -83,6 +94,7 @@ class Machine:
         Raises:
             ConfigError: a name that is not a field, or a value that is not a number.
         """
+        values = {name: value for name, value in values.items() if name != "copy_bandwidth"}  # in files before 0.1
         names = {entry.name for entry in fields(Machine)}
         unknown = sorted(set(values) - names)
         if unknown:
@@ -106,6 +118,16 @@ class Machine:
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
         return Machine.of(values, str(path))
+
+    def keep(self, path: Path) -> None:
+        """Into a file, at once or not at all. A probe of one rank does not forget what several measured."""
+        values = self.to_dict()
+        if self.collective is None and path.exists():
+            values["collective"] = Machine.load(path).collective
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
 
     @staticmethod
     def least(machines: Iterable[Machine]) -> Machine:
@@ -139,10 +161,7 @@ def here(device: torch.device, *, ranks: int = 1, offload_dir: str | None = None
     Args:
         held_bytes: device memory that is taken now and that the plan counts itself, such as the model's.
     """
-    folder = Path(offload_dir or tempfile.gettempdir())
-    while not folder.exists():
-        folder = folder.parent
-    disk = int(shutil.disk_usage(folder).free * (1 - DISK_MARGIN)) // ranks
+    disk = int(free_disk_bytes(offload_dir) * (1 - DISK_MARGIN)) // ranks
     host = int(free_host_bytes(ranks) * (1 - MARGIN))
     if device.type != "cuda":
         host += held_bytes
@@ -162,66 +181,61 @@ def device_bytes_in_use(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
+def free_disk_bytes(folder: str | None) -> int:
+    """Where `folder` is, or will be; None: the temporary folder."""
+    path = Path(folder or tempfile.gettempdir())
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
 def free_host_bytes(ranks: int = 1) -> int:
     """The least of: this rank's share of what the system and its control group have, and this process' own limits."""
-    shared = min(_available_bytes(), _group_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
-    return max(0, min(shared // ranks, _limit_bytes()))
+    import psutil  # here: not every process that imports hf_zero asks
+
+    limits = [min(psutil.virtual_memory().available, group_bytes()) // ranks]
+    process = psutil.Process()
+    used = process.memory_info()
+    for kind, taken in (("RLIMIT_AS", used.vms), ("RLIMIT_DATA", getattr(used, "data", 0))):
+        if hasattr(psutil, kind):  # Linux and FreeBSD
+            soft, _ = process.rlimit(getattr(psutil, kind))
+            if soft != psutil.RLIM_INFINITY:
+                limits.append(soft - taken)
+    return max(0, min(limits))
 
 
-def _available_bytes() -> int:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _group_bytes(root: Path, membership: Path) -> int:
+def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """What the process' control group (version 2, or 1) and those above it may still take; page cache can be given back."""
     least = 1 << 62
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = membership.read_text(encoding="utf-8").splitlines()
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit, used, cache = root, "memory.max", "memory.current", "inactive_file"
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, limit, used, cache = (
-                root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
-            )  # fmt: skip
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         group = base / path.lstrip("/")
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                free = int((group / limit).read_text()) - int((group / used).read_text())
-                stats = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
-                least = min(least, max(0, free + int(stats.get(cache, 0))))
-            if group == base or base not in group.parents:
-                break
-            group = group.parent
+        for place in (group, *(above for above in group.parents if above.is_relative_to(base))):
+            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit ("max")
+                free = int((place / names[0]).read_text()) - int((place / names[1]).read_text())
+                stats = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
+                least = min(least, max(0, free + int(stats.get(names[2], 0))))
     return least
-
-
-def _limit_bytes() -> int:
-    """What rlimits leave to this process' address space and data."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        pages = [int(value) for value in Path("/proc/self/statm").read_text(encoding="utf-8").split()]
-        size = os.sysconf("SC_PAGE_SIZE")
-        left = [1 << 62]
-        for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
-            soft, _ = resource.getrlimit(kind)
-            if soft != resource.RLIM_INFINITY:
-                left.append(max(0, soft - used * size))
-        return min(left)
-    return 1 << 62
 
 
 # Speeds -------------------------------------------------------------------------------------------------------------
 
 
-def probe(device: torch.device, wire: SoloWire, *, ranks: int = 1, offload_dir: str | None = None) -> Machine:
+def probe(
+    device: torch.device,
+    wire: SoloWire,
+    *,
+    ranks: int = 1,
+    offload_dir: str | None = None,
+    sizes: ProbeSizes = ProbeSizes(),  # noqa: B008  (frozen)
+) -> Machine:
     """Measure this machine, all ranks at the same time; some seconds. On several ranks a collective.
 
     Every figure is the best of a few turns. The disk's file is in `offload_dir` and gone afterwards; the disk is the last
@@ -230,25 +244,22 @@ def probe(device: torch.device, wire: SoloWire, *, ranks: int = 1, offload_dir: 
     Raises:
         ConfigError, TierError: the folder cannot be used.
     """
-    machine = here(device, ranks=ranks, offload_dir=offload_dir)
-    host = _optimizer_bandwidth(torch.device("cpu"))
+    free = here(device, ranks=ranks, offload_dir=offload_dir)
+    host = _optimizer_bandwidth(torch.device("cpu"), sizes)
     cuda = device.type == "cuda"
-    down, up = _link_bandwidth(device) if cuda else (None, None)
-    copy = _copy_bandwidth()
-    machine = replace(
-        machine,
+    down, up = _link_bandwidth(device, sizes.copy_bytes)
+    found = replace(
+        free,
         host_bandwidth=host,
-        device_bandwidth=_optimizer_bandwidth(device) if cuda else host,
-        copy_bandwidth=copy,
-        # Between two names of one memory bytes move at half of what a copy reads and writes.
-        link_down=down or copy / 2,
-        link_up=up or copy / 2,
+        device_bandwidth=_optimizer_bandwidth(device, sizes) if cuda else host,
+        link_down=down,
+        link_up=up,
         collective=_collective_bandwidth(device, wire),
-        flops={name: _gemm_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16", "float16")},
+        flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
     )
-    read, write = _disk_bandwidth(offload_dir, wire)
-    machine = replace(machine, disk_read=read, disk_write=write)
-    return Machine.least(Machine.of(found, "a rank") for found in wire.exchange(machine.to_dict()))
+    read, write = _disk_bandwidth(offload_dir, wire, sizes)
+    found = replace(found, disk_read=read, disk_write=write)
+    return Machine.least(Machine.of(each, "a rank") for each in wire.exchange(found.to_dict()))
 
 
 def host_name() -> str:
@@ -274,35 +285,31 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _copy_bandwidth() -> float:
-    source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8)
-    return 2 * _COPY_BYTES / _best_s(source.device, lambda: target.copy_(source))
-
-
-def _optimizer_bandwidth(device: torch.device) -> float:
+def _optimizer_bandwidth(device: torch.device, sizes: ProbeSizes) -> float:
     """A fused AdamW step reads master, gradient and two moments and writes all but the gradient: 28 bytes per element."""
-    param = torch.nn.Parameter(torch.ones(_STEP_NUMEL, device=device))
+    param = torch.nn.Parameter(torch.ones(sizes.step_numel, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
-    return 28 * _STEP_NUMEL / _best_s(device, optimizer.step)
+    return 28 * sizes.step_numel / _best_s(device, optimizer.step)
 
 
-def _gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
+def _gemm_flops(device: torch.device, dtype: torch.dtype, sizes: ProbeSizes) -> float:
     """Of a square product that is large enough, or takes long enough: a processor without units for a type is slow at it."""
     size = _LEAST_GEMM
     while True:
         a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
         taken_s = _best_s(device, partial(torch.mm, a, b))
-        if size >= _MOST_GEMM or taken_s > _GEMM_S:
+        if size >= sizes.most_gemm or taken_s > _GEMM_S:
             return 2.0 * size**3 / taken_s
         size *= 2
 
 
-def _link_bandwidth(device: torch.device) -> tuple[float, float]:
+def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Down and up; on a CPU device both are a copy within host memory."""
     link = Link(device, Meter())
-    on_host, on_device = link.empty(_COPY_BYTES, torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
     down = _best_s(device, lambda: link.down(on_device, on_host).close())
-    return _COPY_BYTES / down, _COPY_BYTES / _best_s(device, lambda: link.up(on_host, on_device).close())
+    return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device).close())
 
 
 def _collective_bandwidth(device: torch.device, wire: SoloWire) -> float | None:
@@ -317,13 +324,13 @@ def _collective_bandwidth(device: torch.device, wire: SoloWire) -> float | None:
     return 2 * sent / (gather + _best_s(device, lambda: wire.reduce(full, own, 0).close()))
 
 
-def _disk_bandwidth(offload_dir: str | None, wire: SoloWire) -> tuple[float, float]:
+def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) -> tuple[float, float]:
     """Bytes per second of reads and of writes, several requests at a time, as the disk tier makes them."""
     disk = Disk(offload_dir, wire.rank, Meter())
     try:
-        region = disk.take(_DISK_BYTES)
-        buffers = [disk.link.empty(_REQUEST_BYTES, torch.uint8).fill_(7) for _ in range(4)]
-        starts = range(region.offset, region.offset + _DISK_BYTES, _REQUEST_BYTES)
+        region = disk.take(sizes.disk_bytes)
+        buffers = [disk.link.empty(sizes.request_bytes, torch.uint8).fill_(7) for _ in range(4)]
+        starts = range(region.offset, region.offset + sizes.disk_bytes, sizes.request_bytes)
 
         def stream(move: Callable[[int, torch.Tensor], Inflight]) -> None:
             moves: list[Inflight] = []
@@ -337,6 +344,6 @@ def _disk_bandwidth(offload_dir: str | None, wire: SoloWire) -> tuple[float, flo
         cpu = torch.device("cpu")
         wire.barrier()
         write = _best_s(cpu, lambda: stream(disk.write), repeats=2)
-        return _DISK_BYTES / _best_s(cpu, lambda: stream(disk.read), repeats=2), _DISK_BYTES / write
+        return sizes.disk_bytes / _best_s(cpu, lambda: stream(disk.read), repeats=2), sizes.disk_bytes / write
     finally:
         disk.close()

@@ -12,31 +12,26 @@ from typing import Any
 
 from torch import nn
 
-from ..config import ZeroConfig
-from ..core.layout import Layout, ParamSpec, itemsize
+from ..config import ZeroConfig, size_text
+from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import Group, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
-from ..tiers.tier import SIZES, Sizes, Tier
-from .activations import Batch, activation_bytes
-from .costs import KINDS, TIERS, Memory, Placement, Setup, memory_of, together
+from ..tiers.tier import Tier
+from .costs import KINDS, TIERS, Memory, Placement
 from .machine import Machine
-from .solve import Budgets, Problem, lacking, solve
-from .work import Traffic, compute_flops, seconds, step_seconds, work_in_total
+from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
+from .work import Traffic, seconds, step_seconds, work_in_total
 
-TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
-MOST_RANKS = 1 << 14
-"""How far a plan that does not fit looks for a number of ranks that would."""
-_RANKS_PARTS = 64
+MORE_RANKS = (2, 4, 8, 16, 64, 256)
+"""How many times as many ranks are tried where a plan does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What lives where on each rank, and what it costs; `to_dict()` gives plain values for JSON."""
 
-    layout: Layout
-    config: ZeroConfig
-    world_size: int
+    inputs: PlanInputs
     placements: tuple[Placement, ...]
     """By `Span.index`."""
     memory: Memory
@@ -47,11 +42,29 @@ class Plan:
     """Predicted seconds of every part of a step by itself, as `phase road`; None where no speed is known."""
     step_s: float | None
     """Predicted seconds of a step; None where a part is not known."""
-    budgets: Budgets
-    reasons: tuple[str, ...]
-    """One line per choice."""
     shortfall: str = ""
     """What is missing, and what would fit; empty where everything fits."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.inputs.layout
+
+    @property
+    def config(self) -> ZeroConfig:
+        return self.inputs.config
+
+    @property
+    def world_size(self) -> int:
+        return self.inputs.world_size
+
+    @property
+    def budgets(self) -> Budgets:
+        return self.inputs.budgets
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """One line per choice."""
+        return tuple(_reasons(self))
 
     @property
     def fits(self) -> bool:
@@ -66,7 +79,6 @@ class Plan:
         def table(by_tier: Mapping[Tier, Mapping[str, int]]) -> dict[str, dict[str, int]]:
             return {tier.value: dict(kinds) for tier, kinds in by_tier.items()}
 
-        budgets = {name: limit for name, _, limit in self.budgets.rows()}
         return {
             "stage": self.config.stage,
             "world_size": self.world_size,
@@ -78,7 +90,7 @@ class Plan:
             "peak": table(self.memory.peak),
             "rest_bytes": {tier.value: self.memory.at_rest(tier) for tier in TIERS},
             "peak_bytes": {tier.value: self.memory.at_peak(tier) for tier in TIERS},
-            "budgets": budgets,
+            "budgets": {name: limit for name, _, limit in self.budgets.rows()},
             "traffic": {road: getattr(self.traffic, road) for road in Traffic.__slots__},
             "step_s": self.step_s,
             "parts_s": dict(self.parts),
@@ -91,274 +103,118 @@ class Plan:
         }
 
 
-def plan(
-    layout: Layout,
-    machine: Machine,
-    config: ZeroConfig,
-    *,
-    world_size: int,
-    precision: Precision,
-    optimizer_tensors: int = 2,
-    batch: Batch | None = None,
-    backward_per_step: int = 1,
-    in_files: frozenset[str] = frozenset(),
-    sizes: Sizes = SIZES,
-) -> Plan:
-    """Place every span of `layout` and predict what that takes: pure arithmetic, the same on every rank.
-
-    Args:
-        layout: cut for `world_size` owners (one at stage 0).
-        machine: one rank's share of it.
-        optimizer_tensors: tensors of state per master; 2 for Adam.
-        batch: for activations and computing time; None: both are left out.
-        backward_per_step: micro-batches that add up to a step.
-        in_files: names of parameters whose values the model's own files have, and may keep.
-        sizes: of the blocks and records that offloaded state is updated and moved in.
+def plan(inputs: PlanInputs) -> Plan:
+    """Place every span of the layout and predict what that takes: pure arithmetic, the same on every rank.
 
     Raises:
-        ConfigError: an offload that the stage does not allow; `auto`, and nothing fits: the message says what would.
+        ConfigError: `auto`, and nothing fits: the message says what would.
     """
-    request = _Request(
-        layout, machine, config, world_size, precision, optimizer_tensors, batch, backward_per_step, in_files, sizes
+    config = inputs.config
+    placements = (
+        solve(inputs)
+        if config.is_auto
+        else inputs.all_in(TIERS_OF[config.offload_params][0], TIERS_OF[config.offload_optimizer][0])
     )
-    problem = request.problem()
-    placements = solve(problem) if config.is_auto else _as_asked(problem)
     if placements is None:
-        raise ConfigError(request.shortfall(problem))
-    memory = memory_of(layout, placements, problem.setup, problem.activations)
-    work = work_in_total(layout, placements, problem.setup)
-    parts = seconds(work, machine, request.compute_s())
-    made = Plan(
-        layout,
-        config,
-        world_size,
+        raise ConfigError(_shortfall(inputs))
+    memory = inputs.memory(placements)
+    work = work_in_total(inputs.layout, placements, inputs.setup)
+    parts = seconds(work, inputs.machine, inputs.compute_s)
+    return Plan(
+        inputs,
         placements,
         memory,
         Traffic.of(work),
         {" ".join(key): value for key, value in parts.items()},
-        step_seconds(parts, machine, problem.setup),
-        problem.budgets,
-        (),
-        request.shortfall(problem, memory) if problem.budgets.excess(memory) else "",
+        step_seconds(parts, inputs.machine, inputs.setup),
+        _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
     )
-    return replace(made, reasons=tuple(_reasons(made, problem, batch)))
 
 
-def _as_asked(problem: Problem) -> tuple[Placement, ...]:
-    """Everything in the one tier that the settings name."""
-    placements = []
-    for span in problem.layout.spans:
-        stretches = ((problem.optimizer[0], span.slice_numel),) if span.is_updated else ()
-        placements.append(Placement(together(problem.parameters[0], span, stretches), stretches))
-    return tuple(placements)
+# What would fit -----------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments of `plan`."""
-
-    layout: Layout
-    machine: Machine
-    config: ZeroConfig
-    world_size: int
-    precision: Precision
-    optimizer_tensors: int
-    batch: Batch | None
-    backward_per_step: int
-    in_files: frozenset[str]
-    sizes: Sizes
-
-    def problem(self) -> Problem:
-        """Raises:
-        ConfigError: an offload that the stage does not allow, or a number below 1.
-        """
-        for name in ("world_size", "backward_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.optimizer_tensors < 0:
-            raise ConfigError(f"optimizer_tensors must be at least 0, found {self.optimizer_tensors}")
-        self.config.check_world_size(self.world_size)
-        owners = self.world_size if self.config.policy.shard else 1
-        if self.layout.shards != owners:
-            raise ConfigError(
-                f"stage {self.config.stage} on {self.world_size} ranks needs a layout of {owners} shards, found one of "
-                f"{self.layout.shards}"
-            )
-        setup = Setup(
-            self.config.policy_for(self.world_size),
-            self.world_size,
-            dtype_name(self.precision.reduce_dtype),
-            self.optimizer_tensors,
-            self.backward_per_step,
-            self.config.step_in_backward,
-            self.machine.shares_memory,
-            self.in_files,
-            self.sizes,
-        )
-        size = itemsize(self._compute_dtype())
-        is_mixed = self.precision.autocast_dtype is not None
-        return Problem(
-            self.layout,
-            setup,
-            self.machine,
-            self._budgets(),
-            TIERS_OF[self.config.offload_params],
-            TIERS_OF[self.config.offload_optimizer],
-            self.compute_s() or 0.0,
-            (0, 0) if self.batch is None else activation_bytes(self.batch, size, is_mixed),
-        )
-
-    def compute_s(self) -> float | None:
-        """0: no batch is known. None: no rate is."""
-        if self.batch is None:
-            return 0.0
-        rate = self.machine.flops.get(self._compute_dtype())
-        flops = compute_flops(self.layout, self.batch.tokens * self.backward_per_step, self.batch.checkpointing)
-        return None if rate is None else flops / rate
-
-    def _compute_dtype(self) -> str:
-        """The one in which most parameters are used."""
-        numel: dict[str, int] = {}
-        for span in self.layout.spans:
-            numel[span.spec.compute_dtype] = numel.get(span.spec.compute_dtype, 0) + span.used_numel
-        return max(numel, key=lambda dtype: numel[dtype], default="float32")
-
-    def _budgets(self) -> Budgets:
-        device, host = _limit(self.config.device_memory), _limit(self.config.host_memory)
-        machine = self.machine
-        if machine.shares_memory and (device is None or host is None):
-            return Budgets(device, host, machine.disk_free, together=machine.host_memory)
-        return Budgets(
-            machine.device_memory if device is None else device,
-            machine.host_memory if host is None else host,
-            machine.disk_free,
-        )
-
-    # What would fit -------------------------------------------------------------------------------------------------
-
-    def shortfall(self, problem: Problem, memory: Memory | None = None) -> str:
-        """What is missing (of `memory`, where a placement is there), and what would help, in numbers."""
-        limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, _, limit in problem.budgets.rows())
-        if memory is None:
-            found = f"no placement of {self.layout.numel:,} parameters fits"
-        else:
-            over = problem.budgets.excess(memory).items()
-            found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over)
-        ways = list(self._ways(problem))
-        advice = "; or ".join(ways) if ways else "no single change would: fewer parameters, or several budgets at once"
-        return (
-            f"{found} at stage {self.config.stage} on {self.world_size} rank{'s' if self.world_size > 1 else ''} "
-            f"(per rank: {limits}). What would fit: {advice}"
-        )
-
-    def _ways(self, problem: Problem) -> Iterator[str]:
-        for name, value in lacking(problem).items():
-            limit = getattr(problem.budgets, name) + value
-            yield f"{NAMES[name]} of {size_text(limit, up=True)}, {size_text(value, up=True)} more"
-        for text, changes in ALTERNATIVES:
-            other = replace(self, config=replace(self.config, **changes))
-            if other.config != self.config and other._fits():
-                yield text
-                break
-        if self.config.policy.shard:
-            ranks = self._ranks_that_fit()
-            if ranks is not None:
-                yield f"{ranks} ranks with the same budgets each"
-
-    def _fits(self) -> bool:
-        try:
-            owners = self.world_size if self.config.policy.shard else 1
-            return solve(replace(self, layout=recut(self.layout, owners)).problem()) is not None
-        except ConfigError:
-            return False
-
-    def _ranks_that_fit(self) -> int | None:
-        """The least number of ranks, of many to a 64th: found by doubling and halving."""
-        low, high = self.world_size, 2 * self.world_size
-        while high <= MOST_RANKS and not replace(self, world_size=high)._fits():
-            low, high = high, 2 * high
-        if high > MOST_RANKS:
-            return None
-        while high - low > max(1, low // _RANKS_PARTS):
-            middle = (low + high) // 2
-            low, high = (low, middle) if replace(self, world_size=middle)._fits() else (middle, high)
-        return high
-
-
-OFFLOAD_STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("offload_optimizer='cpu'", {"offload_optimizer": "cpu", "offload_params": "none"}),
-    ("offload_optimizer='cpu' and offload_params='cpu'", {"offload_optimizer": "cpu", "offload_params": "cpu"}),
-)
 NAMES = {
     "device": "device_memory",
     "host": "host_memory",
     "disk": "free space in offload_dir",
     "together": "device and host memory, which are one here,",
 }
+_BOTH = {"offload_optimizer": "auto", "offload_params": "auto"}
 ALTERNATIVES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("offload_optimizer='auto'", {"offload_optimizer": "auto"}),
     ("offload_params='auto'", {"offload_params": "auto"}),
-    ("offload_optimizer='auto' and offload_params='auto'", {"offload_optimizer": "auto", "offload_params": "auto"}),
+    ("offload_optimizer='auto' and offload_params='auto'", _BOTH),
     ("stage=3", {"stage": 3}),
-    ("stage=3 with both offloads 'auto'", {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto"}),
-    (
-        "stage=3 with both offloads 'auto' and step_in_backward=True",
-        {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto", "step_in_backward": True},
-    ),
+    ("stage=3 with both offloads 'auto'", {"stage": 3, **_BOTH}),
+    ("stage=3 with both offloads 'auto' and step_in_backward=True", {"stage": 3, **_BOTH, "step_in_backward": True}),
+)
+OFFLOAD_STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("offload_optimizer='cpu'", {"offload_optimizer": "cpu", "offload_params": "none"}),
+    ("offload_optimizer='cpu' and offload_params='cpu'", {"offload_optimizer": "cpu", "offload_params": "cpu"}),
 )
 
 
-def advice(made: Plan, device_bytes: int, precision: Precision, optimizer_tensors: int) -> str:
-    """What to change where a plan's device memory, of which so much is in use, was not enough."""
-    ways = "; or ".join(alternatives(made, device_bytes, precision, optimizer_tensors))
+def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
+    """What is missing (of `memory`, where a placement is there), and what would help, in numbers."""
+    limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, _, limit in inputs.budgets.rows())
+    if memory is None:
+        found = f"no placement of {inputs.layout.numel:,} parameters fits"
+    else:
+        over = inputs.budgets.excess(memory).items()
+        found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over)
+    advice = "; or ".join(_what_fits(inputs)) or "no single change would: fewer parameters, or several budgets at once"
     return (
-        f"{device_bytes} bytes of it are in use; at peak the plan counts {made.memory.at_peak(Tier.DEVICE)} and activations. "
-        f"What would take less: {ways or 'more ranks'}; or a smaller batch, or gradient checkpointing"
+        f"{found} at stage {inputs.config.stage} on {inputs.world_size} rank{'s' if inputs.world_size > 1 else ''} "
+        f"(per rank: {limits}). What would fit: {advice}"
     )
 
 
-def alternatives(made: Plan, device_bytes: int, precision: Precision, optimizer_tensors: int) -> Iterator[str]:
-    """Other settings than a plan's, with the device memory that each would save at peak, the cheapest first."""
+def _what_fits(inputs: PlanInputs) -> Iterator[str]:
+    """Every budget that helps by growing alone; the first other setting, and the first number of ranks, that fit."""
+    needed = needed_bytes(inputs)
+    for name, _, limit in inputs.budgets.rows():
+        if name in needed:
+            more = max(0, needed[name] - limit)
+            yield f"{NAMES[name]} of {size_text(needed[name], up=True)}, {size_text(more, up=True)} more"
+    for text, changes in ALTERNATIVES:
+        if _would_fit(inputs, inputs.world_size, changes):
+            yield text
+            break
+    if inputs.config.policy.shard:
+        for ranks in (inputs.world_size * times for times in MORE_RANKS):
+            if _would_fit(inputs, ranks, {}):
+                yield f"{ranks} ranks with the same budgets each"
+                break
+
+
+def _would_fit(inputs: PlanInputs, world_size: int, settings: Mapping[str, Any]) -> bool:
+    try:
+        other = inputs.changed(world_size, **settings)
+    except ConfigError:  # an offload that the stage does not allow
+        return False
+    return (other.config, world_size) != (inputs.config, inputs.world_size) and fits(other)
+
+
+def advice(made: Plan, device_bytes: int) -> str:
+    """What to change where a plan's device memory, of which so much is in use, was not enough: settings with the device memory
+    that each would save at peak, the cheapest first.
+    """
     now = made.memory.at_peak(Tier.DEVICE)
+    ways = []
     for text, changes in OFFLOAD_STEPS:
-        config = replace(made.config, **changes, device_memory=None, host_memory=None)
         with contextlib.suppress(ConfigError):
-            other = plan(
-                made.layout,
-                Machine(),
-                config,
-                world_size=made.world_size,
-                precision=precision,
-                optimizer_tensors=optimizer_tensors,
-            )
-            saved = now - other.memory.at_peak(Tier.DEVICE)
+            other = made.inputs.changed(made.world_size, **changes, device_memory=None, host_memory=None)
+            saved = now - plan(replace(other, machine=Machine(), batch=None)).memory.at_peak(Tier.DEVICE)
             if saved > 0:
-                yield f"{text} ({size_text(min(saved, max(device_bytes, 1)))} less)"
+                ways.append(f"{text} ({size_text(min(saved, max(device_bytes, 1)))} less)")
+    return (
+        f"{device_bytes} bytes of it are in use; at peak the plan counts {now} and activations. "
+        f"What would take less: {'; or '.join(ways) or 'more ranks'}; or a smaller batch, or gradient checkpointing"
+    )
 
 
-def recut(layout: Layout, shards: int) -> Layout:
-    """The same units for another number of owners."""
-    if shards == layout.shards:
-        return layout
-    units = ((unit.name, [slot.spec for span in unit.spans for slot in span.slots]) for unit in layout.units)
-    return Layout.build(units, shards, layout.visits)
-
-
-def size_text(nbytes: int, *, up: bool = False) -> str:
-    """`1.50 GiB`; `200 B`. `up`: never less than it is."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            hundredths = -(-100 * nbytes // size) if up else round(100 * nbytes / size)
-            return f"{hundredths / 100:.2f} {unit}"
-    return f"{nbytes} B"
-
-
-def _limit(value: int | str | None) -> int | None:
-    return None if value is None else int(value)  # ZeroConfig has made bytes of text
-
-
-def _reasons(made: Plan, problem: Problem, batch: Batch | None) -> Iterator[str]:
-    config, memory, setup = made.config, made.memory, problem.setup
+def _reasons(made: Plan) -> Iterator[str]:
+    config, memory, setup, batch = made.config, made.memory, made.inputs.setup, made.inputs.batch
     own: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for span, placement in zip(made.layout.spans, made.placements):
         own[placement.parameters] += span.slice_numel
@@ -391,7 +247,7 @@ def _reasons(made: Plan, problem: Problem, batch: Batch | None) -> Iterator[str]
         yield "activations are not counted: the architecture's sizes are not known"
     else:
         yield (
-            f"activations: {size_text(sum(problem.activations))}, an estimate for {batch.rows} x {batch.sequence} tokens"
+            f"activations: {size_text(sum(made.inputs.activations))}, an estimate for {batch.rows} x {batch.sequence} tokens"
             f"{' with checkpointing' if batch.checkpointing else ''}"
         )
     unknown = [name for name, value in made.parts.items() if value is None]

@@ -1,10 +1,10 @@
-"""The placement of `auto`: the least predicted step time whose bytes fit the budgets.
+"""What a plan is made from, and the placement of `auto`: the least predicted step time whose bytes fit the budgets.
 
 Every cost of a span is linear in the elements that rest in each pair (parameter tier, optimizer tier), here called a *mode*;
 equal spans are one *kind*. So the best split is a mixed-integer linear program over (kind, mode), solved by HiGHS. Its size
-depends on the number of kinds, not of spans. Integers are: the numbers of spans by parameter tier, as a span's parameters rest
-in one tier; and a choice among the *sets*, pairs of slowest tiers that may be used: what depends on the largest of its sort
-(staging, gathered units) is reserved as a whole for the set that is chosen. Counts become spans at the end: faster tiers go to
+depends on the number of kinds, not of spans. Integers are the numbers of spans by parameter tier, as a span's parameters rest
+in one tier. What depends on the largest of its sort (staging, gathered units) is not linear: it is reserved as a whole for the
+slowest tiers that may be used, and there is one program for each such pair. Counts become spans at the end: faster tiers go to
 the first units, which the next forward needs first.
 
 Every rank solves the same program and must find the same placement: there is no time limit, only one of nodes, and HiGHS gives
@@ -14,26 +14,31 @@ the same solution for the same program.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heappop, heappush
 from itertools import product
-from math import ceil, floor, inf
+from math import floor, inf
 from typing import Any
 
 import numpy as np
 
-from ..core.layout import ALIGN_NUMEL, Layout, Span
-from ..tiers.tier import Tier
+from ..config import ZeroConfig
+from ..core.layout import ALIGN_NUMEL, Layout, Span, itemsize
+from ..core.precision import Precision, dtype_name
+from ..errors import ConfigError
+from ..tiers.tier import SIZES, Sizes, Tier
+from .activations import Batch, activation_bytes
 from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
 from .machine import Machine
-from .work import PASSES, PHASES, phase_of, resource, speed, uses, work_of
+from .work import PASSES, PHASES, compute_flops, phase_of, resource, speed, uses, work_of
 
 Mode = tuple[Tier, Tier]
+Slowest = tuple[Tier, Tier]
+"""The slowest tier that parameters may rest in, and the slowest of optimizer state."""
 _Array = np.ndarray[Any, np.dtype[np.float64]]
-_Row = tuple[Mapping[int, float], float, float]
-"""Coefficients by variable, and the least and the most that they may sum up to."""
-_Spare = dict[tuple[tuple[int, int], str], int]
-"""Bytes to leave free, by set and budget."""
 
+TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
 NOMINAL = Machine(
     device_bandwidth=1e12,
     host_bandwidth=2e10,
@@ -51,12 +56,11 @@ GAP = 1e-4
 NODES = 10_000
 """Of the search tree: a limit that is the same on every rank, as one of time is not."""
 _FEWER_TIERS = 1e-5
-"""Weight of each slower tier that may be used, in the time of the slowest span: of equal sets, the fastest is looked at."""
+"""Relative to the time, by place in the order of pairs of slowest tiers: of those that are equal, the fastest is looked at."""
 _NOISE = 1e-6
 """What HiGHS takes for an integer may be so far from it."""
-_MARGINS = tuple(mib << 20 for mib in (0, 1, 4, 16, 64, 256))
 ATTEMPTS = 4
-"""Per set, to leave enough free for what is rounded."""
+"""To leave enough free for what is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,76 +90,152 @@ class Budgets:
         return {name: value for name, value in over.items() if value > 0}
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is to be placed, and how. `parameters` and `optimizer` are the tiers that may be used, fastest first."""
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan is made from.
+
+    Args:
+        layout: cut for `world_size` owners (one at stage 0).
+        machine: one rank's share of it.
+        optimizer_tensors: tensors of state per master; 2 for Adam.
+        batch: for activations and computing time; None: both are left out.
+        backward_per_step: micro-batches that add up to a step.
+        in_files: names of parameters whose values the model's own files have, and may keep.
+        sizes: of the blocks and records that offloaded state is updated and moved in.
+
+    Raises:
+        ConfigError: an offload that the stage does not allow, a layout for another number of ranks, a number below its least.
+    """
 
     layout: Layout
-    setup: Setup
     machine: Machine
-    budgets: Budgets
-    parameters: tuple[Tier, ...]
-    optimizer: tuple[Tier, ...]
-    compute_s: float = 0.0
-    activations: tuple[int, int] = (0, 0)
-    reserved: dict[tuple[int, int], Mapping[Tier, int]] = field(default_factory=dict, compare=False, repr=False)
-    """By indices of the slowest tiers: what `reserve` has found. No budget changes it: it stays when they are replaced."""
+    config: ZeroConfig
+    world_size: int
+    precision: Precision
+    optimizer_tensors: int = 2
+    batch: Batch | None = None
+    backward_per_step: int = 1
+    in_files: frozenset[str] = frozenset()
+    sizes: Sizes = SIZES
 
-    def reserve(self, slowest: tuple[int, int]) -> None:
-        """Find what is there whichever spans use these tiers: everything but states, as with all spans in the slowest ones.
+    def __post_init__(self) -> None:
+        for name, least in (("world_size", 1), ("backward_per_step", 1), ("optimizer_tensors", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
+        self.config.check_world_size(self.world_size)
+        owners = self.world_size if self.config.policy.shard else 1
+        if self.layout.shards != owners:
+            raise ConfigError(
+                f"stage {self.config.stage} on {self.world_size} ranks needs a layout of {owners} shards, found one of "
+                f"{self.layout.shards}"
+            )
 
-        With the fastest tiers of all it is the least.
-        """
-        parameters, optimizer = self.parameters[slowest[0]], self.optimizer[slowest[1]]
+    def changed(self, world_size: int, **settings: Any) -> PlanInputs:
+        """The same model with other settings, or on another number of ranks: cut anew where that needs it."""
+        config = replace(self.config, **settings)
+        shards = world_size if config.policy.shard else 1
+        units = ((unit.name, [slot.spec for span in unit.spans for slot in span.slots]) for unit in self.layout.units)
+        layout = self.layout if shards == self.layout.shards else Layout.build(units, shards, self.layout.visits)
+        return replace(self, layout=layout, config=config, world_size=world_size)
+
+    @cached_property
+    def setup(self) -> Setup:
+        """What the formulas of `costs` need of it."""
+        return Setup(
+            self.config.policy_for(self.world_size),
+            self.world_size,
+            dtype_name(self.precision.reduce_dtype),
+            self.optimizer_tensors,
+            self.backward_per_step,
+            self.config.step_in_backward,
+            self.machine.shares_memory,
+            self.in_files,
+            self.sizes,
+        )
+
+    @property
+    def budgets(self) -> Budgets:
+        """Of the settings, else of the machine."""
+        device, host = (
+            None if limit is None else int(limit) for limit in (self.config.device_memory, self.config.host_memory)
+        )
+        machine = self.machine
+        if machine.shares_memory and (device is None or host is None):
+            return Budgets(device, host, machine.disk_free, together=machine.host_memory)
+        return Budgets(
+            machine.device_memory if device is None else device,
+            machine.host_memory if host is None else host,
+            machine.disk_free,
+        )
+
+    @property
+    def activations(self) -> tuple[int, int]:
+        """Bytes on the device and on the host: an estimate."""
+        if self.batch is None:
+            return 0, 0
+        return activation_bytes(self.batch, itemsize(self._compute_dtype), self.precision.autocast_dtype is not None)
+
+    @property
+    def compute_s(self) -> float | None:
+        """0: no batch is known. None: no rate is."""
+        if self.batch is None:
+            return 0.0
+        rate = self.machine.flops.get(self._compute_dtype)
+        flops = compute_flops(self.layout, self.batch.tokens * self.backward_per_step, self.batch.checkpointing)
+        return None if rate is None else flops / rate
+
+    @property
+    def _compute_dtype(self) -> str:
+        """The one in which most parameters are used."""
+        numel: dict[str, int] = {}
+        for span in self.layout.spans:
+            numel[span.spec.compute_dtype] = numel.get(span.spec.compute_dtype, 0) + span.used_numel
+        return max(numel, key=lambda dtype: numel[dtype], default="float32")
+
+    def all_in(self, parameters: Tier, optimizer: Tier) -> tuple[Placement, ...]:
+        """Everything in these two tiers."""
         placements = []
         for span in self.layout.spans:
             stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
             placements.append(Placement(together(parameters, span, stretches), stretches))
-        memory = memory_of(self.layout, placements, self.setup, self.activations)
-        self.reserved[slowest] = {
-            tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS
-        }
+        return tuple(placements)
+
+    def memory(self, placements: Sequence[Placement]) -> Memory:
+        return memory_of(self.layout, placements, self.setup, self.activations)
 
 
-def solve(problem: Problem) -> tuple[Placement, ...] | None:
+def solve(inputs: PlanInputs) -> tuple[Placement, ...] | None:
     """Placements by span index that fit the budgets in the least predicted time; None where nothing fits."""
-    return _Program(problem).placements(problem.budgets)
+    return _Program(inputs).fastest()
 
 
-def lacking(problem: Problem) -> dict[str, int]:
-    """By budget: bytes by which that one alone would have to grow for something to fit; left out where it cannot help."""
-    program = _Program(problem)
-    out: dict[str, int] = {}
-    for name, _, budget in problem.budgets.rows():
-        more = program.more(name)
-        for margin in _MARGINS if more is not None else ():  # the cuts fall on whole blocks
-            limit = as_told(budget + (more or 0) + margin)
-            if program.placements(replace(problem.budgets, **{name: limit})) is not None:
-                out[name] = limit - budget
-                break
+def fits(inputs: PlanInputs) -> bool:
+    """Whether any placement fits; cheaper than to find the fastest."""
+    return _Program(inputs).fastest(any_will_do=True) is not None
+
+
+def needed_bytes(inputs: PlanInputs) -> dict[str, int]:
+    """By budget: the least that it has to be for something to fit, the others as they are; left out where it cannot help."""
+    program = _Program(inputs)
+    out = {}
+    for name, tiers, _ in inputs.budgets.rows():
+        placements = program.smallest(name, tiers)
+        if placements is not None:
+            memory = inputs.memory(placements)
+            out[name] = sum(memory.at_most(tier) for tier in tiers)
     return out
 
 
-def as_told(nbytes: int) -> int:
-    """Rounded up to hundredths of its unit, as people are told it: what they are told has to fit."""
-    power = max(0, min(4, (nbytes.bit_length() - 1) // 10))
-    return (-(-100 * nbytes >> 10 * power) << 10 * power) // 100
-
-
 class _Program:
-    """The problem in numbers. Variables: spans of each (kind, mode), seconds of each phase, the choice of a set, spans of each
-    (kind, parameter tier), and the growth of one budget.
+    """The problem in numbers. Variables: spans of each (kind, mode), seconds of each phase, spans of each (kind, tier of the
+    parameters).
     """
 
-    def __init__(self, problem: Problem) -> None:
-        layout, setup, machine = problem.layout, problem.setup, problem.machine
-        self._problem = problem
-        self._sets = list(product(range(len(problem.parameters)), range(len(problem.optimizer))))
-        self._columns: list[tuple[int, Mode]] = []
-        self._bytes: dict[Tier, dict[int, float]] = {tier: {} for tier in TIERS}
-        compute = (PASSES, "processor" if machine.shares_memory else "compute")
-        times: dict[tuple[str, str], dict[int, float]] = {compute: {}}
-        allowed: list[list[int]] = []  # by column: the sets that have its mode
+    def __init__(self, inputs: PlanInputs) -> None:
+        layout, setup, machine = inputs.layout, inputs.setup, inputs.machine
+        self._inputs = inputs
+        parameters, optimizer = TIERS_OF[inputs.config.offload_params], TIERS_OF[inputs.config.offload_optimizer]
+        self._slowest: list[Slowest] = list(product(parameters, optimizer))
         kinds: dict[tuple[object, ...], list[tuple[Span, int]]] = {}
         for unit, used in zip(layout.units, uses(layout, setup)):
             for span in unit.spans:
@@ -163,126 +243,149 @@ class _Program:
                 key = (spec.compute_dtype, spec.master_dtype, span.is_updated, span.slice_numel, span.numel, used)
                 kinds.setdefault(key, []).append((span, used))
         self._kinds = [[span for span, _ in members] for members in kinds.values()]
-        speeds = replace(machine, **{name: getattr(machine, name) or getattr(NOMINAL, name) for name in _SPEEDS})
-        for kind, ((span, used), *_) in enumerate(kinds.values()):
-            by_set = [_modes(span, problem.parameters[: p + 1], problem.optimizer[: o + 1]) for p, o in self._sets]
-            for mode in by_set[-1]:
-                column = len(self._columns)
-                self._columns.append((kind, mode))
-                allowed.append([place for place, modes in enumerate(by_set) if mode in modes])
-                placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.is_updated else ())
-                for (tier, _), nbytes in state_bytes(span, placement, setup).items():
-                    self._bytes[tier][column] = self._bytes[tier].get(column, 0.0) + nbytes
-                for (phase, road), value in work_of(span, placement, setup, used).items():
-                    row = times.setdefault((phase_of(phase, setup), resource(road, machine)), {})
-                    row[column] = row.get(column, 0.0) + value / (speed(speeds, road) or 1.0)
-        # In units of what takes longest in one span, so that HiGHS' absolute tolerances are small beside it.
-        unit_s = max((value for row in times.values() for value in row.values()), default=1.0) or 1.0
+        modes = [_modes(span, parameters, optimizer) for (span, _), *_ in kinds.values()]
+        self._columns = [(kind, mode) for kind, of in enumerate(modes) for mode in of]
         n = len(self._columns)
-        self._first_set = n + len(PHASES)
-        self._cost = [0.0] * n + [1.0] * len(PHASES) + [_FEWER_TIERS * (p + o) for p, o in self._sets]
-        self._most = [float(len(self._kinds[kind])) for kind, _ in self._columns] + [inf] * len(PHASES)
-        self._most += [1.0] * len(self._sets)
-        self._rows: list[_Row] = [({self._first_set + place: 1.0 for place in range(len(self._sets))}, 1.0, 1.0)]
-        for (phase, name), row in times.items():
-            for column, value in row.items():
-                self._cost[column] += TIE * value / unit_s
-            known = problem.compute_s / unit_s if (phase, name) == compute else 0.0
-            scaled = {column: value / unit_s for column, value in row.items()}
-            self._rows.append(({**scaled, n + PHASES.index(phase): -1.0}, -inf, -known))
-        for column, (kind, _) in enumerate(self._columns):
-            if len(allowed[column]) < len(self._sets):
-                choices = {self._first_set + place: -float(len(self._kinds[kind])) for place in allowed[column]}
-                self._rows.append(({column: 1.0, **choices}, -inf, 0.0))
-        self._add_counts()
+        counts = sorted({(kind, mode[0]) for kind, mode in self._columns}, key=lambda at: (at[0], TIERS.index(at[1])))
+        self._n, self._size = n, n + len(PHASES) + len(counts)
 
-    def _add_counts(self) -> None:
-        """Every span is in some mode, and its parameters in one tier."""
-        by_tier: list[dict[Tier, dict[int, float]]] = [{} for _ in self._kinds]
+        self._bytes = {tier: np.zeros(self._size) for tier in TIERS}
+        times: dict[tuple[str, str], _Array] = {}
+        compute = (PASSES, "processor" if machine.shares_memory else "compute")
+        times[compute] = np.zeros(self._size)
+        speeds = replace(machine, **{name: getattr(machine, name) or getattr(NOMINAL, name) for name in _SPEEDS})
+        examples = [members[0] for members in kinds.values()]
         for column, (kind, mode) in enumerate(self._columns):
-            by_tier[kind].setdefault(mode[0], {})[column] = 1.0
-        for spans, tiers in zip(self._kinds, by_tier):
-            count = float(len(spans))
-            self._rows.append(({column: 1.0 for columns in tiers.values() for column in columns}, count, count))
-            for columns in tiers.values() if len(tiers) > 1 else ():
-                self._rows.append(({**columns, len(self._cost): -1.0}, 0.0, 0.0))
-                self._cost.append(0.0)
-                self._most.append(count)
+            span, used = examples[kind]
+            placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.is_updated else ())
+            for (tier, _), nbytes in state_bytes(span, placement, setup).items():
+                self._bytes[tier][column] += nbytes
+            for (phase, road), value in work_of(span, placement, setup, used).items():
+                row = times.setdefault((phase_of(phase, setup), resource(road, machine)), np.zeros(self._size))
+                row[column] += value / (speed(speeds, road) or 1.0)
+        # In units of what takes longest in one span, so that HiGHS' absolute tolerances are small beside it.
+        unit_s = max(row.max() for row in times.values()) or 1.0
+        self._cost: _Array = TIE * np.sum(list(times.values()), axis=0) / unit_s
+        self._cost[n : n + len(PHASES)] = 1.0
+        self._most = np.array([len(self._kinds[kind]) for kind, _ in self._columns] + [inf] * (self._size - n))
+        rows: list[tuple[_Array, float, float]] = []
+        for (phase, name), row in times.items():  # a phase lasts as long as its busiest resource
+            scaled = row / unit_s
+            scaled[n + PHASES.index(phase)] = -1.0
+            known = (inputs.compute_s or 0.0) / unit_s if (phase, name) == compute else 0.0
+            rows.append((scaled, -inf, -known))
+        for kind, spans in enumerate(self._kinds):  # every span is in some mode
+            rows.append((self._sum_of([owner == kind for owner, _ in self._columns]), len(spans), len(spans)))
+        for place, at in enumerate(counts):  # and its parameters in one tier
+            row = self._sum_of([(owner, mode[0]) == at for owner, mode in self._columns])
+            row[n + len(PHASES) + place] = -1.0
+            rows.append((row, 0.0, 0.0))
+        self._rows = rows
+        self._reserved: dict[Slowest, Mapping[Tier, int]] = {}
 
-    def placements(self, budgets: Budgets) -> tuple[Placement, ...] | None:
-        """Within the budgets, in the least time."""
-        problem = self._problem
-        spare: _Spare = {}
-        for _ in range(ATTEMPTS * len(self._sets)):
-            x = self._solution(budgets, spare)
-            if x is None:
-                return None
-            found = self._spans(x)
-            over = budgets.excess(memory_of(problem.layout, found, problem.setup, problem.activations))
-            if not over:
+    def _sum_of(self, columns: Sequence[bool]) -> _Array:
+        return np.concatenate([np.array(columns, dtype=float), np.zeros(self._size - self._n)])
+
+    def fastest(self, any_will_do: bool = False) -> tuple[Placement, ...] | None:
+        """Within the budgets, in the least time; or, if any will do, the first that is found."""
+        budgets = self._inputs.budgets
+        found = self._best(budgets, self._cost, (), any_will_do)
+        if found is not None or self._solution(budgets, self._cost, self._slowest[-1], self._least(), {}) is None:
+            return found
+        for name, tiers, _ in budgets.rows():  # in whole blocks the fastest ones are too large: does another one fit?
+            found = self.smallest(name, tiers)
+            if found is not None and not budgets.excess(self._inputs.memory(found)):
                 return found
-            # Whole blocks and pages take a little more than the program knew: leave that much free with these tiers.
-            for name, value in over.items():
-                spare[self._chosen(x), name] = 2 * (spare.get((self._chosen(x), name), 0) + value)
         return None
 
-    def more(self, name: str) -> int | None:
-        """Bytes by which a budget would have to grow by itself; None where that cannot help."""
-        x = self._solution(self._problem.budgets, {}, name)
-        return None if x is None else ceil(x[-1])
+    def smallest(self, name: str, tiers: Sequence[Tier]) -> tuple[Placement, ...] | None:
+        """With the fewest bytes in these tiers, without a limit on them."""
+        cost = np.sum([self._bytes[tier] for tier in tiers], axis=0)
+        return self._best(replace(self._inputs.budgets, **{name: None}), cost, tiers)
 
-    def _solution(self, budgets: Budgets, spare: _Spare, grows: str = "") -> _Array | None:
-        """The best values of all variables: those of least time, or of least growth of the budget that `grows`.
+    def _best(
+        self, budgets: Budgets, cost: _Array, reserved_in: Sequence[Tier], any_will_do: bool = False
+    ) -> tuple[Placement, ...] | None:
+        """Of least cost over all pairs of slowest tiers. `reserved_in`: tiers where what is reserved is a cost, too.
 
-        What a set reserves takes a while to find. So that is looked up only for the set that is chosen, until it stays chosen:
-        the others have a bound from below till then.
+        A search from the best bound on: what is reserved for the fastest pair is a bound from below for all of them, and to
+        find out what another pair reserves takes as long as a plan.
         """
-        known = self._problem.reserved
-        while (x := self._optimum(budgets, spare, grows)) is not None and (chosen := self._chosen(x)) not in known:
-            self._problem.reserve(chosen if self._sets[0] in known else self._sets[0])
-        return x
+        ahead: list[tuple[float, bool, int]] = []  # cost, whether that is only a bound, place in `_slowest`
 
-    def _chosen(self, x: _Array) -> tuple[int, int]:
-        return self._sets[int(np.argmax(x[self._first_set : self._first_set + len(self._sets)]))]
+        def note(place: int, reserved: Mapping[Tier, int], is_bound: bool) -> bool:
+            x = self._solution(budgets, cost, self._slowest[place], reserved, {})
+            if x is not None:
+                value = float(cost @ x) + sum(reserved[tier] for tier in reserved_in)
+                heappush(ahead, (value * (1 + _FEWER_TIERS * place), is_bound, place))
+            return x is not None
 
-    def _optimum(self, budgets: Budgets, spare: _Spare, grows: str) -> _Array | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second: only where `auto` is used
-        from scipy.sparse import csr_array
+        for place in range(len(self._slowest)):
+            note(place, self._least(), is_bound=True)
+        while ahead:
+            _, is_bound, place = heappop(ahead)
+            fits_so = not is_bound or note(place, self._reserve(self._slowest[place]), is_bound=False)
+            if fits_so and (any_will_do or not is_bound):
+                found = self._rounded(budgets, cost, self._slowest[place])
+                if found is not None:
+                    return found
+        return None
 
-        rows, cost, unit = list(self._rows), [*self._cost, 0.0], 1.0
-        bound = self._problem.reserved.get(self._sets[0], {})
-        for name, tiers, limit in budgets.rows():
-            row = {
-                column: sum(self._bytes[tier][column] for tier in tiers)
-                for column in range(self._first_set - len(PHASES))
+    def _rounded(self, budgets: Budgets, cost: _Array, slowest: Slowest) -> tuple[Placement, ...] | None:
+        """Placements with these tiers, cut into whole blocks."""
+        spare: dict[str, int] = {}
+        for _ in range(ATTEMPTS):
+            x = self._solution(budgets, cost, slowest, self._reserve(slowest), spare)
+            if x is None:
+                return None
+            placements = self._spans(x)
+            over = budgets.excess(self._inputs.memory(placements))
+            if not over:
+                return placements
+            # Whole blocks and pages take a little more than the program knew: leave that much free.
+            spare |= {name: 2 * (spare.get(name, 0) + value) for name, value in over.items()}
+        return None
+
+    def _least(self) -> Mapping[Tier, int]:
+        return self._reserve(self._slowest[0])
+
+    def _reserve(self, slowest: Slowest) -> Mapping[Tier, int]:
+        """What is there whichever spans use these tiers: everything but states, as with all spans in the slowest ones."""
+        if slowest not in self._reserved:
+            memory = self._inputs.memory(self._inputs.all_in(*slowest))
+            self._reserved[slowest] = {
+                tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS
             }
-            for place, chosen in enumerate(self._sets):
-                reserved = self._problem.reserved.get(chosen, bound)
-                fixed = sum(reserved.get(tier, 0) for tier in tiers) + spare.get((chosen, name), 0)
-                row[self._first_set + place] = float(fixed)
-            scale = max(row.values(), default=0.0) or 1.0
-            scaled = {variable: value / scale for variable, value in row.items()}
-            if name == grows:
-                scaled[len(cost) - 1], unit = -1.0, scale
-            rows.append((scaled, -inf, limit / scale))
-        if grows:
-            cost = [0.0] * (len(cost) - 1) + [1.0]
-        entries = [(value, row, column) for row, (of, _, _) in enumerate(rows) for column, value in of.items() if value]
-        values, places, variables = zip(*entries)
-        matrix = csr_array((values, (places, variables)), shape=(len(rows), len(cost)))
-        integers = np.arange(len(cost)) >= self._first_set
-        integers[-1] = False
+        return self._reserved[slowest]
+
+    def _solution(
+        self, budgets: Budgets, cost: _Array, slowest: Slowest, reserved: Mapping[Tier, int], spare: Mapping[str, int]
+    ) -> _Array | None:
+        """The best values of all variables; None where nothing fits."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second: only where `auto` is used
+
+        rows = list(self._rows)
+        for name, tiers, limit in budgets.rows():
+            row = np.sum([self._bytes[tier] for tier in tiers], axis=0)
+            scale = row.max() or 1.0
+            left = limit - sum(reserved[tier] for tier in tiers) - spare.get(name, 0)
+            rows.append((row / scale, -inf, left / scale))
+        allowed = np.ones(self._size, dtype=bool)
+        for column, (kind, mode) in enumerate(self._columns):
+            allowed[column] = mode in _modes(
+                self._kinds[kind][0], *(TIERS[: TIERS.index(tier) + 1] for tier in slowest)
+            )
+        matrix, low, high = zip(*rows)
         found = milp(
-            np.array(cost),
-            integrality=integers.astype(int),
-            bounds=Bounds(np.zeros(len(cost)), np.array([*self._most, inf])),
-            constraints=LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
+            cost / (np.abs(cost).max() or 1.0),
+            integrality=(np.arange(self._size) >= self._n + len(PHASES)).astype(int),
+            bounds=Bounds(np.zeros(self._size), np.where(allowed, self._most, 0.0)),
+            constraints=LinearConstraint(np.array(matrix), low, high),
             options={"mip_rel_gap": GAP, "node_limit": NODES},
         )
         if found.x is None:
             return None
         x: _Array = np.where(np.abs(found.x - np.round(found.x)) < _NOISE, np.round(found.x), found.x)
-        x[-1] = found.x[-1] * unit
         return x
 
     def _spans(self, x: _Array) -> tuple[Placement, ...]:
@@ -293,7 +396,7 @@ class _Program:
             for tier in TIERS:
                 of = {mode[1]: share for mode, share in shares.items() if mode[0] is tier and share > 1e-9}
                 taken, rest = rest[: round(sum(of.values()))], rest[round(sum(of.values())) :]
-                out.update(_cut(taken, tier, of, self._problem.setup.sizes.block_numel))
+                out.update(_cut(taken, tier, of, self._inputs.sizes.block_numel))
         return tuple(out[index] for index in sorted(out))
 
 

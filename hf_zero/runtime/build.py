@@ -18,6 +18,7 @@ from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan, plan
+from ..plan.solve import PlanInputs
 from .deferred import birth_of
 from .flat_param import Flat, slice_of
 from .optimizer import Binding, WholeBinding, originals_of, state_tensors
@@ -105,16 +106,17 @@ class Assembly:
             free = here(sharded.device, ranks=ranks_here, offload_dir=sharded.config.offload_dir, held_bytes=held)
             found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(known))
             machine = Machine.least(found)
-        return plan(
+        inputs = PlanInputs(
             self.lay_out(specs),
             machine,
             sharded.config,
-            world_size=sharded.wire.size,
-            precision=sharded.precision,
-            optimizer_tensors=state_tensors(optimizer),
+            sharded.wire.size,
+            sharded.precision,
+            state_tensors(optimizer),
             in_files=self._in_files(),
             sizes=sharded.storage.sizes,
         )
+        return plan(inputs)
 
     def _in_files(self) -> frozenset[str]:
         """Parameters whose values the model's own files have, and may keep. A collective once there are units."""

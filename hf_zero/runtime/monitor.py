@@ -12,18 +12,16 @@ before, and room is made for them before its forward.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..config import size_text
 from ..errors import ConfigError, TierError
 from ..plan.activations import Architecture, Batch, activation_bytes
-from ..plan.machine import MARGIN, free_device_bytes
+from ..plan.machine import MARGIN, free_device_bytes, free_disk_bytes
 from ..tiers.tier import Tier
 from .flat_param import Flat
 from .optimizer import state_tensors
@@ -136,7 +134,7 @@ class Monitor:
             target = self._next_below(tier, size)
             if target is None:
                 break
-            if self._move(unit, flat, shard, target, f"{_mib(bytes_ - freed)} are missing on the {tier.value}"):
+            if self._move(unit, flat, shard, target, f"{size_text(bytes_ - freed)} are missing on the {tier.value}"):
                 freed += size
                 moved += 1
         return freed
@@ -151,7 +149,7 @@ class Monitor:
             return Tier.HOST
         if Tier.DISK in self._refused:
             return None
-        free = shutil.disk_usage(_existing(self._sharded.config.offload_dir)).free
+        free = free_disk_bytes(self._sharded.config.offload_dir)
         return Tier.DISK if free > 2 * size else None
 
     def _bring_back(self, room: dict[Tier, int]) -> None:
@@ -179,7 +177,7 @@ class Monitor:
         tiers = [tier if other is shard else other.tier for other in flat.shards]
         what = "parameters" if shard is None else "optimizer state"
         line = (
-            f"step {self._step}: {what} of {unit.name!r} ({_mib(self._bytes_of(flat, shard))}) "
+            f"step {self._step}: {what} of {unit.name!r} ({size_text(self._bytes_of(flat, shard))}) "
             f"from the {before.value} to the {tier.value}: {why}"
         )
         try:
@@ -233,14 +231,3 @@ class Monitor:
 
 def _tier_of(flat: Flat, shard: Shard | None) -> Tier:
     return flat.rest if shard is None else shard.tier
-
-
-def _existing(folder: str | None) -> Path:
-    path = Path(folder or tempfile.gettempdir())
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def _mib(bytes_: int) -> str:
-    return f"{bytes_ / (1 << 20):,.1f} MiB"

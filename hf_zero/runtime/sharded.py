@@ -22,7 +22,6 @@ from ..tiers.array import Values
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .flat_param import Flat
-from .optimizer import state_tensors
 from .pieces import extents, is_sliced
 from .state_shard import Shard, assembled
 from .unit import State, Unit
@@ -173,7 +172,7 @@ class Sharded:
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""
         held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
-        return advice(self.plan, held, self.precision, state_tensors(self.optimizer))
+        return advice(self.plan, held)
 
     # A copy or a file of a released parameter would be one of NaN: both are refused while it is released.
 

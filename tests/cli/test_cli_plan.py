@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from hf_zero.cli import main as cli
 from hf_zero.core.precision import Precision
-from hf_zero.plan import machine
 from hf_zero.plan.outline import from_files
 from tests.kit.common import gpt2
 
@@ -160,11 +159,7 @@ def test_arguments_that_cannot_be(capsys, arguments, message):
     assert message in refused(capsys, "plan", *arguments)
 
 
-def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_COPY_BYTES", 8 << 20)
-    monkeypatch.setattr(machine, "_DISK_BYTES", 64 << 20)
-    monkeypatch.setattr(machine, "_STEP_NUMEL", 1 << 20)
-    monkeypatch.setattr(machine, "_MOST_GEMM", 512)
+def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
     before = json.loads(run(capsys, "plan", folder, "--world-size", 1, "--zero-stage", 3, "--batch", 1, "--json"))
     assert before["step_s"] is None
     AcceleratorState._reset_state(True)  # the command is a process of its own; tests before this one were not

@@ -20,6 +20,7 @@ from hf_zero.plan.costs import TIERS, Placement, paper_states_bytes
 from hf_zero.plan.machine import Machine
 from hf_zero.plan.outline import from_number
 from hf_zero.plan.plan import Drafter, Plan, plan
+from hf_zero.plan.solve import PlanInputs
 from hf_zero.plan.work import compute_flops
 from hf_zero.tiers.tier import SIZES, Tier, padded
 
@@ -43,7 +44,7 @@ def blocks(count: int, numel: int, shards: int, compute: str = "float32", **chan
 def make(layout: Layout, ranks: int, machine: Machine | None = None, precision: Precision = FP32, **settings) -> Plan:
     extra = {key: settings.pop(key) for key in ("batch", "backward_per_step", "optimizer_tensors") if key in settings}
     config = ZeroConfig(**{"stage": 3, **settings})
-    return plan(layout, machine or Machine(), config, world_size=ranks, precision=precision, **extra)
+    return plan(PlanInputs(layout, machine or Machine(), config, ranks, precision, **extra))
 
 
 def on_meta(config: transformers.PretrainedConfig, cls: type) -> nn.Module:
@@ -116,13 +117,13 @@ def test_a_budget_as_it_is_told_fits():
     model = on_meta(transformers.GPT2Config(), transformers.GPT2LMHeadModel)
     settings = {"offload_optimizer": "auto", "offload_params": "disk", "step_in_backward": True}
     layout = layout_of(model, 8, BF16)
-    problem = (layout, Machine(), ZeroConfig(stage=3, **settings, device_memory=12443980, host_memory=124439808))
+    config = ZeroConfig(stage=3, **settings, device_memory=12443980, host_memory=124439808)
+    inputs = PlanInputs(layout, Machine(), config, 8, BF16, backward_per_step=4)
     with pytest.raises(zero.ConfigError) as refused:
-        plan(*problem, world_size=8, precision=BF16, backward_per_step=4)
+        plan(inputs)
     told = str(refused.value).split("fit: device_memory of ")[1].split(",")[0]
     assert told.endswith("iB")
-    wider = ZeroConfig(stage=3, **settings, device_memory=told, host_memory=124439808)
-    assert plan(layout, Machine(), wider, world_size=8, precision=BF16, backward_per_step=4).fits
+    assert plan(inputs.changed(8, device_memory=told)).fits
 
 
 @pytest.mark.parametrize(("ranks", "memory", "fits"), [(1, "8GiB", True), (1, "4GiB", False), (4, "4GiB", True)])
@@ -330,7 +331,7 @@ def test_what_does_not_fit_says_what_would():
     ranks = int(text.split(" ranks with the same")[0].split()[-1])
     assert make(blocks(24, 1 << 22, ranks, "bfloat16"), ranks, machine, **settings).fits
     with pytest.raises(zero.ConfigError):
-        make(blocks(24, 1 << 22, ranks - 1, "bfloat16"), ranks - 1, machine, **settings)
+        make(blocks(24, 1 << 22, ranks // 2, "bfloat16"), ranks // 2, machine, **settings)
     needed = text.split("host_memory of ")[1].split(",")[0].replace(" ", "")
     assert make(layout, 2, machine, **{**settings, "host_memory": needed}).fits
 
@@ -360,7 +361,7 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_a_negative_number_of_states_is_refused():
     with pytest.raises(zero.ConfigError, match="optimizer_tensors"):
-        plan(blocks(2, 1 << 12, 2), Machine(), ZeroConfig(stage=3), world_size=2, precision=FP32, optimizer_tensors=-1)
+        PlanInputs(blocks(2, 1 << 12, 2), Machine(), ZeroConfig(stage=3), 2, FP32, optimizer_tensors=-1)
 
 
 def test_a_budget_that_a_fixed_placement_misses_is_said_not_raised():

@@ -7,17 +7,20 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 
 import pytest
 
-from hf_zero.config import STAGES
+import hf_zero as zero
 from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
-from hf_zero.plan.costs import TIERS, Placement, Setup, memory_of, together
+from hf_zero.core.precision import Precision
+from hf_zero.plan.activations import Batch
+from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
-from hf_zero.plan.solve import GAP, TIE, Budgets, Problem, _Program, lacking, solve
-from hf_zero.plan.work import seconds, step_seconds, work_in_total
+from hf_zero.plan.plan import plan
+from hf_zero.plan.solve import GAP, TIE, PlanInputs, fits, needed_bytes, solve
+from hf_zero.plan.work import compute_flops, seconds, step_seconds, work_in_total
 from hf_zero.tiers.tier import SIZES, Tier
 
 SPEEDS = {
@@ -31,26 +34,53 @@ def layout_of(sizes: list[int], shards: int, compute: str = "bfloat16") -> Layou
     return Layout.build(((one.name, [one]) for one in spec), shards)
 
 
-def every_placement(layout: Layout, parameters: tuple[Tier, ...], optimizer: tuple[Tier, ...]):
+def inputs_for(
+    layout: Layout,
+    *limits: int | None,
+    speeds: dict[str, float] = SPEEDS,
+    shares: bool = False,
+    compute_s: float = 0.0,
+    backward_per_step: int = 1,
+    **settings,
+) -> PlanInputs:
+    """`limits`: bytes on the device, on the host and on disk. `compute_s`: of the passes."""
+    device, host, disk = (*limits, None, None, None)[:3]
+    config = {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto", **settings}
+    rates, batch = {}, None
+    if compute_s:
+        batch = Batch(1, 1)
+        rate = compute_flops(layout, backward_per_step, False) / compute_s
+        rates = {"bfloat16": rate, "float32": rate}
+    return PlanInputs(
+        layout,
+        Machine(**speeds, flops=rates, disk_free=disk, shares_memory=shares),
+        zero.ZeroConfig(**config, device_memory=device, host_memory=host),
+        layout.shards,
+        Precision.of("bf16", None),
+        batch=batch,
+        backward_per_step=backward_per_step,
+    )
+
+
+def every_placement(inputs: PlanInputs, tiers: tuple[Tier, ...] = TIERS):
     """All assignments of whole spans."""
-    choices = []
-    for span in layout.spans:
-        modes = {
-            Placement(together(p, span, ((o, span.slice_numel),)), ((o, span.slice_numel),))
-            for p, o in itertools.product(parameters, optimizer)
-        }
-        choices.append(sorted(modes, key=repr))
-    return itertools.product(*choices)
+    pairs = [inputs.all_in(*pair) for pair in itertools.product(tiers, tiers)]
+    return itertools.product(*(sorted(set(of), key=repr) for of in zip(*pairs)))
 
 
-def cost(problem: Problem, placements) -> tuple[float, float]:
+def cost(inputs: PlanInputs, placements) -> tuple[float, float]:
     """The step's time, and the sum of its parts."""
-    parts = seconds(work_in_total(problem.layout, placements, problem.setup), problem.machine, problem.compute_s)
-    return step_seconds(parts, problem.machine, problem.setup), sum(parts.values())
+    parts = seconds(work_in_total(inputs.layout, placements, inputs.setup), inputs.machine, inputs.compute_s)
+    return step_seconds(parts, inputs.machine, inputs.setup), sum(parts.values())
 
 
-def fits(problem: Problem, placements) -> bool:
-    return not problem.budgets.excess(memory_of(problem.layout, placements, problem.setup))
+def has_room(inputs: PlanInputs, placements) -> bool:
+    return not inputs.budgets.excess(inputs.memory(placements))
+
+
+def most(inputs: PlanInputs, tier: Tier, *pair: Tier) -> int:
+    """Bytes in `tier` with everything in these two."""
+    return inputs.memory(inputs.all_in(*pair)).at_most(tier)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
@@ -59,28 +89,24 @@ def fits(problem: Problem, placements) -> bool:
 def test_no_placement_of_whole_spans_is_faster(seed, shares, compute):
     """Splitting may only improve on the best of all assignments, over random budgets and speeds."""
     draw = random.Random(seed)
-    sizes = [1 << 22] * 3  # equal, so that what is reserved for staging is what any assignment takes
-    layout = layout_of(sizes, 4, compute)
-    machine = Machine(
-        **{name: value * 10 ** draw.uniform(-0.7, 0.7) for name, value in SPEEDS.items()}, shares_memory=shares
-    )
-    setup = Setup(STAGES[3], 4, backward_per_step=draw.choice([1, 3]), step_in_backward=draw.random() < 0.3)
-    worst = memory_of(layout, [Placement(Tier.DEVICE, ((Tier.DEVICE, s.slice_numel),)) for s in layout.spans], setup)
-    least = memory_of(layout, [Placement(Tier.DISK, ((Tier.DISK, s.slice_numel),)) for s in layout.spans], setup)
-    low, high = least.at_most(Tier.DEVICE), worst.at_most(Tier.DEVICE)
-    device, host = round(draw.uniform(low, high)), round(draw.uniform(least.at_most(Tier.HOST), 1.2 * (high - low)))
-    problem = Problem(
-        layout, setup, machine, Budgets(device, host, 1 << 40), TIERS, TIERS, compute_s=draw.choice([0.0, 1e-3, 1.0])
-    )
-    found = solve(problem)
-    candidates = [cost(problem, p) for p in every_placement(layout, TIERS, TIERS) if fits(problem, p)]
+    layout = layout_of([1 << 22] * 3, 4, compute)  # equal: what is reserved for staging is what any assignment takes
+    speeds = {name: value * 10 ** draw.uniform(-0.7, 0.7) for name, value in SPEEDS.items()}
+    given = {"backward_per_step": draw.choice([1, 3]), "step_in_backward": draw.random() < 0.3, "speeds": speeds}
+    given["shares"] = shares
+    free = inputs_for(layout, **given)
+    low, high = most(free, Tier.DEVICE, Tier.DISK, Tier.DISK), most(free, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+    host = draw.uniform(most(free, Tier.HOST, Tier.DISK, Tier.DISK), 1.2 * (high - low))
+    limits = round(draw.uniform(low, high)), round(host), 1 << 40
+    inputs = inputs_for(layout, *limits, compute_s=draw.choice([0.0, 1e-3, 1.0]), **given)
+    found = solve(inputs)
+    candidates = [cost(inputs, p) for p in every_placement(inputs) if has_room(inputs, p)]
     assert found is not None
-    assert fits(problem, found)
+    assert has_room(inputs, found)
     assert candidates, "the case is too tight to compare anything"
-    time, total = cost(problem, found)
+    time, total = cost(inputs, found)
     best = min(time + TIE * total for time, total in candidates)
     # Cuts fall on whole blocks: at most one block per span kind is slower than the program's own optimum.
-    block = max(cost(problem, p)[1] for p in every_placement(layout, TIERS, TIERS)) * ALIGN_NUMEL / layout.numel
+    block = max(cost(inputs, p)[1] for p in every_placement(inputs)) * ALIGN_NUMEL / layout.numel
     assert time + TIE * total <= best * (1 + 2 * GAP) + 8 * block * SIZES.block_numel / ALIGN_NUMEL
 
 
@@ -89,46 +115,42 @@ def test_spans_of_different_sizes(seed):
     """Two tiers, parameters and optimizer state apart: integers over several kinds."""
     draw = random.Random(seed)
     layout = layout_of([draw.randrange(1, 40) << 10 for _ in range(4)], 2)
-    setup = Setup(STAGES[3], 2)
-    tiers = (Tier.DEVICE, Tier.HOST)
-    least = memory_of(layout, [Placement(Tier.HOST, ((Tier.HOST, s.slice_numel),)) for s in layout.spans], setup)
-    device = least.at_most(Tier.DEVICE) + round(draw.random() * 16 * layout.numel / 2)
-    problem = Problem(layout, setup, Machine(**SPEEDS), Budgets(device), tiers, tiers)
-    found = solve(problem)
+    low = most(inputs_for(layout), Tier.DEVICE, Tier.HOST, Tier.HOST)
+    # Without room on disk, but for pages that hold nothing, only the device and the host are left.
+    inputs = inputs_for(layout, low + round(draw.random() * 16 * layout.numel / 2), None, 0)
+    found = solve(inputs)
     assert found is not None
-    assert fits(problem, found)
-    candidates = [cost(problem, p) for p in every_placement(layout, tiers, tiers) if fits(problem, p)]
-    time, total = cost(problem, found)
+    assert has_room(inputs, found)
+    tiers = (Tier.DEVICE, Tier.HOST)
+    candidates = [cost(inputs, p) for p in every_placement(inputs, tiers) if has_room(inputs, p)]
+    time, total = cost(inputs, found)
     rounding = 4 * ALIGN_NUMEL * 60 / min(SPEEDS.values())
     assert time + TIE * total <= min(t + TIE * s for t, s in candidates) * (1 + 2 * GAP) + rounding
 
 
 def test_a_split_uses_the_budget_to_the_last_block():
     layout = layout_of([1 << 26], 1)
-    setup = Setup(STAGES[3], 1)
-    all_there = memory_of(layout, [Placement(Tier.DEVICE, ((Tier.DEVICE, 1 << 26),))], setup).at_most(Tier.DEVICE)
-    problem = Problem(layout, setup, Machine(), Budgets(all_there - (300 << 20)), (Tier.DEVICE,), TIERS)
-    (placement,) = solve(problem)
+    all_there = most(inputs_for(layout), Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+    inputs = inputs_for(layout, all_there - (300 << 20), offload_params="none")
+    (placement,) = solve(inputs)
     assert [tier for tier, _ in placement.optimizer] == [Tier.DEVICE, Tier.HOST]
     assert all(numel % SIZES.block_numel == 0 for _, numel in placement.optimizer)
-    left = problem.budgets.device - memory_of(layout, [placement], setup).at_most(Tier.DEVICE)
+    left = inputs.budgets.device - inputs.memory([placement]).at_most(Tier.DEVICE)
     assert 0 <= left < 2 * 16 * SIZES.block_numel
 
 
 def test_everything_stays_where_it_fits():
-    layout = layout_of([1 << 20] * 5, 1)
-    found = solve(Problem(layout, Setup(STAGES[3], 1), Machine(**SPEEDS), Budgets(1 << 40, 1 << 40), TIERS, TIERS))
+    found = solve(inputs_for(layout_of([1 << 20] * 5, 1), 1 << 40, 1 << 40))
     assert all(placement == Placement(Tier.DEVICE, ((Tier.DEVICE, 1 << 20),)) for placement in found)
 
 
 def test_parameters_hidden_behind_computing_leave_first():
     """With much to compute the link is idle: parameters go up for nothing, and the optimizer's state stays on the device."""
     layout = layout_of([1 << 22] * 8, 1)
-    setup = Setup(STAGES[3], 1)
-    kept = memory_of(layout, [Placement(Tier.HOST, ((Tier.DEVICE, 1 << 22),))] * 8, setup).at_most(Tier.DEVICE)
+    kept = most(inputs_for(layout), Tier.DEVICE, Tier.HOST, Tier.DEVICE)
 
     def on_device(compute_s: float) -> tuple[int, int]:
-        found = solve(Problem(layout, setup, Machine(**SPEEDS), Budgets(kept, 1 << 40), TIERS, TIERS, compute_s))
+        found = solve(inputs_for(layout, kept, 1 << 40, compute_s=compute_s))
         return sum(p.parameters is Tier.DEVICE for p in found), sum(p.numel(Tier.DEVICE) for p in found)
 
     (busy_parameters, busy_state), (idle_parameters, idle_state) = on_device(10.0), on_device(0.0)
@@ -137,29 +159,40 @@ def test_parameters_hidden_behind_computing_leave_first():
     assert busy_state > 0.9 * layout.numel
 
 
-def test_what_is_lacking_is_enough_and_no_more():
+def test_what_is_needed_is_enough_and_no_more():
+    limits = {"device": 90 << 20, "host": 1 << 20, "disk": 1 << 40}
     layout = layout_of([1 << 22] * 4, 2)
-    problem = Problem(layout, Setup(STAGES[3], 2), Machine(), Budgets(90 << 20, 1 << 20, 1 << 40), TIERS, TIERS)
-    assert solve(problem) is None
-    missing = lacking(problem)
-    assert set(missing) == {"host", "device"}
-    for name, value in missing.items():
-        limits = {"device": 90 << 20, "host": 1 << 20, "disk": 1 << 40}
-        for extra, expected in ((value, True), (value - (17 << 20), False)):
-            wider = Budgets(**{**limits, name: limits[name] + extra})
-            found = solve(Problem(layout, problem.setup, problem.machine, wider, TIERS, TIERS))
-            assert (found is not None) == expected, name
+    inputs = inputs_for(layout, *limits.values())
+    assert solve(inputs) is None
+    needed = needed_bytes(inputs)
+    assert set(needed) == {"host", "device"}
+    for name, value in needed.items():
+        for limit, expected in ((value, True), (value - (17 << 20), False)):
+            wider = inputs_for(layout, *{**limits, name: limit}.values())
+            assert fits(wider) == (solve(wider) is not None) == expected, name
 
 
-def test_a_program_does_not_grow_with_the_number_of_equal_spans():
+def test_many_equal_blocks():
     layout = layout_of([1 << 22] * 500, 2)
-    problem = Problem(layout, Setup(STAGES[3], 2), Machine(**SPEEDS), Budgets(4 << 30, 4 << 30, 1 << 40), TIERS, TIERS)
-    few = replace(problem, layout=layout_of([1 << 22] * 5, 2))
-    assert len(_Program(problem)._rows) == len(_Program(few)._rows)
-    found = solve(problem)
+    inputs = inputs_for(layout, 4 << 30, 4 << 30, 1 << 40)
+    found = solve(inputs)
     assert found is not None
-    assert fits(problem, found)
+    assert has_room(inputs, found)
     assert len({repr(placement) for placement in found}) <= 9 + 4  # modes, and cuts between them
+
+
+def test_a_thousand_blocks_that_do_not_fit_are_refused_in_seconds():
+    """Matrices in bfloat16 and norms in float32: two kinds of spans, one thousand of each."""
+    specs = [
+        [ParamSpec((f"h.{i}.{name}",), (numel,), "float32", compute, "float32")
+         for name, numel, compute in (("w", 1 << 22, "bfloat16"), ("b", 1 << 12, "float32"))]
+        for i in range(1000)
+    ]  # fmt: skip
+    layout = Layout.build(((f"h.{i}", specs) for i, specs in enumerate(specs)), 64)
+    started = time.process_time()
+    with pytest.raises(zero.ConfigError, match="What would fit: device_memory of"):
+        plan(inputs_for(layout, 100 << 20, 100 << 20, 0))
+    assert time.process_time() - started < 3.0
 
 
 def test_processes_find_the_same_placement():
@@ -171,8 +204,7 @@ from test_solve import *
 sizes = [(7 * i % 11 + 1) << 18 for i in range(24)]
 layout = layout_of(sizes, 2)
 for limit in (160, 200, 260) if sys.argv[2] == "1" else (260,):
-    problem = Problem(layout, Setup(STAGES[3], 2), Machine(**SPEEDS), Budgets(limit << 20, 200 << 20, 1 << 40), TIERS, TIERS)
-    found = solve(problem)
+    found = solve(inputs_for(layout, limit << 20, 200 << 20, 1 << 40))
 print(found)
 """
     command = [sys.executable, "-c", code, str(Path(__file__).parent)]

@@ -26,6 +26,7 @@ from hf_zero.core.layout import Span, itemsize
 from hf_zero.core.precision import Precision
 from hf_zero.plan.machine import Machine
 from hf_zero.plan.plan import Drafter, Plan, plan
+from hf_zero.plan.solve import PlanInputs
 from hf_zero.plan.work import ROADS
 from hf_zero.runtime.engine import engine_of
 from hf_zero.runtime.flat_param import Flat
@@ -499,7 +500,7 @@ def foreseen(config: zero.ZeroConfig, world: int, layers: int, width: int) -> Pl
     with torch.device("meta"):
         drafter = Drafter(gpt2(**sizes(layers, width)), precision)
     layout = drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), world)
-    return plan(layout, Machine(), config, world_size=world, precision=precision)
+    return plan(PlanInputs(layout, Machine(), config, world, precision))
 
 
 def limited(
