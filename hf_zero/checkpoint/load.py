@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, together
+from ..comm.agree import together
 from ..comm.wire import SoloWire
 from ..core.layout import ParamSpec
 from ..core.precision import dtype_of
@@ -54,7 +54,7 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        with arriving(wire, self._what):
+        with wire.watch.doing(self._what):
             together(wire, self._what, lambda: recover(self.folder) if wire.rank == 0 else None)
         self.manifest: Manifest | None = together(wire, self._what, self._open, answer=False)[0]
         self.verifies = verify

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agree import arriving, together
+from ..comm.agree import together
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ZeroError
@@ -78,7 +78,7 @@ class Saving:
 
         self.target = self._staging.target
         try:
-            with arriving(wire, f"saving to {self.target}"):
+            with wire.watch.doing(f"saving to {self.target}"):
                 folder, token = together(wire, f"saving to {self.target}", begin)[0]
             sees = wire.exchange(os.path.exists(token))
         except BaseException:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving
 from ..comm.wire import SoloWire
 from ..errors import StateError
 from .build import Assembly
@@ -114,7 +113,7 @@ def _plain_copy(
     """A collective."""
     settle()
     wanted = {param for param in module.parameters() if id(param) not in memo}
-    with arriving(wire, "copy.deepcopy() of a sharded model"):
+    with wire.watch.doing("copy.deepcopy() of a sharded model"):
         for param, value in assembly.whole_values(wanted):
             memo[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
     with _bare(module):

@@ -113,7 +113,7 @@ class Engine:
         names = self._assembly.names
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-        self._wire.take_tags()
+        self._wire.start_watch(config.stall_s)
         self.units = self.sharded.units
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.sharded.storage = self.offload.storage
@@ -286,9 +286,10 @@ class Engine:
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
-        self.flush()
-        self._gradients.wrote()
-        return clip_norm(self._trained, self._assembly.names, self._wire, max_norm, float(norm_type), parameters)
+        with self._wire.watch.doing("clip_grad_norm_()"):
+            self.flush()
+            self._gradients.wrote()
+            return clip_norm(self._trained, self._assembly.names, self._wire, max_norm, float(norm_type), parameters)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
@@ -627,6 +628,7 @@ class Engine:
 
     def _new_schedule(self) -> Schedule:
         schedule = Schedule(self.model, self._assembly.hosts(), self._wire)
+        self._wire.watch.units = {flat.span.index: unit.name for unit in self.units for flat in unit.flats}
         schedule.before_forward = self._before_forward
         if self.buffers.watched:
             schedule.order.ask = self.buffers.changed
@@ -639,6 +641,7 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
+        self._wire.watch.phase = "forward"
         if self._trains_unbound and torch.is_grad_enabled():
             self._trains_unbound = None
             warnings.warn(
@@ -682,6 +685,7 @@ class Engine:
         self.buffers.after_forward(self._schedule.sync)
 
     def _before_backward(self) -> None:
+        self._wire.watch.phase = "backward"
         if self._schedule.sync or self.policy.reduce_each_backward:
             self._gradients.hide()
 
@@ -699,11 +703,13 @@ class Engine:
             self._binding.show_grads()
         self._gradients.show()
         self._passes += 1
+        self._wire.watch.phase = "what follows the backward"
 
     def _optimizer_wrote(self) -> None:
         self._edits.optimizer_wrote = True
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._wire.watch.phase = "optimizer.step()"
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
         arguments = None
@@ -737,6 +743,7 @@ class Engine:
         if self._binding is not None:
             self._binding.stepped()
             self.offload.begin_step(self._binding.optimizer)
+        self._wire.watch.step += 1
         self.offload.end_step()
         self._assembly.regather()
         self._edits.optimizer_wrote = False
@@ -747,6 +754,7 @@ class Engine:
         if self.offload.monitor is not None:
             self.offload.monitor.look()
         self._gradients.show_slices()
+        self._wire.watch.phase = "what follows the step"
 
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import digest_of
-from ..comm.agree import arriving, on_errors, read
+from ..comm.agree import on_errors, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
 from .flat_param import Flat
@@ -125,7 +125,7 @@ class Binding:
         """
         index = {param: i for i, param in enumerate(p for params in self.originals for p in params)}
         alone = not any(flat.needs_all_ranks for flat in self.flats)
-        with nullcontext() if alone else arriving(self._wire, "the optimizer's state_dict()"):
+        with nullcontext() if alone else self._wire.watch.doing("the optimizer's state_dict()"):
             state = {
                 index[param]: entries
                 for flat in self.flats
@@ -212,7 +212,7 @@ class Binding:
         """
         what = "the optimizer's load_state_dict()"
         saved: dict[nn.Parameter, dict[str, Any] | None] = {}
-        with arriving(self._wire, what), on_errors(self._wire, what):
+        with self._wire.watch.doing(what), on_errors(self._wire, what):
             saved.update(self._saved(state_dict))
         self._put(saved, state_dict, self._must_spread(saved))
 

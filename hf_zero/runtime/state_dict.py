@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, read, together
+from ..comm.agree import read, together
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
@@ -94,7 +94,7 @@ class FullState:
             if flat not in self._values:
                 self._settle()
                 first = not self._values and flat.needs_all_ranks
-                with arriving(self._wire, "state_dict()") if first else nullcontext():
+                with self._wire.watch.doing("state_dict()") if first else nullcontext():
                     self._values[flat] = gather_full(flat, self._wire)
             state[prefix + name] = self._values[flat][slot]
         self._depth -= 1
@@ -142,7 +142,7 @@ class FullState:
             self._settle()
             # A dict made by state_dict() has meta tensors on all ranks but 0: then rank 0's values are sent around.
             meta = any(isinstance(v, Tensor) and v.is_meta for v in state.values())
-            with arriving(self._wire, "load_state_dict()"):
+            with self._wire.watch.doing("load_state_dict()"):
                 answers = self._wire.exchange(meta)
             self._spread = any(answers)
             if answers[0]:
