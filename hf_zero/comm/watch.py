@@ -365,6 +365,9 @@ def _cause(places: Sequence[Place | None]) -> str:
             f"{_ranks(behind)} has made {max(steps) - least} optimizer steps fewer: fewer batches, or a batch left out after "
             "an exception or a `continue`. Give every rank the same number, and leave one out on all or on none"
         )
+    idle = [place.rank for place in known if not place.waits_for]
+    if idle:
+        return f"{_ranks(idle)} stands still at the line above, where the others wait for it"
     phases = {place.phase for place in known}
     if len(phases) > 1:
         return (
@@ -376,9 +379,6 @@ def _cause(places: Sequence[Place | None]) -> str:
             "ranks run different parts of the model in one pass; with stage 3 every rank runs the same units in the same order "
             "(stages 1 and 2 have no such limit)"
         )
-    idle = [place.rank for place in known if not place.waits_for]
-    if idle:
-        return f"{_ranks(idle)} stands still at the line above, where the others wait for it"
     return "every rank makes the same calls in the same order"
 
 

@@ -66,7 +66,7 @@ ALONE: dict[str, tuple[Callable[[Loop], object], str]] = {
     "bind": (lambda loop: loop.engine.bind(optimizer_for(loop.model, 1)), "rank 0 called Engine.bind"),
     "step": (lambda loop: loop.optimizer.step(), ""),
     "forward": (lambda loop: loop.loss(3), ""),
-    "left_out": (left_out, "1 optimizer steps fewer"),
+    "left_out": (left_out, "rank 0 stands still"),
     "after_an_exception": (after_an_exception, ""),
 }
 """What rank 0 does alone, and what the error says of the cause."""
