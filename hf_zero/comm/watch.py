@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from threading import Event
 from types import FrameType
 from typing import Any, Protocol
 
@@ -187,7 +188,7 @@ class _Thread:
         self._progress = 0
         self._before: tuple[int, object, float] = (0, None, 0.0)
         self._told_s = stall_s
-        self._stop = threading.Event()
+        self._stop = Event()
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
         self._thread.start()
 
