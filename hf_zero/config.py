@@ -154,6 +154,14 @@ class ZeroConfig:
         },
     )
 
+    stall_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "Seconds after which ranks that wait for each other, and make no progress, have diverged: "
+            "every rank raises StallError then. 0: wait as long as the process group does."
+        },
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             raise ConfigError(f"stage must be 0, 1, 2 or 3 (an integer), found {self.stage!r}")
@@ -167,6 +175,8 @@ class ZeroConfig:
             value: int | str | None = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
+        if not isinstance(self.stall_s, (int, float)) or isinstance(self.stall_s, bool) or not 0 <= self.stall_s < 1e9:
+            raise ConfigError(f"stall_s must be seconds (0: never), found {self.stall_s!r}")
         if self.offload_dir is not None:
             object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
         object.__setattr__(self, "full_precision", _patterns(self.full_precision))

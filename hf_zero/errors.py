@@ -26,6 +26,10 @@ class RankMismatchError(ZeroError, RuntimeError):
     """Ranks that hold different models, settings or programs. Raised on every rank."""
 
 
+class StallError(ZeroError, RuntimeError):
+    """Ranks that wait for each other and will not meet, or for one that has ended. Raised on every rank that lives."""
+
+
 class UnsupportedOptimizerError(ZeroError, TypeError):
     """An optimizer that needs whole tensors, where each rank holds only flat slices of them."""
 

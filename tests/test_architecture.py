@@ -51,6 +51,7 @@ PUBLIC = [
     "OutOfMemoryError",
     "RankMismatchError",
     "Report",
+    "StallError",
     "StateError",
     "TierError",
     "UnsupportedOptimizerError",
@@ -92,6 +93,7 @@ SETTINGS = (
     "device_memory",
     "host_memory",
     "step_in_backward",
+    "stall_s",
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving, on_all_ranks
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
@@ -42,7 +42,7 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        with arriving(wire, self._what), on_all_ranks(wire, self._what):
+        with on_all_ranks(wire, self._what):
             if wire.rank == 0:
                 recover(self.folder)
         with on_all_ranks(wire, self._what):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agree import arriving, on_all_ranks
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
@@ -72,7 +72,7 @@ class Saving:
         nonce = f".nonce-{secrets.token_hex(8)}"
         self.target = self._staging.target
         try:
-            with arriving(wire, f"saving to {self.target}"), on_all_ranks(wire, f"saving to {self.target}") as report:
+            with on_all_ranks(wire, f"saving to {self.target}") as report:
                 if wire.rank == 0:
                     self._staging.open()
                     (self._staging.root / nonce).touch()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +13,10 @@ from torch import Tensor, nn
 
 from ..config import ZeroConfig
 from ..core.layout import ParamSpec
-from ..errors import CheckpointError, RankMismatchError, TierError, ZeroError
+from ..errors import CheckpointError, RankMismatchError, StallError, TierError, ZeroError
 from .wire import SoloWire, wire_device
 
 T = TypeVar("T")
-
-PATIENCE_S = 60.0
-"""How long a rank waits for the others at a collective until it says for whom."""
-_arrivals = itertools.count(1)
 
 
 class Report:
@@ -56,15 +49,20 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
     """
     report = Report()
     failure: Exception | None = None
-    try:
-        yield report
-    except Exception as error:  # any failure must reach the other ranks, which would wait for this one
-        failure = error
-    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-    try:
-        told = wire.exchange((reason, report.mine if failure is None else None))
-    except RuntimeError as error:  # the process group's own
-        raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
+    with wire.watch.doing(what):
+        try:
+            yield report
+        except Exception as error:  # any failure must reach the other ranks, which would wait for this one
+            failure = error
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            told = wire.exchange((reason, report.mine if failure is None else None))
+        except StallError:
+            if failure is not None:
+                raise failure from None
+            raise
+        except RuntimeError as error:  # the process group's own
+            raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
     if failure is not None and (
         kind is RankMismatchError or (isinstance(failure, ZeroError) and not isinstance(failure, TierError))
     ):
@@ -73,47 +71,6 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
         if theirs is not None:
             raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
     report.everyone = [value for _, value in told]
-
-
-@contextmanager
-def arriving(wire: SoloWire, what: str) -> Iterator[None]:
-    """Around the first communication of what programs tend to do on one rank only: waiting for the others has an end in words.
-
-    Costs one message to the process group's store. Every rank counts its arrivals, so one that has come this often has come.
-    """
-    if wire.size == 1:
-        yield
-        return
-    number = next(_arrivals)
-    with suppress(RuntimeError):  # the store is gone with its rank: what is communicated next says so
-        wire.post(f"{number} {what}")
-    timer = threading.Timer(PATIENCE_S, _name_missing, (wire, number, what))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _name_missing(wire: SoloWire, number: int, what: str) -> None:
-    try:
-        words = wire.posted()
-    except RuntimeError:  # the store is gone with its rank: the process group notices for itself
-        return
-    seen = [(0, "") if word is None else (int(word.split(" ", 1)[0]), word.split(" ", 1)[1]) for word in words]
-    missing = [
-        f"rank {rank} ({f'last in {at}' if at else 'in none so far'})"
-        for rank, (n, at) in enumerate(seen)
-        if n < number
-    ]
-    if missing:
-        print(
-            f"hf_zero: rank {wire.rank} has waited {PATIENCE_S:g} s in {what} for {', '.join(missing)}. Saving, loading and "
-            "state dicts need every rank: call them outside of `if rank == 0` and `if trainer.is_world_process_zero()`",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def read(wire: SoloWire, values: Callable[[], T], *, may_fail: bool) -> T:

@@ -14,7 +14,10 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from .inflight import DONE, Inflight, Work
+from .inflight import DONE, Inflight
+from .watch import Watch
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
-_POST = "hf_zero/post/"
-_ENGINES = "hf_zero/engines"
+_WIRES, _WATCH = "hf_zero/wires/", "hf_zero/watch/"
+_STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
+_INTERRUPT_TAG = (1 << 31) - 1
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
@@ -66,21 +71,37 @@ class Traffic:
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
 
 
-class _Timed:
-    """Work whose waiting is counted."""
+class Wait:
+    """A blocking call whose waiting is counted, and seen by the watch."""
 
-    __slots__ = ("_count", "_work")
+    __slots__ = ("_call", "_count", "_watch", "kind", "started", "tag")
 
-    def __init__(self, work: Work, count: Count) -> None:
-        self._work = work
+    def __init__(self, call: Callable[[], object], count: Count, watch: Watch, kind: str, tag: int) -> None:
+        self._call = call
         self._count = count
+        self._watch = watch
+        self.kind = kind
+        self.tag = tag
+        self.started = 0.0
 
     def wait(self) -> None:
-        started = time.perf_counter()
+        """Raises:
+        StallError: this rank waits for one that will not come, or has ended.
+        """
+        watch = self._watch
+        if watch.verdict is not None:
+            raise watch.error()
+        before = watch.at
+        self.started = time.perf_counter()
+        watch.at = self
         try:
-            self._work.wait()
+            self._call()
+        except RuntimeError as error:
+            raise watch.explained(error) from error
         finally:
-            self._count.wait_s += time.perf_counter() - started
+            watch.at = before
+            watch.done += 1
+            self._count.wait_s += time.perf_counter() - self.started
 
 
 class SoloWire:
@@ -93,6 +114,7 @@ class SoloWire:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.watch = Watch()
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         """Fill `full` (1-D, `size` equal slices) from all ranks; `own` is this rank's slice, in `full` itself or apart.
@@ -127,8 +149,8 @@ class SoloWire:
         """A CPU wire of its own over the same ranks, for another thread. A collective."""
         return self
 
-    def take_tags(self) -> None:
-        """Message tags that no other engine has: over one group a rank may be ahead in one of two engines. A collective."""
+    def start_watch(self, stall_s: float) -> None:
+        """Look out for waits that will not end; 0: do not. See `watch.Watch`."""
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         """Sum of a 0-dim tensor over the ranks, in rank order."""
@@ -153,13 +175,6 @@ class SoloWire:
     def barrier(self) -> None:
         """Return when every rank is here."""
 
-    def post(self, word: str) -> None:
-        """Leave word for whoever looks; replaces what this rank has left before. Waits for no other rank."""
-
-    def posted(self) -> list[str | None]:
-        """What each rank has left, in rank order. Waits for no other rank, and may be called in any thread."""
-        return [None]
-
     def ranks_here(self) -> int:
         """How many ranks run on this machine; a collective."""
         names = self.exchange(socket.gethostname())
@@ -174,14 +189,21 @@ class _GroupWire(SoloWire):
         self.device = device
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.watch = Watch(self.rank, self.size)
+        # Every rank opens the same wires in the same order: one that has not opened this one is missed by name.
+        self.number = dist.distributed_c10d._get_default_store().add(f"{_WIRES}{self.rank}", 1)
 
-    def _timed(self, work: Any, kind: str) -> _Timed:
-        return _Timed(work, self.traffic[kind])
+    def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
+        return Wait(work.wait, self.traffic[kind], self.watch, kind, tag)
+
+    def _call(self, call: Callable[..., object], *arguments: Any, kind: str = "other") -> None:
+        """Make a synchronous call that waits for other ranks."""
+        Wait(partial(call, *arguments), self.traffic[kind], self.watch, kind, -1).wait()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         self.traffic["scalar"].add(value.element_size() * (self.size - 1))
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self._timed(dist.all_gather(parts, value, async_op=True), "scalar").wait()
+        self._wait_for(dist.all_gather(parts, value, async_op=True), "scalar").wait()
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -190,14 +212,14 @@ class _GroupWire(SoloWire):
     def max_scalar(self, value: Tensor) -> Tensor:
         self.traffic["scalar"].add(value.element_size() * (self.size - 1))
         value = value.clone()
-        self._timed(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
+        self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
         return value
 
     def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
         # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
         found = torch.tensor(values, dtype=torch.int32, device=home_device())
         self.traffic["agree"].add(found.numel() * 4 * (self.size - 1))
-        work = self._timed(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
+        work = self._wait_for(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
 
         def answer() -> list[int]:
             work.wait()
@@ -207,7 +229,7 @@ class _GroupWire(SoloWire):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.traffic["other"].add(tensor.numel() * tensor.element_size())
-        dist.broadcast(tensor, source)
+        self._call(dist.broadcast, tensor, source)
 
     def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
         if source == 0 or self.rank not in (0, source):
@@ -217,10 +239,10 @@ class _GroupWire(SoloWire):
         if self.rank == source:
             if values is not None and values.numel():
                 self.traffic["other"].add(values.numel() * values.element_size())
-                self.group.send([values.to(self.device)], 0, _COLLECT_TAG).wait()
+                self._wait_for(self.group.send([values.to(self.device)], 0, _COLLECT_TAG), "other").wait()
         elif landing.numel():
             arrived = landing.to(self.device)
-            self.group.recv([arrived], source, _COLLECT_TAG).wait()
+            self._wait_for(self.group.recv([arrived], source, _COLLECT_TAG), "other").wait()
             if arrived is not landing:
                 landing.copy_(arrived)
 
@@ -229,24 +251,25 @@ class _GroupWire(SoloWire):
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, self.group)
+        self._call(dist.all_gather_object, values, value, self.group)
         return values
 
     def barrier(self) -> None:
-        dist.barrier(self.group)
+        self._call(dist.barrier, self.group)
 
-    def post(self, word: str) -> None:
-        dist.distributed_c10d._get_default_store().set(f"{_POST}{self.rank}", word)
-
-    def posted(self) -> list[str | None]:
-        store, keys = dist.distributed_c10d._get_default_store(), [f"{_POST}{rank}" for rank in range(self.size)]
-        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    def start_watch(self, stall_s: float) -> None:
+        if stall_s <= 0:
+            return
+        store: Any = dist.distributed_c10d._get_default_store()
+        clone = store.clone()  # a connection of its own: a call of the main thread would block the other
+        interrupt = partial(_interrupt, self.group, self.device, (self.rank + 1) % self.size)
+        self.watch.start(self, clone, f"{_WATCH}{self.number}", stall_s, interrupt)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
         self.traffic["reduce"].add(2 * _others(source, self.size))
         scale = _divided_first(source, self.size)
-        work = self._timed(dist.all_reduce(source, async_op=True), "reduce")
+        work = self._wait_for(dist.all_reduce(source, async_op=True), "reduce")
 
         return Inflight((work,), (), lambda: _land(source, out, scale))
 
@@ -256,7 +279,7 @@ class _GroupWire(SoloWire):
             return
         if self.rank != 0:
             self.traffic["other"].add(numel * own.element_size())
-            self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG).wait()
+            self._wait_for(self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG), "other").wait()
             return
         if full is None:
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
@@ -264,7 +287,7 @@ class _GroupWire(SoloWire):
         for peer in range(1, self.size):
             part = full[peer * numel : (peer + 1) * numel]
             landing = part if part.device == own.device else torch.empty_like(own)
-            self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG).wait()
+            self._wait_for(self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG), "other").wait()
             if landing is not part:
                 part.copy_(landing)
 
@@ -274,26 +297,31 @@ class PairWire(_GroupWire):
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(device, group)
-        self._first_tag = 0
+        self._first_tag = self.number % _TAGS_WRAP * _TAGS_EACH
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def take_tags(self) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        number = self.exchange(store.add(_ENGINES, 1) if self.rank == 0 else None)[0]
-        self._first_tag = number % _TAGS_WRAP * _TAGS_EACH
+    def _message_tag(self, tag: int, kind: int) -> int:
+        """What only this engine's message of this span, kind and step has.
+
+        Over one group a rank may be ahead in one of two engines; and one that has made another number of steps must not be
+        given what belongs to this one.
+        """
+        return self._first_tag + (tag * _STEPS_APART + self.watch.step % _STEPS_APART) * _TAGS + kind
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         numel = own.numel()
         if numel == 0:
             return DONE
         self.traffic["gather"].add(numel * own.element_size() * (self.size - 1))
-        tag = self._first_tag + tag * _TAGS + _GATHER_TAG
+        span, tag = tag, self._message_tag(tag, _GATHER_TAG)
         group = self.group
         place = full[self.rank * numel : (self.rank + 1) * numel]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
-        receives = [self._timed(group.recv([full[p * numel : (p + 1) * numel]], p, tag), "gather") for p in self._peers]
-        sends = [self._timed(group.send([own], p, tag), "gather") for p in self._peers]
+        receives = [
+            self._wait_for(group.recv([full[p * numel : (p + 1) * numel]], p, tag), "gather", span) for p in self._peers
+        ]
+        sends = [self._wait_for(group.send([own], p, tag), "gather", span) for p in self._peers]
         return Inflight(receives, sends)
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
@@ -302,15 +330,15 @@ class PairWire(_GroupWire):
             return DONE
         total = source.numel()
         self.traffic["reduce"].add(source.element_size() * (total - _length(total, numel, self.rank)))
-        tag = self._first_tag + tag * _TAGS + _REDUCE_TAG
+        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
         mine = source[self.rank * numel : (self.rank + 1) * numel]
         sends = []
         for peer in self._peers:
             for part in _pieces(source[peer * numel : (peer + 1) * numel], piece):
-                sends.append(self._timed(self.group.send([part], peer, tag), "reduce"))
+                sends.append(self._wait_for(self.group.send([part], peer, tag), "reduce", span))
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
-        pending = [self._receive(source, stop - start, tag) for start, stop in cut[:2]]
+        pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
 
         def finish() -> None:
             for index, (start, stop) in enumerate(cut):
@@ -318,7 +346,7 @@ class PairWire(_GroupWire):
                 for work in works:
                     work.wait()
                 if index + 2 < len(cut):
-                    pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag))
+                    pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag, span))
                 parts[self.rank] = mine[start:stop]
                 _average_in_order(parts, out[start:stop])
                 pending[index] = ([], [])
@@ -326,10 +354,10 @@ class PairWire(_GroupWire):
 
         return Inflight((), sends, finish)
 
-    def _receive(self, source: Tensor, numel: int, tag: int) -> tuple[list[Any], list[Tensor]]:
+    def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
         landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
         parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
-        return [self._timed(self.group.recv([parts[p]], p, tag), "reduce") for p in self._peers], parts
+        return [self._wait_for(self.group.recv([parts[p]], p, tag), "reduce", span) for p in self._peers], parts
 
 
 class CollectiveWire(_GroupWire):
@@ -349,14 +377,14 @@ class CollectiveWire(_GroupWire):
         # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
         self.traffic["scalar"].add(value.element_size() * (self.size - 1))
         parts = value.new_empty(self.size)
-        self._timed(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
+        self._wait_for(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
         return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         if own.numel() == 0:
             return DONE
         self.traffic["gather"].add(own.numel() * own.element_size() * (self.size - 1))
-        return Inflight((self._timed(self._all_gather(full, own, async_op=True), "gather"),))
+        return Inflight((self._wait_for(self._all_gather(full, own, async_op=True), "gather", tag),))
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         if out.numel() == 0:
@@ -364,7 +392,7 @@ class CollectiveWire(_GroupWire):
         self.traffic["reduce"].add(_others(source, self.size))
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
-        work = self._timed(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce")
+        work = self._wait_for(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce", tag)
 
         def finish() -> None:
             if landing is not out:
@@ -380,6 +408,16 @@ def open_wire(device: torch.device) -> SoloWire:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SoloWire()
     return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
+
+
+def _interrupt(group: dist.ProcessGroup, device: torch.device, peer: int) -> None:
+    """Break every wait over `group`, in whichever thread."""
+    if device.type != "cpu":
+        group.abort()
+        return
+    # gloo has no abort, but a receive that runs out of time closes all connections of its group.
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
 
 def home_device() -> torch.device:

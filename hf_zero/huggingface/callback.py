@@ -43,6 +43,7 @@ class ZeroFlags:
     zero_device_memory: str | None = setting("device_memory")
     zero_host_memory: str | None = setting("host_memory")
     zero_step_in_backward: bool = setting("step_in_backward")
+    zero_stall_s: float = setting("stall_s")
 
     def settings(self) -> dict[str, Any]:
         """By field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""

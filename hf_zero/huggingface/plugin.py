@@ -49,6 +49,7 @@ class ZeroPlugin(ParallelismConfig):
     device_memory: int | str | None = setting("device_memory")
     host_memory: int | str | None = setting("host_memory")
     step_in_backward: bool = setting("step_in_backward")
+    stall_s: float = setting("stall_s")
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):

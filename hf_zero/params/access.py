@@ -80,7 +80,13 @@ def _checked_holder(param: nn.Parameter, quantity: Quantity, what: str) -> _Held
 
 @torch.no_grad()
 def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -> Tensor | None:
-    holder = _checked_holder(param, quantity, f"{'full' if whole else 'local'}_{quantity}")
+    what = f"{'full' if whole else 'local'}_{quantity}"
+    holder = _checked_holder(param, quantity, what)
+    with holder.wire.watch.doing(f"{what}()"):
+        return _read(holder, param, quantity, whole, name)
+
+
+def _read(holder: _Held | Birth, param: nn.Parameter, quantity: Quantity, whole: bool, name: str) -> Tensor | None:
     if isinstance(holder, Birth):
         return holder.whole(param) if whole else holder.slice_of(param).clone()
     place, engine = holder
@@ -110,8 +116,15 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
     """A whole value is a collective: it is compared over the ranks, and what the engine derives from it follows."""
     what = f"set_{'full' if whole else 'local'}_{quantity}"
     holder = _checked_holder(param, quantity, what)
-    if whole:
-        _same_everywhere(param, value, holder.wire, what)
+    with holder.wire.watch.doing(f"{what}()"):
+        if whole:
+            _same_everywhere(param, value, holder.wire, what)
+        _write(holder, param, quantity, whole, value, name, what)
+
+
+def _write(
+    holder: _Held | Birth, param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, name: str, what: str
+) -> None:
     if isinstance(holder, Birth):
         if whole:
             holder.put(param, value)
@@ -317,7 +330,8 @@ class GatheredParameters:
                     holder = _holder(param)
                     if holder is not None and not _is_gathered(holder):
                         self._check_rank(holder.wire)
-                        self._gathered.append(_Gathered(param, holder))
+                        with holder.wire.watch.doing("GatheredParameters"):
+                            self._gathered.append(_Gathered(param, holder))
             except BaseException:
                 self._discard()
                 raise
@@ -344,7 +358,8 @@ class GatheredParameters:
 
     def _keep_edits(self) -> None:
         wire = max((gathered.holder.wire for gathered in self._gathered), key=lambda w: w.size)
-        everyone: list[list[str]] = wire.exchange([gathered.edit() for gathered in self._gathered])
+        with wire.watch.doing("GatheredParameters"):
+            everyone: list[list[str]] = wire.exchange([gathered.edit() for gathered in self._gathered])
         allowed = self._modifier_rank
         for rank, edits in enumerate(everyone):
             for gathered, edit in zip(self._gathered, edits):

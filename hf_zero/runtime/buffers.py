@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving
 from ..comm.wire import SoloWire
 from ..tiers.fingerprint import fingerprint
 from .saved_tensors import in_backward_of_any
@@ -166,7 +165,7 @@ class Buffers:
         if not self._due or not self._live or self._apart or in_backward_of_any():
             return
         # In evaluation programs tend to run one rank alone.
-        with nullcontext() if torch.is_grad_enabled() else arriving(self._wire, "a forward, for rank 0's buffers"):
+        with nullcontext() if torch.is_grad_enabled() else self._wire.watch.doing("a forward, for rank 0's buffers"):
             self._send()
 
     def after_forward(self, sync: bool) -> None:

@@ -175,6 +175,7 @@ class Assembly:
         unit = Unit(layout, flats, self.sharded.wire, self.sharded.policy)
         unit.release()
         for flat in flats:
+            self.sharded.wire.watch.units[flat.span.index] = unit.name
             for index, param in enumerate(flat.params):
                 self.sharded.places[param] = Place(unit, flat, index)
                 adopt(param, weakref.ref(self.sharded), shows_nan=not unit.policy.keep_full)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving
 from ..comm.wire import SoloWire
 from ..errors import StateError
 from .deferred import Birth, birth_of, opening_mode
@@ -83,7 +82,7 @@ class DeferredHooks(StateDictHooks):
 
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
         birth = _birth(param)
-        with arriving(wire, "state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
+        with wire.watch.doing("state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
             whole = birth.read(param.shape)
             return {param: whole.cpu() if wire.rank == 0 else whole.to("meta")}
 

@@ -113,7 +113,7 @@ class Engine:
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-        self._wire.take_tags()
+        self._wire.start_watch(config.stall_s)
 
         # The plan needs to know what the tiers have room for, and may be refused as well.
         self.units = self.sharded.units
@@ -306,9 +306,12 @@ class Engine:
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
-        self.flush()
-        self._gradients.wrote()
-        return clip_norm(self.sharded.trained, self.sharded.names, self._wire, max_norm, float(norm_type), parameters)
+        with self._wire.watch.doing("clip_grad_norm_()"):
+            self.flush()
+            self._gradients.wrote()
+            return clip_norm(
+                self.sharded.trained, self.sharded.names, self._wire, max_norm, float(norm_type), parameters
+            )
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
@@ -607,6 +610,7 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
+        self._wire.watch.phase = "forward"
         if self._trains_unbound and torch.is_grad_enabled():
             self._trains_unbound = None
             warnings.warn(
@@ -636,6 +640,7 @@ class Engine:
             self.offload.agree_on_reads()
 
     def _before_backward(self) -> None:
+        self._wire.watch.phase = "backward"
         if self.schedule.sync or self.policy.reduce_each_backward:
             self._gradients.hide()
 
@@ -653,11 +658,13 @@ class Engine:
             self._binding.show_grads()
         self._gradients.show()
         self._passes += 1
+        self._wire.watch.phase = "what follows the backward"
 
     def _optimizer_wrote(self) -> None:
         self._writes.optimizer_wrote = True
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._wire.watch.phase = "optimizer.step()"
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
         arguments = None
@@ -688,6 +695,7 @@ class Engine:
         if self._binding is not None:
             self._binding.stepped()
             self.offload.begin_step(self._binding.optimizer)
+        self._wire.watch.step += 1
         self.offload.end_step()
         self._assembly.regather()
         self._writes.optimizer_wrote = False
@@ -698,6 +706,7 @@ class Engine:
         if self.offload.monitor is not None:
             self.offload.monitor.look()
         self._gradients.show_slices()
+        self._wire.watch.phase = "what follows the step"
 
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]

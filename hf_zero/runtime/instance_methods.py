@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import arriving
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
 from .unit import Unit
@@ -141,7 +140,7 @@ def _plain_copy(module: nn.Module, assembly: Assembly, settle: Callable[[], None
     """torch's own deepcopy of the module without what is the engine's, parameters given as already copied. A collective."""
     settle()
     wanted = {param for param in module.parameters() if id(param) not in memo}
-    with arriving(assembly.sharded.wire, "copy.deepcopy() of a sharded model"):
+    with assembly.sharded.wire.watch.doing("copy.deepcopy() of a sharded model"):
         for param, value in assembly.whole_values(wanted):
             memo[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
     taken = strip(module, _is_ours)

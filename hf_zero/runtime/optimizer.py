@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import digest_of
-from ..comm.agree import arriving, on_all_ranks, read
+from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
 from .flat_param import Flat, joined, slice_of
@@ -129,7 +129,7 @@ class Binding:
         Rank 0 has the values, other ranks meta tensors of the same shapes.
         """
         alone = not any(flat.needs_all_ranks for flat in self.flats)
-        with nullcontext() if alone else arriving(self._wire, "the optimizer's state_dict()"):
+        with nullcontext() if alone else self._wire.watch.doing("the optimizer's state_dict()"):
             return self._numbered(self.originals, everywhere=False)
 
     def _numbered(self, originals: list[list[nn.Parameter]], *, everywhere: bool) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Binding:
         """
         what = "the optimizer's load_state_dict()"
         saved: dict[nn.Parameter, dict[str, Any] | None] = {}
-        with arriving(self._wire, what), on_all_ranks(self._wire, what, kind=RankMismatchError):
+        with on_all_ranks(self._wire, what, kind=RankMismatchError):
             saved.update(self._saved(state_dict))
         self._put(saved, state_dict, self._must_spread(saved))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.agree import arriving, on_all_ranks, read
+from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
@@ -161,7 +161,7 @@ def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
     Raises:
         RankMismatchError: rank 0 has none, or only some of the others.
     """
-    with arriving(wire, "load_state_dict()"):
+    with wire.watch.doing("load_state_dict()"):
         is_meta = wire.exchange(any(isinstance(value, Tensor) and value.is_meta for value in state.values()))
     if is_meta[0]:
         raise RankMismatchError("load_state_dict: rank 0's tensors are on the meta device; it must have the values")
@@ -194,7 +194,7 @@ class ShardedHooks(StateDictHooks):
         full: Tensor | None = None
         if not self._outlining:
             self._settle()
-            with arriving(wire, "state_dict()") if first and flat.needs_all_ranks else nullcontext():
+            with wire.watch.doing("state_dict()") if first and flat.needs_all_ranks else nullcontext():
                 full = joined(flat, wire, read(wire, flat.values, may_fail=flat.storage.uses_disk))
         found = {}
         for slot, each in zip(flat.span.slots, flat.params):
