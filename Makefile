@@ -36,6 +36,10 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 test: $(READY) ## run the tests (ARGS='-k name' for some)
 	$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: test-slow
+test-slow: $(READY) ## run the long tests, which `make test` leaves out
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
 .PHONY: programs
 programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kit.random_programs --seeds 0:$(N) $(ARGS)

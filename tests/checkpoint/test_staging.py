@@ -100,7 +100,11 @@ NAMES = {"old": OLD, "new": NEW, "newer": NEW}
 
 
 @pytest.mark.parametrize("start", ["nothing", "empty", "old and files of others"])
-def test_killed_anywhere_it_is_the_old_folder_or_the_new_one(start, fast):
+def test_killed_anywhere_it_is_the_old_folder_or_the_new_one(start, fast, pools):
+    pools[1].run(kill_anywhere, start, fast)  # there, because hundreds of forks of pytest's own process take a minute
+
+
+def kill_anywhere(rank: int, world: int, start: str, fast: Path) -> None:
     parent = fast / "out"
     before = "old" if start.startswith("old") else None
     seen: list[str | None] = []

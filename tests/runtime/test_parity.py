@@ -51,9 +51,15 @@ def compare(rank: int, world: int, model: str, dtype: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("dtype", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("model", ["gpt2", "bert"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+COMBINATIONS = list(itertools.product((1, 2, 3, 4), ("gpt2", "bert"), ("no", "bf16", "fp16")))
+# Four ranks on two cores take longest: of those, one precision for each model, and all with the long tests.
+LONG = {(4, "gpt2", "bf16"), (4, "gpt2", "fp16"), (4, "bert", "no"), (4, "bert", "fp16")}
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "dtype"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each in LONG else []) for each in COMBINATIONS],
+)
 def test_equals_data_parallel(pools, world, model, dtype):
     wrong = pools[world].run(compare, model, dtype, timeout_s=240)[0]
     assert not wrong, "\n".join(wrong)
