@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
 
 import hf_zero as zero
-from hf_zero.huggingface.callback import ZeroFlags
+from hf_zero.huggingface.arguments import ZeroFlags
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

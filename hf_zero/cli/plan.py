@@ -420,7 +420,7 @@ def _device() -> torch.device:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    from ..huggingface.accelerator import ZeroAccelerator
+    from ..huggingface.plugin import ZeroAccelerator
 
     accelerator = ZeroAccelerator()  # joins the ranks that torchrun has started, and says which device is this one's
     try:

@@ -22,7 +22,7 @@ from transformers.integrations.accelerate import get_device
 
 from ..checkpoint.reader import Reader, Wanted
 from ..checkpoint.safetensors import read_header
-from ..checkpoint.weights import Stored
+from ..checkpoint.weights import Conversion, Piece, Stored
 from ..comm.agree import together
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
@@ -31,8 +31,7 @@ from ..params.init import Init, born, slice_bounds
 from ..runtime.deferred import birth_of, born_at_rest
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
-from .placement import Replay, Segment
-from .recording import swapped
+from .stock import replaced
 from .weights import EXTRA_STATE, PlannedLoad, planned_load
 
 
@@ -74,7 +73,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
         )
         return info
 
-    return swapped(
+    return replaced(
         [
             (PreTrainedModel, "_load_pretrained_model", staticmethod(load)),
             (PreTrainedModel, "_finalize_model_loading", staticmethod(finish)),
@@ -180,33 +179,33 @@ class _Filling:
         for name, result in planned.results.items():
             if name in wrong:
                 continue
-            segments = planned.trace.segments(result)
-            origin = self._origin(name, result, segments)
-            if segments is None:
+            pieces = planned.trace.pieces(result)
+            origin = self._origin(name, result, pieces)
+            if pieces is None:
                 computed[name] = result
             elif origin is not None:
                 self._stand_ins[name], self._origins[name] = result, origin
             else:
-                wanted += self._ranges(name, result, segments)
+                wanted += self._ranges(name, result, pieces)
         self.reader.read(wanted)
-        for replay in planned.trace.replays(computed):
-            self._compute(replay, computed)
+        for conversion in planned.trace.conversions(computed):
+            self._compute(conversion, computed)
         self.reader.close()
         for name in (*self._own, *self._origins):
             self._plant(name)
 
-    def _origin(self, name: str, stand_in: Tensor, segments: Sequence[Segment] | None) -> OnDisk | None:
+    def _origin(self, name: str, stand_in: Tensor, pieces: Sequence[Piece] | None) -> OnDisk | None:
         """A parameter's elements in the files; None where they must be read now."""
-        if self._stamps is None or not segments or not self._is_parameter(name):
+        if self._stamps is None or not pieces or not self._is_parameter(name):
             return None
-        if any(dtype_of(self._stored[item.source].dtype) != stand_in.dtype for item in segments):
+        if any(dtype_of(self._stored[item.key].dtype) != stand_in.dtype for item in pieces):
             return None
         size, parts = stand_in.element_size(), []
-        for item in segments:
-            stored = self._stored[item.source]
-            offset, stamp = stored.start + item.source_start * size, self._stamps[stored.file]
+        for item in pieces:
+            stored = self._stored[item.key]
+            offset, stamp = stored.start + item.key_start * size, self._stamps[stored.file]
             source = FileSource(stored.file, offset, stand_in.dtype, item.numel, self._meter, stamp)
-            parts.append((item.start, OnDisk(source)))
+            parts.append((item.param_start, OnDisk(source)))
         if len(parts) == 1:
             return parts[0][1]
         return OnDisk(FilePieces(stand_in.numel(), stand_in.dtype, parts, self._meter))
@@ -222,19 +221,19 @@ class _Filling:
         own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
         return own, low, high
 
-    def _ranges(self, name: str, stand_in: Tensor, segments: Sequence[Segment]) -> list[Wanted]:
+    def _ranges(self, name: str, stand_in: Tensor, pieces: Sequence[Piece]) -> list[Wanted]:
         own, low, high = self._room(name, stand_in)
         out = []
-        for item in segments:
-            begin, end = max(item.start, low), min(item.start + item.numel, high)
+        for item in pieces:
+            begin, end = max(item.param_start, low), min(item.param_start + item.numel, high)
             if begin < end:
-                at = item.source_start + begin - item.start
-                out.append(Wanted(self._stored[item.source], at, own[begin - low : end - low]))
+                at = item.key_start + begin - item.param_start
+                out.append(Wanted(self._stored[item.key], at, own[begin - low : end - low]))
         return out
 
-    def _compute(self, replay: Replay, stand_ins: Mapping[str, Tensor]) -> None:
-        values = {key: self.reader.whole(self._stored[key]) for key in replay.sources}
-        for name, value in replay.convert(values).items():
+    def _compute(self, conversion: Conversion, stand_ins: Mapping[str, Tensor]) -> None:
+        values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
+        for name, value in conversion.convert(values).items():
             own, low, high = self._room(name, stand_ins[name])
             own.copy_(value.reshape(-1)[low:high])
 

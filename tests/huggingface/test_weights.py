@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.safetensors import build_header, read_header
 from hf_zero.checkpoint.weights import Drawing, Located, Stored, format_of, names_of
-from hf_zero.huggingface.weights import recording
+from hf_zero.huggingface.stock import recording
 
 transformers.logging.set_verbosity_error()
 
