@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.safetensors import Stored, build_header, read_header
 from hf_zero.checkpoint.weights import Drawing, Located, format_of, names_of
-from hf_zero.huggingface.weights import recording
+from hf_zero.huggingface.stock import recording
 
 transformers.logging.set_verbosity_error()
 
@@ -340,7 +340,7 @@ def test_tied_under_either_name() -> None:
         }
         located = locate(model, stored)
         assert located.missing == ()
-        assert located.pieces["transformer.wte.weight"][0].key == name
+        assert located.pieces["transformer.wte.weight"][0].source == name
 
 
 def test_around_other_stock_code(tmp_path: Path) -> None:
