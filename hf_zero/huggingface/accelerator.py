@@ -26,7 +26,8 @@ from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
 from ..runtime.deferred import birth_of
 from ..runtime.engine import Engine, engine_of, shard
-from ..runtime.holder import Place, holder_of
+from ..runtime.ownership import owner_of
+from ..runtime.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
 from .checkpoints import bare_optimizer
 
@@ -295,9 +296,9 @@ def _holds_parameter_of(optimizer: Optimizer, model: nn.Module, engine: Engine |
 def _engine_holding(params: Iterable[Any]) -> Engine | None:
     """The engine of the first of `params` that belongs to a sharded model, whoever has sharded it."""
     for param in params:
-        place = holder_of(param)
-        if isinstance(place, Place):
-            return engine_of(place.sharded.model)
+        owner = owner_of(param)
+        if isinstance(owner, Sharded):
+            return engine_of(owner.model)
     return None
 
 

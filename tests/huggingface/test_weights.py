@@ -104,7 +104,7 @@ def write(drawing: Drawing, model: nn.Module, folder: Path) -> None:
         head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata)
         payload = bytearray(header.file_bytes - header.header_bytes)
         for entry in file.entries:
-            parts = [params[run.param].reshape(-1)[run.start : run.start + run.numel] for run in entry.runs]
+            parts = [params[run.source].reshape(-1)[run.there] for run in entry.runs]
             value = (torch.cat(parts) if parts else values[entry.key]).contiguous()
             assert str(value.dtype) == f"torch.{entry.dtype}"
             assert value.numel() == torch.Size(entry.shape).numel()
