@@ -40,18 +40,19 @@ from .runtime.engine import Engine, engine_of, shard
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .huggingface.accelerator import ZeroAccelerator
-    from .huggingface.callback import ZeroCallback, ZeroTrainer, ZeroTrainingArguments, zero_trainer_cls
-    from .huggingface.plugin import ZeroPlugin
+    from .huggingface.callback import ZeroCallback
+    from .huggingface.plugin import ZeroAccelerator, ZeroPlugin
+    from .huggingface.trainer import ZeroTrainer, zero_trainer_cls
+    from .huggingface.training_arguments import ZeroTrainingArguments
 
 # Loaded at first use: the engine works where accelerate and transformers are not installed.
 _WIRING = {
-    "ZeroAccelerator": "accelerator",
+    "ZeroAccelerator": "plugin",
     "ZeroPlugin": "plugin",
     "ZeroCallback": "callback",
-    "ZeroTrainer": "callback",
-    "ZeroTrainingArguments": "callback",
-    "zero_trainer_cls": "callback",
+    "ZeroTrainer": "trainer",
+    "ZeroTrainingArguments": "training_arguments",
+    "zero_trainer_cls": "trainer",
 }
 
 __all__ = [
@@ -100,7 +101,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WIRING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(".huggingface.accelerator", __name__)  # it fills `plugin.ADOPT`: no plugin is used before
     return getattr(importlib.import_module(f".huggingface.{_WIRING[name]}", __name__), name)
 
 

@@ -13,7 +13,6 @@ output folder whose every byte is right; latest: the same, and a fresh start whe
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import statistics
 import sys
@@ -25,6 +24,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from finetune_console import (
+    Help,
     UserError,
     check_output,
     check_space,
@@ -105,10 +105,6 @@ class ScriptArguments:
     @property
     def tiny(self) -> bool:
         return str(self.model).endswith("-tiny")
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The description as it stands, the flags with their defaults."""
 
 
 class Parser(HfArgumentParser):

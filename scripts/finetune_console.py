@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import resource
@@ -29,6 +30,10 @@ MESSAGE_LIMIT = 400  # characters; some libraries put a page into an exception
 
 class UserError(ValueError):
     """Something the person who typed the command can put right. The message is shown alone, without its type."""
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, the flags with their defaults."""
 
 
 @contextmanager

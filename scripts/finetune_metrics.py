@@ -18,16 +18,24 @@ with examples():
 IGNORED = -100  # the label value that transformers' losses leave out
 
 
-class Perplexity(evaluate.Metric):
-    """exp of the mean negative log-likelihood per token."""
+class _Computed(evaluate.Metric):
+    """A metric whose description is its docstring; `columns` has the type of each of its inputs."""
+
+    columns = {"predictions": "int64", "references": "int64"}  # predicted and true class numbers
 
     def _info(self) -> evaluate.EvaluationModuleInfo:
         return evaluate.EvaluationModuleInfo(
-            description="exp of the mean negative log-likelihood per token",
+            description=str(self.__doc__),
             citation="",
-            inputs_description="predictions: the negative log-likelihood (natural logarithm) of each token",
-            features=datasets.Features({"predictions": datasets.Value("float32")}),
+            inputs_description=", ".join(self.columns),
+            features=datasets.Features({name: datasets.Value(kind) for name, kind in self.columns.items()}),
         )
+
+
+class Perplexity(_Computed):
+    """exp of the mean of `predictions`, the negative log-likelihood (natural logarithm) of each token."""
+
+    columns = {"predictions": "float32"}
 
     def _compute(self, predictions: Any) -> dict[str, float]:
         mean = float(np.mean(np.asarray(predictions, dtype=np.float64)))
@@ -35,33 +43,15 @@ class Perplexity(evaluate.Metric):
         return {"perplexity": math.exp(mean) if mean < 709 else math.inf}
 
 
-class _ClassMetric(evaluate.Metric):
-    """What accuracy and F1 share: predicted and true class numbers."""
-
-    name_and_description = ("", "")
-
-    def _info(self) -> evaluate.EvaluationModuleInfo:
-        return evaluate.EvaluationModuleInfo(
-            description=self.name_and_description[1],
-            citation="",
-            inputs_description="predictions: predicted classes; references: true classes",
-            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
-        )
-
-
-class Accuracy(_ClassMetric):
+class Accuracy(_Computed):
     """The share of predictions that are right."""
-
-    name_and_description = ("accuracy", "the share of predictions that are right")
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
 
 
-class MacroF1(_ClassMetric):
+class MacroF1(_Computed):
     """The unweighted mean of each class's F1, over the classes that occur in predictions or references."""
-
-    name_and_description = ("f1", "the mean of every class's F1, each class counting the same")
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         classes, numbers = np.unique(np.concatenate([predictions, references]), return_inverse=True)

@@ -2,18 +2,21 @@
 
 torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50
 torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50 --resume   # any number of ranks
+
+Every flag is one of `finetune.py`, with the same meaning; the short spellings are this script's own.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from finetune_console import (
+    Help,
     UserError,
     check_output,
     everywhere,
@@ -31,11 +34,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
 
 import hf_zero as zero
-from hf_zero.huggingface.callback import ZeroFlags
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The description as it stands, the flags with their defaults."""
+from hf_zero.huggingface.arguments import ZeroFlags
 
 
 class Progress:
@@ -64,30 +63,36 @@ def perplexity(accelerator: Accelerator, model: PreTrainedModel, loader: DataLoa
 
 def main() -> None:
     parser = HfArgumentParser(ZeroFlags, description=__doc__, formatter_class=Help)
-    parser.add_argument("--model", default="gpt2-tiny")
-    parser.add_argument("--dataset", help="Hub id or local file; without it, Python's standard library")
-    parser.add_argument("--output-dir", default="runs/no-trainer")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16, help="per rank and micro-step")
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: none")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, if there is one")
+
+    def flag(name: str, *short: str, **settings: Any) -> None:
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}", *short)), **settings)
+
+    flag("model", default="gpt2-tiny")
+    flag("dataset", help="Hub id or local file; without it, Python's standard library")
+    flag("output-dir", default="runs/no-trainer")
+    flag("max-steps", "--steps", type=int, default=150)
+    flag("per-device-train-batch-size", "--batch-size", type=int, default=16, help="rows per rank and micro-step")
+    flag("gradient-accumulation-steps", "--accumulation", type=int, default=1)
+    flag("block-size", type=int, default=128)
+    flag("learning-rate", type=float, default=2e-3)
+    flag("save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: none")
+    flag("resume-from-checkpoint", choices=("latest",), help="go on from the newest whole one, if there is one")
+    parser.add_argument("--resume", dest="resume_from_checkpoint", action="store_const", const="latest")
     args = parser.parse_args()
+    batch_size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     (flags,) = parser.parse_dict(vars(args), allow_extra_keys=True)
     check_output(args.output_dir)
 
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
-        gradient_accumulation_steps=args.accumulation,
+        gradient_accumulation_steps=accumulation,
         step_scheduler_with_optimizer=False,  # it counts steps of this loop, at any number of ranks
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # an order to come back to
         parallelism_config=zero.ZeroPlugin(**flags.settings()),  # <- all there is to ZeRO: zero.ZeroPlugin(stage=…)
     )
     saved = highest(len(list(Path(args.output_dir, "checkpoints").glob("checkpoint_*"))))
-    if saved and args.save_steps and not args.resume:
+    if saved and args.save_steps and not args.resume_from_checkpoint:
         raise UserError(f"{args.output_dir!r} holds checkpoints: go on with --resume, or give another --output-dir")
     with accelerator.main_process_first():
         config = load_config("clm", args.model)
@@ -99,23 +104,23 @@ def main() -> None:
     set_seed(42)
     model = load_model("clm", args.model, config, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
-    loader = DataLoader(data.train, args.batch_size, shuffle=True, drop_last=True, collate_fn=data.collator)
-    held_out = DataLoader(data.eval, args.batch_size, collate_fn=data.collator)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.max_steps // 10, args.max_steps)
+    loader = DataLoader(data.train, batch_size, shuffle=True, drop_last=True, collate_fn=data.collator)
+    held_out = DataLoader(data.eval, batch_size, collate_fn=data.collator)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    if args.resume and saved:
+    if args.resume_from_checkpoint and saved:
         accelerator.load_state()
 
     before = perplexity(accelerator, model, held_out)
     began = progress.step
-    bar = tqdm(total=args.steps, initial=began, disable=not accelerator.is_main_process)
-    steps_per_epoch = math.ceil(len(loader) / args.accumulation)
-    while progress.step < args.steps:
+    bar = tqdm(total=args.max_steps, initial=began, disable=not accelerator.is_main_process)
+    steps_per_epoch = math.ceil(len(loader) / accumulation)
+    while progress.step < args.max_steps:
         epoch, done = divmod(progress.step, steps_per_epoch)
         loader.set_epoch(epoch)
-        for batch in accelerator.skip_first_batches(loader, done * args.accumulation):
+        for batch in accelerator.skip_first_batches(loader, done * accumulation):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -132,7 +137,7 @@ def main() -> None:
                 if args.save_steps and progress.step % args.save_steps == 0:
                     accelerator.project_configuration.iteration = progress.step  # the folder's name
                     accelerator.save_state()
-                if progress.step >= args.steps:
+                if progress.step >= args.max_steps:
                     break
     bar.close()
     after = perplexity(accelerator, model, held_out)
@@ -147,10 +152,10 @@ def main() -> None:
 
     everywhere(save, f"saving the model to {args.output_dir!r}")
     peak = highest(peak_bytes(accelerator.device))
-    rate = (progress.step - began) / max(bar.format_dict["elapsed"], 1e-9) * args.batch_size * args.accumulation
+    rate = (progress.step - began) / max(bar.format_dict["elapsed"], 1e-9) * batch_size * accumulation
     if accelerator.is_main_process:
         print_summary(
-            f"{args.model} · stage {flags.zero_stage} · {args.steps} steps on {accelerator.num_processes} rank(s)",
+            f"{args.model} · stage {flags.zero_stage} · {args.max_steps} steps on {accelerator.num_processes} rank(s)",
             {
                 "perplexity": f"{number(before)} → {number(after)}",
                 "tokens/s": number(rate * accelerator.num_processes * args.block_size),

@@ -330,7 +330,7 @@ def _probe(options: ProbeOptions) -> None:
     It takes some seconds. Under torchrun also the collectives between its ranks, all of them at the same time. The result
     is kept for this machine.
     """
-    from ..huggingface.accelerator import ZeroAccelerator
+    from ..huggingface.plugin import ZeroAccelerator
     from . import show
 
     accelerator = ZeroAccelerator()  # joins the ranks that torchrun has started, and says which device is this one's

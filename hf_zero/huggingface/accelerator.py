@@ -1,7 +1,4 @@
-"""accelerate: the Accelerator that `ZeroPlugin` turns a stock one into.
-
-The plugin changes the accelerator's class to one with `ZeroAcceleratorMixin` in front (`ADOPT`).
-`ZeroAccelerator(zero_plugin=...)` says the same thing out loud.
+"""accelerate: what an Accelerator does differently when it has a `ZeroPlugin`.
 
 Invariants: `distributed_type` stays what accelerate found (its own gather, reduce and barriers depend on it), the model
 keeps its type, the optimizer and its param_groups stay the same objects.
@@ -12,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -24,12 +21,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..config import ZeroConfig
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
 from ..runtime.deferred import birth_of
 from ..runtime.engine import Engine, engine_of, shard
+from ..runtime.ownership import owner_of
+from ..runtime.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
-from .plugin import ADOPT, ZeroPlugin, bare_optimizer, put_in_front
+from .checkpoints import bare_optimizer
 
 
 def _probed() -> Machine | None:
@@ -38,9 +38,10 @@ def _probed() -> Machine | None:
     return Machine.load(path) if path.exists() else None
 
 
-def _adopt_trainer() -> None:
+def adopt_calling_trainer() -> None:
+    """The Trainer that this is called from, if any, learns to save and resume. Without transformers there is none."""
     if "transformers.trainer" in sys.modules:
-        from .callback import adopt_trainer
+        from .trainer import adopt_trainer
 
         adopt_trainer()
 
@@ -56,7 +57,7 @@ else:
 class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
     """What differs from the stock Accelerator. Everything else (data, metrics, schedulers, tracking) is inherited."""
 
-    zero_plugin: ZeroPlugin
+    zero_config: ZeroConfig
 
     # -- prepare --
 
@@ -93,7 +94,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
                 "the ranks; use an element-wise optimizer such as torch.optim.AdamW"
             )
         bare = bare_optimizer(optimizer)
-        engine = _engine_of_optimizer(bare)
+        engine = self._zero_engine_of(bare)
         if engine is None:
             raise ConfigError(
                 f"{type(bare).__name__} holds no parameter of a model that this Accelerator has prepared: pass the "
@@ -101,6 +102,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
             )
         if engine.optimizer is not bare:
             engine.bind(bare)
+        bare.__dict__[_MODEL] = weakref.ref(engine.model)
         # Placement would send the optimizer's whole state through state_dict(), a collective; shards lie right already.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
@@ -108,7 +110,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
         self, model: nn.Module, optimizers: Sequence[Optimizer], placement: bool | None, evaluation_mode: bool
     ) -> Engine | None:
         """The model's engine, made now if need be; None where plain evaluation holds no more than sharding would."""
-        config = self.zero_plugin.config
+        config = self.zero_config
         engine = engine_of(model)
         mine = [optimizer for optimizer in optimizers if _holds_parameter_of(optimizer, model, engine)]
         if len(mine) > 1:
@@ -123,7 +125,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
             if config.policy.keep_full and not trains and not born:
                 return None
             self._zero_check_model(model)
-            _adopt_trainer()  # one that was given an Accelerator from elsewhere
+            adopt_calling_trainer()  # one that was given an Accelerator from elsewhere
             device = None
             if self.device_placement if placement is None else placement:
                 if config.offloads and next(model.parameters()).device.type == "cpu":
@@ -133,7 +135,6 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
             engine = shard(
                 model, optimizer, config, mixed_precision=self._zero_precision(), machine=_probed(), device=device
             )
-            _SHARDED.discard(model)
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
@@ -141,13 +142,12 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
             )
         elif optimizer is not None and engine.optimizer is not optimizer:
             engine.bind(optimizer)
-        if model not in _SHARDED:
-            _SHARDED.add(model)
-            _KNOWN_IDS.pop(model, None)
-            if "transformers.modeling_utils" in sys.modules:  # else there is no model of its
-                from .models import adopt_model
+        for bound in mine:
+            bound.__dict__[_MODEL] = weakref.ref(model)
+        if not any(model is known for known in self._models) and "transformers.modeling_utils" in sys.modules:
+            from .models import adopt_model  # without transformers there is no model of its
 
-                adopt_model(model, engine)
+            adopt_model(model, engine)
         return engine
 
     def _zero_check_model(self, model: nn.Module) -> None:
@@ -193,7 +193,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
     ) -> Tensor | None:
         """The true norm over all ranks, as a 0-dim tensor."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = _owner_of(params, "clip_grad_norm_")
+        found = self._zero_owner_of(params, "clip_grad_norm_")
         if found is None:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients()
@@ -202,7 +202,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = _owner_of(params, "clip_grad_value_")
+        found = self._zero_owner_of(params, "clip_grad_value_")
         if found is None:
             return super().clip_grad_value_(params, clip_value)
         self.unscale_gradients()
@@ -234,60 +234,52 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
             for sampler in uneven:
                 sampler.even_batches = False
 
+    # -- which engine --
+
+    def _zero_engine_of(self, optimizer: Optimizer) -> Engine | None:
+        """Of a bare optimizer that is bound, or that has parameters of a sharded model."""
+        known = optimizer.__dict__.get(_MODEL)
+        models = self._models if known is None else [known()]
+        for model in models:
+            engine = None if model is None else engine_of(model)
+            if engine is not None and engine.optimizer is optimizer:
+                return engine
+        return _engine_holding(param for group in optimizer.param_groups for param in group["params"])
+
     def _zero_bound_engine(self, optimizer: Optimizer) -> Engine:
-        engine = _engine_of_optimizer(bare_optimizer(optimizer))
+        bare = bare_optimizer(optimizer)
+        engine = self._zero_engine_of(bare)
         if engine is None:
-            raise ConfigError(
-                f"{type(bare_optimizer(optimizer)).__name__} belongs to no sharded model of this Accelerator"
-            )
+            raise ConfigError(f"{type(bare).__name__} belongs to no sharded model of this Accelerator")
         return engine
 
+    def _zero_owner_of(self, params: list[Any], caller: str) -> tuple[Engine, list[Any] | None] | None:
+        """The engine that holds all of `params`, and which of its parameters are meant (None: all that train).
 
-class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
-    """`ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`: the Accelerator, the plugin an argument of its own."""
-
-    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
-        given = kwargs.pop("parallelism_config", None)
-        if given is not None and zero_plugin is not None:
-            raise ConfigError("pass the plugin once: zero_plugin or parallelism_config")
-        plugin = zero_plugin or given or ZeroPlugin()
-        if not isinstance(plugin, ZeroPlugin):
-            raise ConfigError(f"zero_plugin must be a ZeroPlugin, found {type(plugin).__name__}")
-        super().__init__(*args, parallelism_config=plugin, **kwargs)
-        kept = self.state.parallelism_config
-        if not isinstance(kept, ZeroPlugin) or kept.config != plugin.config:
+        It may be one that another Accelerator has made: accelerate's own state is the process's, too.
+        """
+        wanted = frozenset(map(id, params))
+        engine = _engine_holding(params)
+        if engine is not None:
+            every = frozenset(map(id, engine.sharded.places))
+            trained = frozenset(id(param) for param in engine.sharded.places if param.requires_grad)
+        else:  # maybe an optimizer's own: this rank's flat slices
+            bare = [bare_optimizer(optimizer) for optimizer in self._optimizers]
+            found = next((one for one in bare if not wanted.isdisjoint(_param_ids(one))), None)
+            engine = None if found is None else self._zero_engine_of(found)
+            if found is None or engine is None:
+                return None
+            every = trained = _param_ids(found)
+        if not wanted <= every:
             raise ConfigError(
-                f"an Accelerator existed before this one, and accelerate keeps its settings ({kept}) for the whole "
-                f"process: {plugin} would be ignored. Build the ZeroAccelerator first"
+                f"{caller} got parameters of a {type(engine.model).__name__} together with {len(wanted - every)} "
+                "others: call it once per model"
             )
+        return engine, None if trained <= wanted else params
 
 
-def zero_accelerator_cls(cls: type[Any]) -> type[Any]:
-    """`cls` with the mixin in front."""
-    return ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
-
-
-def _adopt(accelerator: Accelerator, plugin: ZeroPlugin) -> None:
-    """The accelerator is one of ours from here on, and so is the Trainer that builds it."""
-    accelerator.__class__ = zero_accelerator_cls(type(accelerator))
-    if not isinstance(accelerator, ZeroAcceleratorMixin):  # for the type checker: the line above made it one
-        raise ConfigError(f"{type(accelerator).__name__} could not be turned into a ZeroAccelerator")
-    accelerator.zero_plugin = plugin
-    _adopt_trainer()
-
-
-ADOPT.append(_adopt)
-
-
-# ---- which engine -----------------------------------------------------------------------------------------------------
-
-
-_SHARDED: WeakSet[nn.Module] = WeakSet()
-"""Models that an Accelerator of this process has sharded. Like accelerate's state they are the process's, not one
-object's: a second `Accelerator()` clips and saves what the first prepared, and `free_memory`, which the Trainer calls
-before every run, only forgets lists."""
-_KNOWN_IDS: WeakKeyDictionary[nn.Module, tuple[frozenset[int], frozenset[int]]] = WeakKeyDictionary()
-"""Per sharded model the identities of all its parameters, and of those that train."""
+_MODEL = "_zero_model"
+"""An optimizer's attribute: its sharded model, by weak reference. After binding it holds slices of no module."""
 
 
 def _param_ids(optimizer: Optimizer) -> frozenset[int]:
@@ -301,41 +293,13 @@ def _holds_parameter_of(optimizer: Optimizer, model: nn.Module, engine: Engine |
     return not _param_ids(optimizer).isdisjoint(map(id, model.parameters()))
 
 
-def _engines() -> Iterator[Engine]:
-    for model in list(_SHARDED):
-        engine = engine_of(model)
-        if engine is not None:
-            yield engine
-
-
-def _engine_of_optimizer(optimizer: Optimizer) -> Engine | None:
-    for engine in _engines():
-        if _holds_parameter_of(optimizer, engine.model, engine):
-            return engine
+def _engine_holding(params: Iterable[Any]) -> Engine | None:
+    """The engine of the first of `params` that belongs to a sharded model, whoever has sharded it."""
+    for param in params:
+        owner = owner_of(param)
+        if isinstance(owner, Sharded):
+            return engine_of(owner.model)
     return None
 
 
-def _owner_of(params: list[Any], caller: str) -> tuple[Engine, list[Any] | None] | None:
-    """The engine that holds all of `params`, and which of its parameters are meant (None: all that train)."""
-    wanted = frozenset(map(id, params))
-    for engine in _engines():
-        known = _KNOWN_IDS.get(engine.model)
-        if known is None:
-            every = frozenset(map(id, engine.model.parameters()))
-            trained = frozenset(id(param) for param in engine.model.parameters() if param.requires_grad)
-            known = _KNOWN_IDS[engine.model] = (every, trained)
-        every, trained = known
-        if wanted.isdisjoint(every) and engine.optimizer is not None:
-            every = trained = _param_ids(engine.optimizer)  # the optimizer's own: this rank's flat slices
-        if wanted.isdisjoint(every):
-            continue
-        if not wanted <= every:
-            raise ConfigError(
-                f"{caller} got parameters of a {type(engine.model).__name__} together with {len(wanted - every)} "
-                "others: call it once per model"
-            )
-        return engine, None if trained <= wanted else params
-    return None
-
-
-__all__ = ["ZeroAccelerator", "ZeroAcceleratorMixin", "zero_accelerator_cls"]
+__all__ = ["ZeroAcceleratorMixin", "adopt_calling_trainer"]

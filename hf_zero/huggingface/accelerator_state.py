@@ -12,10 +12,8 @@ One `Saving`: accelerate's own code writes its small files into the staged folde
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,41 +34,34 @@ from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces, ParameterPieces
 from .checkpoints import (
     MAX_SHARD_SIZE,
-    Desk,
+    CheckpointSeries,
+    SavesBehind,
     hand_in,
     is_ours,
     is_ours_everywhere,
     load_optimizer,
     load_weights,
-    newest_whole,
     open_saving,
     put_as,
     put_whole,
-    rotate,
-    tidy,
 )
-from .serving import serving
+from .stock import replaced, serving
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _AcceleratorBase
 else:
     _AcceleratorBase = object
 
-_LAST_WRITTEN = "random_states_0.pkl"
-"""By accelerate itself, where no custom objects are registered."""
 
-
-class ZeroStateMixin(_AcceleratorBase):
+class ZeroStateMixin(SavesBehind, _AcceleratorBase):
     """Files. Every method is a collective: call it on every rank."""
 
     _optimizers: list[Any]
-    _zero_made: Desk | None = None
 
     @property
-    def _zero_desk(self) -> Desk:
-        if self._zero_made is None:
-            self._zero_made = Desk()
-        return self._zero_made
+    def _zero_series(self) -> CheckpointSeries:
+        # The last file is accelerate's own: where no custom objects are registered, it writes this one last.
+        return CheckpointSeries(Path(self.project_dir, "checkpoints"), "checkpoint_", "random_states_0.pkl")
 
     if TYPE_CHECKING:
 
@@ -81,7 +72,7 @@ class ZeroStateMixin(_AcceleratorBase):
 
     def end_training(self) -> None:
         """Waits for a save that is being written behind training, then as accelerate's."""
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         super().end_training()
 
     # -- one model --
@@ -102,7 +93,7 @@ class ZeroStateMixin(_AcceleratorBase):
         if engine is None:
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         parent: Any = super()
         with open_saving(engine, save_directory) as saving:
             stock = partial(parent.save_model, model, saving.folder, max_shard_size, safe_serialization)
@@ -132,19 +123,18 @@ class ZeroStateMixin(_AcceleratorBase):
             raise ConfigError(
                 "save_state(safe_serialization=False): weights are saved as safetensors only; leave it out"
             )
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         project = self.project_configuration
         named, iteration = project.automatic_checkpoint_naming, project.iteration
         if not named and output_dir is None:
             raise ConfigError(
                 "save_state: pass output_dir, or turn on automatic_checkpoint_naming in ProjectConfiguration"
             )
-        folder = Path(self.project_dir, "checkpoints") if named else None
-        target = (
-            Path(output_dir or ".").expanduser() if folder is None else folder / f"checkpoint_{self.save_iteration}"
-        )
-        if folder is not None:
-            tidy(engine.wire, folder)
+        series = self._zero_series if named else None
+        target = Path(output_dir or ".").expanduser()
+        if series is not None:
+            target = series.folder / f"{series.prefix}{self.save_iteration}"
+            series.tidy(engine.wire)
             with on_all_ranks(engine.wire, f"saving to {target}") as report:
                 report.mine = target.exists()
             if report.everyone[0]:
@@ -163,7 +153,7 @@ class ZeroStateMixin(_AcceleratorBase):
                 for index, optimizer in enumerate(self._optimizers):
                     self._zero_put_optimizer(saving, index, optimizer)
                 hand_in(saving, engine.wire)
-                self._zero_desk.finish(saving, engine, partial(self._zero_after, engine, folder, target))
+                self._zero_commit(saving, engine, partial(self._zero_after, engine, series, target))
         except BaseException:
             project.automatic_checkpoint_naming, project.iteration = named, iteration
             raise
@@ -190,10 +180,9 @@ class ZeroStateMixin(_AcceleratorBase):
         first = self.register_save_state_pre_hook(note)
         hooks.move_to_end(first.id, last=False)
         last = self.register_save_state_pre_hook(take)
+        others = (item for model, state in whole for item in serving(model, state))
         try:
-            with on_all_ranks(engine.wire, f"saving to {saving.target}"), ExitStack() as stack:
-                for model, state in whole:
-                    stack.enter_context(serving(model, state))
+            with on_all_ranks(engine.wire, f"saving to {saving.target}"), replaced(others):
                 stock(str(saving.folder), True, **settings)
         finally:
             first.remove()
@@ -231,10 +220,10 @@ class ZeroStateMixin(_AcceleratorBase):
         state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
         saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=_numbered(OPTIMIZER_FOLDER, index))
 
-    def _zero_after(self, engine: Engine, folder: Path | None, target: Path) -> None:
+    def _zero_after(self, engine: Engine, series: CheckpointSeries | None, target: Path) -> None:
         with on_all_ranks(engine.wire, f"after saving {target}"):
-            if folder is not None and self.is_main_process:
-                rotate(_named(folder), self.project_configuration.total_limit, [target], _LAST_WRITTEN)
+            if series is not None and self.is_main_process:
+                series.rotate(series.folders(), self.project_configuration.total_limit, [target])
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
@@ -249,7 +238,7 @@ class ZeroStateMixin(_AcceleratorBase):
         engine = self._zero_first_engine()
         if engine is None:
             return super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         folder = self._zero_choose(engine, input_dir)
         loading = Loading(engine.wire, folder) if is_ours_everywhere(engine.wire, folder) else None
         strict = load_model_func_kwargs.get("strict", True)
@@ -295,13 +284,11 @@ class ZeroStateMixin(_AcceleratorBase):
             return folder
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        folder = Path(self.project_dir, "checkpoints")
-        found = _named(folder)[::-1]
-        with on_all_ranks(engine.wire, f"looking into {folder}") as report:
-            report.mine = len(found)
-        if not report.everyone[0]:
+        newest = self._zero_series.newest_whole(engine.wire)
+        if newest is None:
+            folder = self._zero_series.folder
             raise CheckpointError(f"{folder} holds no checkpoint_N: nothing has been saved there")
-        return newest_whole(engine.wire, found, _LAST_WRITTEN)
+        return newest
 
     def _zero_load_model(
         self, loading: Loading | None, folder: Path, index: int, model: nn.Module, strict: bool
@@ -322,16 +309,6 @@ class ZeroStateMixin(_AcceleratorBase):
 
 def _numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
-
-
-def _named(folder: Path) -> list[Path]:
-    """`checkpoint_N` in `folder`, oldest first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"checkpoint_(\d+)", path.name)
-        if match is not None and path.is_dir():
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
 
 
 def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:

@@ -1,115 +1,45 @@
-"""transformers: arguments, callback, and what a Trainer does differently when its model is sharded.
-
-A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing more. While it builds its Accelerator the
-plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
-itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. Nothing of transformers is patched.
-
-What such a Trainer does differently is in `trainer`: files. A checkpoint is a `from_pretrained` folder with the optimizer's
-state beside it, readable at any stage and number of ranks by every Trainer that has the plugin, as are those of plain data
-parallel. The other way only the weights go: plain data parallel stops at the `optimizer.pt` that it does not find.
-"""
+"""What a run tells of itself: measurements in its logs, a report, facts beside its weights, and the model card."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..config import ZeroConfig, setting
+from ..checkpoint.hub import RunFacts, card_for
 from ..errors import ConfigError
 from ..runtime.engine import Engine, engine_of
-from .facts import add_measured
-from .plugin import ZeroPlugin, put_in_front
-from .trainer import ZeroTrainerMixin, check_arguments
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ZeroFlags:
-    """Every field of `ZeroConfig` as `zero_<field>`, for `HfArgumentParser`: what may be text is typed as text."""
-
-    zero_stage: int = setting("stage")
-    zero_reduce_dtype: str | None = setting("reduce_dtype")
-    zero_full_precision: str = setting("full_precision")
-    zero_async_save: bool = setting("async_save")
-    zero_offload_optimizer: str = setting("offload_optimizer")
-    zero_offload_params: str = setting("offload_params")
-    zero_offload_dir: str | None = setting("offload_dir")
-    zero_device_memory: str | None = setting("device_memory")
-    zero_host_memory: str | None = setting("host_memory")
-    zero_step_in_backward: bool = setting("step_in_backward")
-    zero_stall_s: float = setting("stall_s")
-
-    def settings(self) -> dict[str, Any]:
-        """By field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""
-        return {item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)}
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object
 
 
-@dataclass
-class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
-    """`TrainingArguments` with every field of `ZeroConfig` as `zero_<field>`; for code and for `HfArgumentParser`.
+class MeasuredLogs(_TrainerBase):
+    """A Trainer whose logs have what is measured before any reporter is called, whatever the order of its callbacks."""
 
-    Raises:
-        ConfigError: a bad value, or DeepSpeed, FSDP or another parallelism_config in the same arguments.
-    """
+    model: Any
 
-    def __post_init__(self) -> None:
-        for name in ("deepspeed", "fsdp"):
-            if getattr(self, name, None):
-                raise ConfigError(
-                    f"--{name} and --zero_* both shard the model: remove --{name}, or use plain TrainingArguments"
-                )
-        given = self.parallelism_config
-        if given is not None and not isinstance(given, ZeroPlugin):
-            raise ConfigError(f"ZeroTrainingArguments sets parallelism_config itself, found {given!r}: remove it")
-        super().__post_init__()
-        # After super(): it resets accelerate's state, so that an Accelerator from before cannot shadow the plugin.
-        self.parallelism_config = ZeroPlugin(**self.settings())
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the stock Trainer's."""
+        add_measured(engine_of(self.model), logs)
+        super().log(logs, *args, **kwargs)
 
 
-ZeroTrainingArguments.__module__ = "hf_zero"  # as ZeroPlugin: training_args.bin names the place that stays
-
-
-# ---- the trainer -----------------------------------------------------------------------------------------------------
-
-
-class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """The Trainer for sharded models. A stock `Trainer` with a `ZeroPlugin` in its arguments becomes one by itself."""
-
-
-def zero_trainer_cls(cls: type[Any]) -> type[Any]:
-    """`zero_trainer_cls(SFTTrainer)`: the same Trainer, for sharded models."""
-    return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
-
-
-def adopt_trainer() -> None:
-    """Called where an Accelerator is built or shards a model: a Trainer that has it done learns to save and resume.
-
-    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of transformers, so
-    it is the `self` of a caller there. Without one (a plain accelerate loop) nothing happens.
-    """
-    owner = _calling_trainer()
-    if owner is not None:
-        check_arguments(owner.args)
-        if not isinstance(owner, ZeroTrainerMixin):
-            owner.__class__ = zero_trainer_cls(type(owner))
-
-
-def _calling_trainer() -> Trainer | None:
-    frame: FrameType | None = sys._getframe(1)
-    # Only frames of transformers are looked into: up to Python 3.12 a look at a frame's locals keeps them alive with it.
-    while frame is not None and frame.f_globals.get("__name__") != Trainer.__module__:
-        frame = frame.f_back
-    owner = None if frame is None else frame.f_locals.get("self")
-    return owner if isinstance(owner, Trainer) else None
-
-
-# ---- the callback ----------------------------------------------------------------------------------------------------
+def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float]:
+    """Beside the loss of training, what the engine measured since the log before; `{}` where nobody records."""
+    if engine is None or engine.recorder is None or "loss" not in logs:
+        return {}
+    measured = {f"zero/{name}": value for name, value in engine.recorder.logs().items()}
+    logs.update(measured)
+    return measured
 
 
 class ZeroCallback(TrainerCallback):
@@ -153,9 +83,9 @@ class ZeroCallback(TrainerCallback):
             print(engine.report(), flush=True)
 
     def _come_first(self) -> None:
-        """Where `ZeroTrainerMixin.log` is not at work (a model sharded by hand), reporters read what `on_log` adds."""
-        trainer = _calling_trainer()
-        if trainer is not None and not isinstance(trainer, ZeroTrainerMixin):
+        """Where `MeasuredLogs` is not at work (a model sharded by hand), reporters read what `on_log` adds."""
+        trainer = calling_trainer()
+        if trainer is not None and not isinstance(trainer, MeasuredLogs):
             handler = trainer.callback_handler
             # A new list: the handler is going through the one it has.
             handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
@@ -212,4 +142,87 @@ def _mib(bytes_: float) -> str:
     return f"{bytes_ / (1 << 20):,.1f} MiB"
 
 
-__all__ = ["ZeroCallback", "ZeroTrainer", "ZeroTrainerMixin", "ZeroTrainingArguments", "zero_trainer_cls"]
+def calling_trainer() -> Trainer | None:
+    """The Trainer that this is called from, if any: the `self` of the innermost caller in transformers' own module."""
+    frame: FrameType | None = sys._getframe(1)
+    # Only frames of transformers are looked into: up to Python 3.12 a look at a frame's locals keeps them alive with it.
+    while frame is not None and frame.f_globals.get("__name__") != Trainer.__module__:
+        frame = frame.f_back
+    owner = None if frame is None else frame.f_locals.get("self")
+    return owner if isinstance(owner, Trainer) else None
+
+
+# What is kept beside the weights ------------------------------------------------------------------------------------
+
+
+_HYPERPARAMETERS = (
+    "learning_rate",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_steps",
+    "seed",
+)
+
+
+def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
+    """A collective: memory is that of the highest rank."""
+    report, args = engine.report(), trainer.args
+    everyone: list[dict[str, int]] = engine.exchange(dict(report.measured))
+    base = getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
+    unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"
+    chosen = {
+        name: getattr(args, name)
+        for name in _HYPERPARAMETERS
+        if name != unused and isinstance(getattr(args, name, None), (int, float))
+    }
+    predicted = {name: getattr(report.predicted, name) for name in ("parameters", "gradients", "optimizer")}
+    return RunFacts(
+        base_model=base if base and not Path(base).exists() else None,
+        precision=report.precision,
+        stage=report.stage,
+        world_size=report.world_size,
+        predicted_bytes=predicted,
+        measured_bytes={name: max(theirs[name] for theirs in everyone) for name in report.measured},
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        hyperparameters={
+            **chosen,
+            "optim": str(getattr(args.optim, "value", args.optim)),
+            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        },
+    )
+
+
+def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None:
+    """hf_zero's card of what is in `folder`; `asked` are the arguments of `create_model_card`."""
+    given: dict[str, Any] = {
+        "language": asked.get("language"),
+        "license": asked.get("license"),
+        "base_model": asked.get("finetuned_from"),
+        "task": next(iter(_listed(asked.get("tasks"))), None),
+        "datasets": _listed(asked.get("dataset_tags")) or _listed(asked.get("dataset")),
+        "metrics": _last_metrics(trainer.state.log_history, trainer.state.global_step),
+    }
+    title = trainer.hub_model_id or asked.get("model_name")
+    card = card_for(folder, model_id=title, **{name: value for name, value in given.items() if value})
+    data: Any = card.data
+    data.tags = list(dict.fromkeys([*(data.tags or []), *_listed(asked.get("tags"))]))
+    card.save(folder / "README.md")
+
+
+def _last_metrics(log: list[dict[str, Any]], step: int) -> dict[str, float]:
+    """Those of the evaluation of these weights."""
+    found = [entry for entry in log if entry.get("step") == step and "eval_loss" in entry]
+    timing = ("runtime", "per_second", "time")
+    return {
+        name: float(value)
+        for name, value in (found[-1] if found else {}).items()
+        if name.startswith("eval_") and isinstance(value, (int, float)) and not name.endswith(timing)
+    }
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])

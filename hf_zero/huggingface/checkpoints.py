@@ -1,4 +1,4 @@
-"""What the Trainer and accelerate share: stock code inside a `Saving`, which folder is complete, which may go.
+"""What the Trainer and accelerate share: stock code inside a `Saving`, saves behind training, a run's series of checkpoints.
 
 The small files of a checkpoint are the stock code's own, written into the staged folder; weights and optimizer state go
 there by way of `Saving`, from every rank. So one rename makes the whole folder appear, whoever wrote what.
@@ -7,14 +7,18 @@ there by way of `Saving`, from every rank. So one rename makes the whole folder 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..checkpoint.folder import SUFFIX, recover, remove_left_overs
 from ..checkpoint.load import Loading
@@ -26,7 +30,7 @@ from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.engine import Engine
 from ..runtime.pieces import OptimizerPieces, ParameterPieces
-from .serving import serving
+from .stock import recording, replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
 """Of one weight file, as in `save_pretrained`."""
@@ -35,28 +39,27 @@ MAX_SHARD_SIZE = "50GB"
 # Saving -------------------------------------------------------------------------------------------------------------
 
 
-class Desk:
-    """The saves of one Trainer or Accelerator: at most one is under way, and something may have to wait for its end."""
+class SavesBehind:
+    """A Trainer or Accelerator that saves: one save at most is under way, and something may have to wait for its end."""
 
-    def __init__(self) -> None:
-        self._pending: tuple[Engine, Callable[[], None]] | None = None
+    _zero_pending: tuple[Engine, Callable[[], None]] | None = None
 
-    def finish(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
+    def _zero_commit(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
         """Commit, now or behind training as the configuration says; `then` runs on every rank once that is done."""
         if engine.config.async_save:
             engine.save_behind(saving)
-            self._pending = engine, then
+            self._zero_pending = engine, then
         else:
             saving.commit()
             then()
 
-    def wait(self) -> None:
+    def _zero_wait_for_save(self) -> None:
         """Return when the save that was left behind is complete, and what was to follow is done.
 
         Raises:
             CheckpointError: on every rank: it failed on one.
         """
-        pending, self._pending = self._pending, None
+        pending, self._zero_pending = self._zero_pending, None
         if pending is not None:
             pending[0].wait_for_save()
             pending[1]()
@@ -74,8 +77,6 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
     It runs on rank 0, with stand-ins for the values. Where it writes no safetensors, or pickles something besides, it runs
     again, with the values.
     """
-    from .recording import recording
-
     model = engine.model
     needs_values: list[bool] = []
 
@@ -108,7 +109,7 @@ def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None
     state = engine.model.state_dict()
     with on_all_ranks(engine.wire, f"saving to {saving.target}"):
         if engine.rank == 0:
-            with serving(engine.model, state):
+            with replaced(serving(engine.model, state)):
                 stock()
 
 
@@ -125,6 +126,13 @@ def hand_in(saving: Saving, wire: SoloWire) -> None:
                 place = saving.folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
@@ -175,77 +183,120 @@ def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
     return answers[0][1]
 
 
-def tidy(wire: SoloWire, folder: str | os.PathLike[str]) -> None:
-    """Rank 0 removes what killed saves have left in `folder`. A collective."""
-    with on_all_ranks(wire, f"tidying {folder}"):
-        if wire.rank == 0:
-            remove_left_overs(folder)
+# A run's checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def newest_whole(wire: SoloWire, folders: Sequence[Path], last_written: str) -> Path:
-    """The first of `folders` (newest first, as rank 0 sees them) that is a complete checkpoint, every byte checked.
-
-    A collective; the ranks share the work. Says which ones it passed over, and why.
-
-    Args:
-        last_written: see `check_quickly`.
-
-    Raises:
-        CheckpointError: on every rank: there are folders, and none is complete.
-    """
-    with on_all_ranks(wire, "looking for checkpoints") as report:
-        report.mine = list(folders)
-    names: list[Path] = report.everyone[0]
-    passed: list[str] = []
-    for folder in names:
-        reason = why_broken(wire, folder, last_written)
-        if reason is None:
-            if passed and wire.rank == 0:
-                warnings.warn(f"resuming from {folder}. Passed over: " + "; ".join(passed), stacklevel=3)
-            return folder
-        passed.append(f"{folder.name}: {reason}")
-    raise CheckpointError(
-        f"{names[0].parent} holds {len(names)} checkpoint folders and none is complete: {'; '.join(passed)}. Restore one from "
-        "a copy, or remove them to start anew"
-    )
-
-
-def why_broken(wire: SoloWire, folder: Path, last_written: str) -> str | None:
-    """What is wrong with a checkpoint, every byte checked, the ranks sharing the work; None if nothing. A collective."""
-    what = f"checking {folder}"
-    with on_all_ranks(wire, what) as report:
-        try:
-            if wire.rank == 0:
-                recover(folder)
-        except CheckpointError as error:
-            report.mine = str(error)
-    if report.everyone[0] is not None:
-        return str(report.everyone[0])
-    with on_all_ranks(wire, what) as report:
-        try:
-            manifest = check_quickly(folder, last_written)
-            if manifest is not None:
-                for name, segments in share(manifest, wire.rank, wire.size).items():
-                    check_segments(folder / name, segments)
-        except CheckpointError as error:
-            report.mine = str(error)
-    return next((reason for reason in report.everyone if reason is not None), None)
-
-
-def check_quickly(folder: Path, last_written: str) -> Manifest | None:
-    """Names and sizes, without reading what is in the files; None for a folder of plain data parallel.
+@dataclass(frozen=True)
+class CheckpointSeries:
+    """The checkpoints that one run leaves in one folder: `<folder>/<prefix><number>`.
 
     Args:
         last_written: the file that plain data parallel writes last, and without which its folder is not complete.
-
-    Raises:
-        CheckpointError: something is missing.
     """
-    if not is_ours(folder):
-        if not (folder / last_written).is_file():
-            raise CheckpointError(f"neither {MANIFEST} nor {last_written} is there: a save that did not finish")
+
+    folder: Path
+    prefix: str
+    last_written: str
+
+    def folders(self) -> list[Path]:
+        """Those that are there, by number."""
+        found = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = re.fullmatch(re.escape(self.prefix) + r"(\d+)", path.name)
+            if match is not None and path.is_dir():
+                found.append((int(match[1]), path))
+        return [path for _, path in sorted(found)]
+
+    def tidy(self, wire: SoloWire) -> None:
+        """Rank 0 removes what killed saves have left. A collective."""
+        with on_all_ranks(wire, f"tidying {self.folder}"):
+            if wire.rank == 0:
+                remove_left_overs(self.folder)
+
+    def newest_whole(self, wire: SoloWire) -> Path | None:
+        """The newest that is complete, every byte checked; None where there is no checkpoint at all, as rank 0 sees it.
+
+        A collective; the ranks share the work. Says which ones it passed over, and why.
+
+        Raises:
+            CheckpointError: on every rank: there are folders, and none is complete.
+        """
+        with on_all_ranks(wire, "looking for checkpoints") as report:
+            report.mine = self.folders()
+        names: list[Path] = report.everyone[0]
+        passed: list[str] = []
+        for folder in reversed(names):
+            reason = self.why_broken(wire, folder)
+            if reason is None:
+                if passed and wire.rank == 0:
+                    warnings.warn(f"resuming from {folder}. Passed over: " + "; ".join(passed), stacklevel=3)
+                return folder
+            passed.append(f"{folder.name}: {reason}")
+        if not names:
+            return None
+        raise CheckpointError(
+            f"{self.folder} holds {len(names)} checkpoint folders and none is complete: {'; '.join(passed)}. Restore one "
+            "from a copy, or remove them to start anew"
+        )
+
+    def why_broken(self, wire: SoloWire, folder: Path) -> str | None:
+        """What is wrong with a checkpoint, every byte checked, the ranks sharing the work; None if nothing. A collective."""
+        what = f"checking {folder}"
+        with on_all_ranks(wire, what) as report:
+            try:
+                if wire.rank == 0:
+                    recover(folder)
+            except CheckpointError as error:
+                report.mine = str(error)
+        if report.everyone[0] is not None:
+            return str(report.everyone[0])
+        with on_all_ranks(wire, what) as report:
+            try:
+                manifest = self._check_names(folder)
+                if manifest is not None:
+                    for name, segments in share(manifest, wire.rank, wire.size).items():
+                        check_segments(folder / name, segments)
+            except CheckpointError as error:
+                report.mine = str(error)
+        return next((reason for reason in report.everyone if reason is not None), None)
+
+    def rotate(self, folders: Sequence[Path], limit: int | None, keep: Collection[Path]) -> None:
+        """Remove checkpoints until `limit` are left: incomplete ones first, then the oldest. On one rank.
+
+        The newest complete one always stays, those of `keep` too, and any that another job is writing.
+
+        Args:
+            folders: of this series, the oldest first.
+        """
+        if limit is None or limit <= 0 or len(folders) <= limit:
+            return
+        whole = [path for path in folders if self._is_whole(path)]
+        busy = [path for path in folders if (path / SUFFIX).exists()]
+        kept = {os.path.realpath(path) for path in (*keep, *whole[-1:], *busy)}
+        goes = [
+            path for path in (*(f for f in folders if f not in whole), *whole) if os.path.realpath(path) not in kept
+        ]
+        for path in goes[: len(folders) - limit]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _check_names(self, folder: Path) -> Manifest | None:
+        """Names and sizes, without reading what is in the files; None for a folder of plain data parallel.
+
+        Raises:
+            CheckpointError: something is missing.
+        """
+        if is_ours(folder):
+            return check_sizes(folder)
+        if not (folder / self.last_written).is_file():
+            raise CheckpointError(f"neither {MANIFEST} nor {self.last_written} is there: a save that did not finish")
         return None
-    return check_sizes(folder)
+
+    def _is_whole(self, folder: Path) -> bool:
+        try:
+            self._check_names(folder)
+        except CheckpointError:
+            return False
+        return True
 
 
 def amend(folder: Path, name: str) -> None:
@@ -259,34 +310,3 @@ def amend(folder: Path, name: str) -> None:
         fresh = path.with_name(f".{MANIFEST}")
         fresh.write_bytes(manifest.to_bytes())
         os.replace(fresh, path)
-
-
-# Which may go -------------------------------------------------------------------------------------------------------
-
-
-def rotate(folders: Sequence[Path], limit: int | None, keep: Collection[Path], last_written: str) -> None:
-    """Remove checkpoints until `limit` are left: incomplete ones first, then the oldest. On one rank.
-
-    The newest complete one always stays, those of `keep` too, and any that another job is writing.
-
-    Args:
-        folders: oldest first.
-        last_written: see `check_quickly`.
-    """
-    if limit is None or limit <= 0 or len(folders) <= limit:
-        return
-    kept = {os.path.realpath(path) for path in keep}
-    whole = [path for path in folders if _is_whole(path, last_written)]
-    kept |= {os.path.realpath(path) for path in whole[-1:]}
-    kept |= {os.path.realpath(path) for path in folders if (path / SUFFIX).exists()}
-    goes = [path for path in (*(f for f in folders if f not in whole), *whole) if os.path.realpath(path) not in kept]
-    for path in goes[: len(folders) - limit]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_whole(folder: Path, last_written: str) -> bool:
-    try:
-        check_quickly(folder, last_written)
-    except CheckpointError:
-        return False
-    return True

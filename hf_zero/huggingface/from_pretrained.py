@@ -22,6 +22,7 @@ from transformers.integrations.accelerate import get_device
 
 from ..checkpoint.ranges import Range, Reader
 from ..checkpoint.safetensors import Stored, read_header
+from ..checkpoint.weights import Conversion
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import Extent
@@ -31,8 +32,7 @@ from ..params.init import Init, born, slice_bounds
 from ..runtime.deferred import birth_of, born_at_rest
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
-from .placement import Replay
-from .recording import swapped
+from .stock import replaced
 from .weights import EXTRA_STATE, PlannedLoad, planned_load
 
 
@@ -74,7 +74,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
         )
         return info
 
-    return swapped(
+    return replaced(
         [
             (PreTrainedModel, "_load_pretrained_model", staticmethod(load)),
             (PreTrainedModel, "_finalize_model_loading", staticmethod(finish)),
@@ -177,29 +177,29 @@ class _Filling:
         for name, result in planned.results.items():
             if name in wrong:
                 continue
-            segments = planned.trace.segments(result)
-            origin = self._origin(name, result, segments)
-            if segments is None:
+            pieces = planned.trace.pieces(result)
+            origin = self._origin(name, result, pieces)
+            if pieces is None:
                 computed[name] = result
             elif origin is not None:
                 self._stand_ins[name], self._origins[name] = result, origin
             else:
-                wanted += self._ranges(name, result, segments)
+                wanted += self._ranges(name, result, pieces)
         self.reader.read(wanted)
-        for replay in planned.trace.replays(computed):
-            self._compute(replay, computed)
+        for conversion in planned.trace.conversions(computed):
+            self._compute(conversion, computed)
         self.reader.close()
         for name in (*self._own, *self._origins):
             self._plant(name)
 
-    def _origin(self, name: str, stand_in: Tensor, segments: Sequence[Extent[str]] | None) -> OnDisk | None:
+    def _origin(self, name: str, stand_in: Tensor, pieces: Sequence[Extent[str]] | None) -> OnDisk | None:
         """A parameter's elements in the files; None where they must be read now."""
-        if self._stamps is None or not segments or not self._is_parameter(name):
+        if self._stamps is None or not pieces or not self._is_parameter(name):
             return None
-        if any(dtype_of(self._stored[item.source].dtype) != stand_in.dtype for item in segments):
+        if any(dtype_of(self._stored[item.source].dtype) != stand_in.dtype for item in pieces):
             return None
         size, parts = stand_in.element_size(), []
-        for item in segments:
+        for item in pieces:
             stored = self._stored[item.source]
             offset, stamp = stored.start + item.source_start * size, self._stamps[stored.file]
             source = FileSource(stored.file, offset, stand_in.dtype, item.numel, self._meter, stamp)
@@ -219,18 +219,18 @@ class _Filling:
         own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
         return own, low, high
 
-    def _ranges(self, name: str, stand_in: Tensor, segments: Sequence[Extent[str]]) -> list[Range]:
+    def _ranges(self, name: str, stand_in: Tensor, pieces: Sequence[Extent[str]]) -> list[Range]:
         own, low, high = self._room(name, stand_in)
         out = []
-        for item in segments:
+        for item in pieces:
             part = item.cut(low, high)
             if part is not None:
                 out.append(Range(self._stored[part.source], part.source_start, own[part.moved(-low).here]))
         return out
 
-    def _compute(self, replay: Replay, stand_ins: Mapping[str, Tensor]) -> None:
-        values = {key: self.reader.whole(self._stored[key]) for key in replay.sources}
-        for name, value in replay.convert(values).items():
+    def _compute(self, conversion: Conversion, stand_ins: Mapping[str, Tensor]) -> None:
+        values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
+        for name, value in conversion.convert(values).items():
             own, low, high = self._room(name, stand_ins[name])
             own.copy_(value.reshape(-1)[low:high])
 

@@ -1,4 +1,4 @@
-"""Methods of transformers and PEFT models that a sharded instance needs to do a little differently.
+"""What transformers', PEFT's and TRL's own objects do a little differently once a model is sharded.
 
 Apart from what knows the Trainer, which brings datasets, pandas and PEFT with it: a plain loop needs none of them.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,28 +20,36 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..params.access import GatheredParameters
 from ..runtime.engine import Engine, engine_of
+from .stock import own_types, replaced
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:
-    """Methods of transformers and PEFT models that a sharded instance needs to do a little differently."""
+    """Put these methods on the instances, in a model that an Accelerator has sharded."""
     specs = [slot.spec for unit in engine.layout.units for span in unit.spans for slot in span.slots]
+    root = weakref.ref(model)
     if engine.world_size > 1 and (not engine.config.policy.keep_full or engine.buffers.watched):
         for module in model.modules():
             if callable(getattr(type(module), "generate", None)):
-                module.__dict__["generate"] = MethodType(partial(_generate, weakref.ref(model)), module)
+                module.__dict__["generate"] = MethodType(partial(_generate, root), module)
     if any(spec.compute_dtype != spec.dtype for spec in specs):
-        names = dict(model.named_parameters(remove_duplicate=False))
-        own = {names[spec.name]: getattr(torch, spec.dtype) for spec in specs}
+        own = {spec.name: getattr(torch, spec.dtype) for spec in specs}
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                types = [own.get(param, param.dtype) for param in module.parameters()]
-                module.__dict__["save_pretrained"] = MethodType(partial(_save_in_own_types, types), module)
+                module.__dict__["save_pretrained"] = MethodType(partial(_save_in_own_types, root, own), module)
     if "peft" in sys.modules:
         from peft import PeftModel
 
         if isinstance(model, PeftModel):
             model.__dict__["load_adapter"] = MethodType(_load_adapter_in_place, model)
+
+
+def adopt_callbacks(callbacks: Iterable[Any]) -> None:
+    """Callbacks of a Trainer that mix two models, TRL's `sync_ref_model`, know of sharded ones from here on."""
+    for callback in callbacks:
+        if callable(getattr(type(callback), "sync_target_model", None)):
+            callback.sync_target_model = partial(_sync, type(callback).sync_target_model)
 
 
 def _generate(root: weakref.ref[nn.Module], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,16 +67,14 @@ def _generate(root: weakref.ref[nn.Module], self: Any, *args: Any, **kwargs: Any
         return type(self).generate(self, *args, **kwargs)
 
 
-def _save_in_own_types(types: list[torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _save_in_own_types(
+    root: weakref.ref[nn.Module], dtypes: Mapping[str, torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any
+) -> Any:
     """config.json's `dtype` is the first parameter's, which may be bfloat16 just now; the file holds its own type."""
-    typed = [torch.empty(param.shape, dtype=dtype, device="meta") for param, dtype in zip(self.parameters(), types)]
-    before = {name: value for name, value in self.__dict__.items() if name == "parameters"}
-    self.__dict__["parameters"] = lambda recurse=True: iter(typed)
-    try:
+    model = root()
+    shown: AbstractContextManager[None] = nullcontext() if model is None else replaced(own_types(model, dtypes))
+    with shown:
         return type(self).save_pretrained(self, *args, **kwargs)
-    finally:
-        del self.__dict__["parameters"]
-        self.__dict__.update(before)
 
 
 def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +87,21 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
     elif call.arguments.get("is_trainable", False):
         raise ConfigError(f"adapter {name!r} is new and to be trained: add it before the model is sharded")
     return method(*call.args, **call.kwargs)
+
+
+def _sync(stock: Any, model: nn.Module, target: nn.Module, alpha: float) -> None:
+    """TRL's own function over whole parameters: a collective where one of the models is sharded by stage 3.
+
+    It mixes parameter by parameter, `target.data.mul_(1 - alpha).add_(model.data, alpha=alpha)`. At stage 3 both are released
+    between steps; they are gathered for it, one pair at a time.
+    """
+    engines = (engine_of(model), engine_of(target))
+    if all(engine is None or engine.config.policy.keep_full for engine in engines):
+        return stock(model, target, alpha)
+    for trained, mixed in zip(model.parameters(), target.parameters(), strict=True):
+        with GatheredParameters((trained, mixed), modifier_rank=0):
+            stock(nn.ParameterList([trained]), nn.ParameterList([mixed]), alpha)
+    return None
 
 
 def empty_model(name_or_path: str) -> nn.Module:

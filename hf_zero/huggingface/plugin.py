@@ -1,30 +1,25 @@
 """accelerate: `ZeroPlugin`, the one argument that turns a stock Accelerator, and the Trainer around it, into ours.
 
 `Accelerator(parallelism_config=...)` hands the *live* accelerator to `ParallelismConfig._validate_accelerator`. `ZeroPlugin`
-uses that moment, and nothing of accelerate is patched. What it does to the accelerator is not known here: see `ADOPT`.
+uses that moment to change its class to one with `ZeroAcceleratorMixin` in front; nothing of accelerate is patched.
+`ZeroAccelerator(zero_plugin=...)` says the same thing out loud.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-from torch.optim import Optimizer
 
 from ..config import ZeroConfig, setting
 from ..errors import ConfigError
-
-ADOPT: list[Callable[[Accelerator, ZeroPlugin], None]] = []
-"""What makes an Accelerator one for sharded models. `accelerator` puts its own here; without it a plugin would do nothing."""
-_MADE: dict[tuple[Any, ...], type[Any]] = {}
-_DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
+from .arguments import ACCELERATE_STATE, refuse
+from .stock import put_in_front
 
 
 @dataclass(kw_only=True, repr=False)
@@ -113,57 +108,31 @@ class ZeroPlugin(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         # Not super(): it would claim the ranks for its own replicate dimension and refuse CPU ranks.
-        _refuse_rivals(accelerator)
-        if not ADOPT:
-            raise ConfigError("import ZeroPlugin from hf_zero: `from hf_zero import ZeroPlugin`")
-        for adopt in ADOPT:
-            adopt(accelerator, self)
+        refuse(ACCELERATE_STATE, accelerator.state)
+        cls = type(accelerator)
+        accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
+        accelerator.zero_plugin, accelerator.zero_config = self, self.config
+        adopt_calling_trainer()
 
 
 # What a Trainer pickles into training_args.bin names the place that stays, wherever this file is moved.
 ZeroPlugin.__module__ = "hf_zero"
 
 
-def _refuse_rivals(accelerator: Accelerator) -> None:
-    """Settings of accelerate that cannot be on together with the plugin."""
-    state = accelerator.state
-    rivals = (
-        ("DeepSpeed", "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", DistributedType.DEEPSPEED),
-        ("FSDP", "fsdp_plugin", "ACCELERATE_USE_FSDP", DistributedType.FSDP),
-        ("Megatron-LM", "megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM", DistributedType.MEGATRON_LM),
-    )
-    for name, attribute, variable, kind in rivals:
-        asked = os.environ.get(variable, "false").lower() == "true"
-        if asked or getattr(state, attribute, None) is not None or state.distributed_type == kind:
+class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
+    """`ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`: the Accelerator, the plugin an argument of its own."""
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        given = kwargs.pop("parallelism_config", None)
+        if given is not None and zero_plugin is not None:
+            raise ConfigError("pass the plugin once: zero_plugin or parallelism_config")
+        plugin = zero_plugin or given or ZeroPlugin()
+        if not isinstance(plugin, ZeroPlugin):
+            raise ConfigError(f"zero_plugin must be a ZeroPlugin, found {type(plugin).__name__}")
+        super().__init__(*args, parallelism_config=plugin, **kwargs)
+        kept = self.state.parallelism_config
+        if not isinstance(kept, ZeroPlugin) or kept.config != plugin.config:
             raise ConfigError(
-                f"ZeroPlugin and {name} both want to shard the model: remove the {name} plugin (or "
-                f"`{variable}` / the `accelerate config` file that sets it), or remove ZeroPlugin"
+                f"an Accelerator existed before this one, and accelerate keeps its settings ({kept}) for the whole "
+                f"process: {plugin} would be ignored. Build the ZeroAccelerator first"
             )
-    if state.distributed_type not in _DATA_PARALLEL:
-        raise ConfigError(
-            f"ZeroPlugin runs on CPU and CUDA ranks, found distributed_type={state.distributed_type}; remove ZeroPlugin"
-        )
-    if state.mixed_precision == "fp8":
-        raise ConfigError("mixed_precision='fp8' is not supported by ZeroPlugin: use 'bf16', 'fp16' or 'no'")
-    dynamo = getattr(state, "dynamo_plugin", None)
-    if dynamo is not None and dynamo.backend != "NO":
-        raise ConfigError(
-            f"torch.compile (found dynamo backend {dynamo.backend}) is not supported by ZeroPlugin: turn it off"
-        )
-
-
-def put_in_front(mixin: type[Any], cls: type[Any], **attributes: Any) -> type[Any]:
-    """A subclass `Zero<cls>` of `mixin` and `cls`, made once; `cls` itself where it has the mixin."""
-    if issubclass(cls, mixin):
-        return cls
-    key = (mixin, cls, *attributes.items())
-    if key not in _MADE:
-        _MADE[key] = type(f"Zero{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__, **attributes})
-    return _MADE[key]
-
-
-def bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The torch optimizer inside accelerate's wrapper."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -1,8 +1,14 @@
 """What a Trainer does differently when its model is sharded: its checkpoints, resuming from them, and the model card.
 
+A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing more. While it builds its Accelerator the
+plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
+itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. Nothing of transformers is patched.
+
 A checkpoint is one `Saving`: the stock code runs with the staged folder for its output folder and writes its own small
 files there, all ranks put weights and optimizer state beside them, and the whole appears as `checkpoint-N` by one rename.
-What the stock code does with a checkpoint it has written (push it, drop older ones) waits until then.
+What the stock code does with a checkpoint it has written (push it, drop older ones) waits until then. The folder is one of
+`from_pretrained`, readable at any stage and number of ranks by every Trainer that has the plugin, as are those of plain data
+parallel. The other way only the weights go: plain data parallel stops at the `optimizer.pt` that it does not find.
 """
 
 from __future__ import annotations
@@ -12,8 +18,8 @@ import inspect
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,33 +34,31 @@ from transformers.utils.hub import hf_api
 from ..checkpoint.folder import SUFFIX, Occupancy, recover
 from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.save import Saving
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces
+from .arguments import TRAINING_ARGUMENTS, refuse
+from .callback import MeasuredLogs, calling_trainer, facts_of, write_card
 from .checkpoints import (
     MAX_SHARD_SIZE,
-    Desk,
+    CheckpointSeries,
+    SavesBehind,
     amend,
-    check_quickly,
+    bare_optimizer,
     hand_in,
     is_ours,
     is_ours_everywhere,
     load_optimizer,
     load_weights,
-    newest_whole,
     open_saving,
     put_as,
-    rotate,
-    tidy,
-    why_broken,
 )
-from .facts import add_measured, facts_of, write_card
-from .plugin import ZeroPlugin, bare_optimizer
-from .references import adopt_callbacks
+from .models import adopt_callbacks
+from .stock import put_in_front, replaced
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -66,7 +70,7 @@ else:
 _WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
 
 
-class ZeroTrainerMixin(_TrainerBase):
+class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
     """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: `save_model` must be called on every rank (as the stock Trainer's documentation
@@ -76,7 +80,6 @@ class ZeroTrainerMixin(_TrainerBase):
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _zero_made: Desk | None = None
     _zero_saving: Saving | None = None
     """The checkpoint that is being put together."""
     _zero_push = False
@@ -89,17 +92,17 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if not isinstance(getattr(self.accelerator, "zero_plugin", None), ZeroPlugin):  # set where its class is changed
+        if not hasattr(self.accelerator, "zero_config"):  # set where its class is changed
             raise ConfigError(
                 f"{type(self).__name__} needs a ZeroPlugin: use ZeroTrainingArguments, or "
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "
                 "between the arguments and the Trainer, and accelerate keeps its settings: build it later or drop it"
             )
-        check_arguments(self.args)
+        _check_arguments(self.args)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # What is offloaded goes there unit by unit, when the model is sharded; the whole may not fit.
-        if not self.accelerator.zero_plugin.config.offloads:
+        if not self.accelerator.zero_config.offloads:
             super()._move_model_to_device(model, device)
 
     def _zero_engine(self) -> Engine | None:
@@ -110,10 +113,8 @@ class ZeroTrainerMixin(_TrainerBase):
         return Path(str(self.args.output_dir))
 
     @property
-    def _zero_desk(self) -> Desk:
-        if self._zero_made is None:
-            self._zero_made = Desk()
-        return self._zero_made
+    def _zero_series(self) -> CheckpointSeries:
+        return CheckpointSeries(self._zero_output, f"{PREFIX_CHECKPOINT_DIR}-", TRAINER_STATE_NAME)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The stock Trainer evaluates the module itself, not the one that DDP wraps: buffers are each rank's own there."""
@@ -144,13 +145,10 @@ class ZeroTrainerMixin(_TrainerBase):
                 taken.leave()
 
     def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
-        tidy(wire, self._zero_output)
+        self._zero_series.tidy(wire)
         if resume_from_checkpoint is True:
-            folders = _checkpoints(self._zero_output)
-            with on_all_ranks(wire, "looking for checkpoints") as report:
-                report.mine = len(folders)
-            if report.everyone[0]:
-                resume_from_checkpoint = str(newest_whole(wire, folders, TRAINER_STATE_NAME))
+            newest = self._zero_series.newest_whole(wire)
+            resume_from_checkpoint = True if newest is None else str(newest)  # the stock code says that there is none
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
             with on_all_ranks(wire, f"resuming from {folder}"):
@@ -159,7 +157,7 @@ class ZeroTrainerMixin(_TrainerBase):
             ours = is_ours_everywhere(wire, folder)
             with on_all_ranks(wire, f"resuming from {folder}"):
                 if ours:
-                    check_quickly(folder, "")
+                    check_sizes(folder)
             if folder.is_dir() and not ours and wire.rank == 0:
                 warnings.warn(
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
@@ -171,7 +169,7 @@ class ZeroTrainerMixin(_TrainerBase):
             out = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._zero_resuming = False
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         return out
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,12 +180,12 @@ class ZeroTrainerMixin(_TrainerBase):
         return super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         # The stock code now drops all checkpoints but the best, unseen: not if that is damaged.
         if limit == 1 and best is not None and self._zero_engine() is not None:
             wire = open_wire(home_device())
-            reason = why_broken(wire, Path(best), TRAINER_STATE_NAME)
+            reason = self._zero_series.why_broken(wire, Path(best))
             if reason is not None:
                 self.args.save_total_limit = None
                 if wire.rank == 0:
@@ -196,11 +194,6 @@ class ZeroTrainerMixin(_TrainerBase):
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
-
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As the stock Trainer's, with what is measured: before any reporter is called, whatever their order."""
-        add_measured(self._zero_engine(), logs)
-        super().log(logs, *args, **kwargs)
 
     # -- saving --
 
@@ -214,7 +207,7 @@ class ZeroTrainerMixin(_TrainerBase):
         engine = self._zero_engine()
         if engine is None:
             return super()._save_checkpoint(model, trial)
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         run_dir, best = self._get_output_dir(trial), self.state.best_model_checkpoint
         target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         parent: Any = super()
@@ -235,7 +228,7 @@ class ZeroTrainerMixin(_TrainerBase):
                 with on_all_ranks(engine.wire, f"saving to {target}"):
                     self._zero_name_best(saving, run_dir, target)
                 then = copy.copy(self.state), self._zero_push
-                self._zero_desk.finish(saving, engine, partial(self._zero_after, engine, run_dir, target, *then))
+                self._zero_commit(saving, engine, partial(self._zero_after, engine, run_dir, target, *then))
         except BaseException:
             self.state.best_model_checkpoint = best
             raise
@@ -264,7 +257,7 @@ class ZeroTrainerMixin(_TrainerBase):
                     self.state = now
             folders = [Path(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
             keep = [Path(path) for path in (target, self.state.best_model_checkpoint) if path]
-            rotate(folders, self.args.save_total_limit, keep, TRAINER_STATE_NAME)
+            self._zero_series.rotate(folders, self.args.save_total_limit, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the stock Trainer's, with the weights of all ranks. A collective: call it on every rank."""
@@ -294,7 +287,7 @@ class ZeroTrainerMixin(_TrainerBase):
         parent: Any = super()
         if self._zero_saving is not None and folder == self._zero_saving.folder:
             return self._zero_put(self._zero_saving, engine, parent._save, state_dict)
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         with open_saving(engine, folder) as saving:
             self._zero_put(saving, engine, parent._save, state_dict)
             saving.commit()
@@ -324,7 +317,7 @@ class ZeroTrainerMixin(_TrainerBase):
         saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE)
         parent: Any = super()
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
-            with _answering(self.optimizer, "state_dict", {}):
+            with replaced([(self.optimizer, "state_dict", dict)]):  # of all ranks; here nobody reads it
                 parent._save_optimizer_and_scheduler(output_dir)
             if self.args.should_save:
                 Path(output_dir, OPTIMIZER_NAME).unlink(missing_ok=True)
@@ -343,7 +336,7 @@ class ZeroTrainerMixin(_TrainerBase):
         engine = self._zero_engine()
         if engine is None:  # a stage that has no engine for evaluation
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         return load_weights(Loading(engine.wire, resume_from_checkpoint), engine)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -354,7 +347,7 @@ class ZeroTrainerMixin(_TrainerBase):
             if is_ours(checkpoint):
                 super()._load_from_checkpoint(checkpoint)
             return super()._load_optimizer_and_scheduler(checkpoint)
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         ours = is_ours_everywhere(engine.wire, checkpoint)
         bound = engine.optimizer is bare_optimizer(self.optimizer)
         loaded = False
@@ -386,7 +379,7 @@ class ZeroTrainerMixin(_TrainerBase):
         return None
 
     def _load_best_model(self) -> None:
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         engine, best = self._zero_engine(), self.state.best_model_checkpoint
         if engine is None or best is None or not is_ours_everywhere(engine.wire, best):
             return super()._load_best_model()
@@ -396,7 +389,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's, with hf_zero's model card. On every rank."""
-        self._zero_desk.wait()
+        self._zero_wait_for_save()
         with _uploading_no_half_saves():
             return super().push_to_hub(*args, **kwargs)
 
@@ -422,33 +415,30 @@ class ZeroTrainerMixin(_TrainerBase):
             amend(folder, "README.md")
 
 
-def check_arguments(args: TrainingArguments) -> None:
-    """Arguments of the Trainer that a sharded model cannot honour.
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """The Trainer for sharded models. A stock `Trainer` with a `ZeroPlugin` in its arguments becomes one by itself."""
 
-    Raises:
-        ConfigError: naming the argument and what to use instead.
+
+def zero_trainer_cls(cls: type[Any]) -> type[Any]:
+    """`zero_trainer_cls(SFTTrainer)`: the same Trainer, for sharded models."""
+    return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
+
+
+def adopt_trainer() -> None:
+    """Called where an Accelerator is built or shards a model: a Trainer that has it done learns to save and resume.
+
+    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of transformers, so
+    it is the `self` of a caller there. Without one (a plain accelerate loop) nothing happens.
     """
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"{name} casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
-            )
-    plugin = args.parallelism_config
-    if isinstance(plugin, ZeroPlugin) and plugin.step_in_backward:
-        if args.max_grad_norm:
-            raise ConfigError(
-                f"step_in_backward updates parameters before all gradients are there, so max_grad_norm={args.max_grad_norm} "
-                "cannot be honoured: set max_grad_norm=0, or turn step_in_backward off"
-            )
-        if args.fp16:
-            raise ConfigError("step_in_backward does not go with fp16: use bf16, or turn it off")
-    if args.save_on_each_node:
-        raise ConfigError("save_on_each_node: all ranks write one folder together; save to a shared one")
-    if str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"):
-        raise ConfigError(
-            f"optim={args.optim} updates parameters inside backward, before gradients are averaged over the ranks; use "
-            "an element-wise optimizer such as adamw_torch"
-        )
+    owner = calling_trainer()
+    if owner is not None:
+        _check_arguments(owner.args)
+        if not isinstance(owner, ZeroTrainerMixin):
+            owner.__class__ = zero_trainer_cls(type(owner))
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    refuse(TRAINING_ARGUMENTS, args)
     if args.n_gpu > 1:
         # One process that sees several GPUs: the Trainer would wrap the model in nn.DataParallel.
         warnings.warn(
@@ -459,31 +449,7 @@ def check_arguments(args: TrainingArguments) -> None:
         args._n_gpu = 1
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Newest first."""
-    found = []
-    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.is_dir() else ():
-        step = path.name.rpartition("-")[2]
-        if path.is_dir() and path.name == f"{PREFIX_CHECKPOINT_DIR}-{step}" and step.isdigit():
-            found.append((int(step), path))
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-@contextmanager
-def _answering(owner: object, method: str, answer: Any) -> Iterator[None]:
-    """Inside, `owner.method()` returns `answer`: for code that asks on one rank what takes all ranks to work out."""
-    before = owner.__dict__.get(method)
-    owner.__dict__[method] = lambda: answer
-    try:
-        yield
-    finally:
-        del owner.__dict__[method]
-        if before is not None:
-            owner.__dict__[method] = before
-
-
-@contextmanager
-def _uploading_no_half_saves() -> Iterator[None]:
+def _uploading_no_half_saves() -> AbstractContextManager[None]:
     """Uploads list the output folder in a thread of their own, while the next checkpoint may be staged in it."""
     api: Any = hf_api()
 
@@ -491,8 +457,4 @@ def _uploading_no_half_saves() -> Iterator[None]:
         kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}/*", "*.zero_commit/*"]
         return type(api).upload_folder(api, **kwargs)
 
-    api.__dict__["upload_folder"] = upload_folder
-    try:
-        yield
-    finally:
-        del api.__dict__["upload_folder"]
+    return replaced([(api, "upload_folder", upload_folder)])

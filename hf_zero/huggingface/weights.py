@@ -1,6 +1,6 @@
 """What the weights of transformers and PEFT models are called at rest: exactly what their own code says, whatever version.
 
-Nothing of it is repeated here. To draw a save, the stock `save_pretrained` runs while its files are noted (`recording`).
+Nothing of it is repeated here. To draw a save, the stock `save_pretrained` runs while its files are noted (`stock`).
 To locate a load, the stock loader runs on stand-ins for the stored tensors while the function that would set a parameter
 only notes what it is given. A `Trace` tells which elements of which tensor each of these is made of.
 """
@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ..checkpoint.safetensors import Stored
-from ..checkpoint.weights import Conversion, Drawing, Located, names_of, persistent_buffers
+from ..checkpoint.weights import Drawing, Located, names_of, persistent_buffers
 from ..core.layout import Extent
 from ..errors import CheckpointError
-from .placement import Trace
-from .recording import recording, stand_in_state, swapped
-from .serving import own_attribute, serving
+from .stock import Attributes, Trace, recording, replaced, serving, stand_in_state
 
 EXTRA_STATE = "_extra_state"  # the last part of the key of a module's own state
 
@@ -76,7 +73,7 @@ class HubFormat:
         model = self._model
         names, buffers = names_of(model), persistent_buffers(model)
         state = stand_in_state(model)
-        with own_attribute(model, "_weight_conversions", getattr(model, "_weight_conversions", None)):
+        with replaced([(model, "_weight_conversions", getattr(model, "_weight_conversions", None))]):
             plan = planned_load(model, stored, LoadStateDictConfig(weight_mapping=mapping), place=False)
         wrong = [(name, tuple(found), tuple(shape)) for name, found, shape in plan.info.mismatched_keys]
         results = {name: result for name, result in plan.results.items() if name not in {item[0] for item in wrong}}
@@ -162,7 +159,7 @@ class AdapterFormat:
         if getattr(model.peft_config[adapter], "is_prompt_learning", False):
             return {"prompt_embeddings": f"prompt_encoder.{adapter}.embedding.weight"}  # all that PEFT loads
         state = stand_in_state(model)
-        with serving(model, state):
+        with replaced(serving(model, state)):
             kept = get_peft_model_state_dict(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
         owners = {id(value): name for name, value in state.items()}
         unknown = [key for key, value in kept.items() if id(value) not in owners]
@@ -239,16 +236,15 @@ def planned_load(
             info.mismatched_keys.add((name, value.shape, expected))
 
     keys = {id(tensor): key for key, tensor in stored.items()}
-    stand_ins = [
+    others: Attributes = [
         (core_loading, "spawn_materialize", materialize),
         (core_loading, "set_param_for_module", set_param),
         (core_loading, "tqdm", lambda items, *args, **kwargs: items),  # nothing is loaded yet
     ]
-    state: Any = nullcontext()
     if not place or not all(param.is_meta for param in model.parameters()):
         known = stand_in_state(model)  # asking a sharded model is a collective, and gathers it
-        state = own_attribute(model, "state_dict", lambda *args, **kwargs: dict(known))
-    with swapped(stand_ins), state, trace:
+        others.append((model, "state_dict", lambda *args, **kwargs: dict(known)))
+    with replaced(others), trace:
         info, _ = core_loading.convert_and_load_state_dict_in_model(
             model=model,
             state_dict=dict(stored),
@@ -264,16 +260,15 @@ def _located(
     found_buffers: dict[str, str] = {}
     computed: dict[str, Tensor] = {}
     for name, result in results.items():
-        segments = trace.segments(result)
-        if name in buffers and segments is not None and len({item.source for item in segments}) == 1:
-            found_buffers[name] = segments[0].source
-        elif segments is None or name in buffers:
+        found = trace.pieces(result)
+        if name in buffers and found is not None and len({piece.source for piece in found}) == 1:
+            found_buffers[name] = found[0].source
+        elif found is None or name in buffers:
             computed.setdefault(names.get(name, name), result)
         else:
-            pieces.setdefault(names[name], segments)
+            pieces.setdefault(names[name], found)
     computed = {name: result for name, result in computed.items() if name not in pieces}
-    conversions = tuple(Conversion(r.sources, r.targets, r.convert) for r in trace.replays(computed))
-    return Located(pieces, found_buffers, conversions)
+    return Located(pieces, found_buffers, tuple(trace.conversions(computed)))
 
 
 def _fresh(conversion: Any) -> Any:
@@ -284,13 +279,4 @@ def _fresh(conversion: Any) -> Any:
     return fresh
 
 
-__all__ = [
-    "EXTRA_STATE",
-    "AdapterFormat",
-    "HubFormat",
-    "InjectedFormat",
-    "PlannedLoad",
-    "hub_format",
-    "planned_load",
-    "recording",
-]
+__all__ = ["EXTRA_STATE", "AdapterFormat", "HubFormat", "InjectedFormat", "PlannedLoad", "hub_format", "planned_load"]

@@ -21,7 +21,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def job(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("export_job", tmp_path_factory.mktemp("export"), hub.url, ranks=1)
+    return launch("export_job", tmp_path_factory.mktemp("export"), hub.url, ranks=1, warm=False)
 
 
 def test_private_repository(hub: Hub, job: Results) -> None:

@@ -32,13 +32,15 @@ class Model(nn.Module):
         return {"loss": self.layer(x).square().mean()}
 
 common = dict(max_steps=1, report_to=[], use_cpu=True, save_steps=1, disable_tqdm=True)
-if sys.argv[2] == "ours":
-    args = zero.ZeroTrainingArguments(sys.argv[1], zero_stage=3, zero_full_precision="*.weight", **common)
-else:
-    args = TrainingArguments(sys.argv[1], parallelism_config=zero.ZeroPlugin(stage=3, full_precision=("*.weight",)), **common)
 data = [{"x": torch.ones(3), "labels": 0}] * 8
-trainer = Trainer(Model(), args, train_dataset=data, callbacks=[zero.ZeroCallback(report=False)])
-trainer.train()
+for kind in ("ours", "stock"):
+    folder = f"{sys.argv[1]}/{kind}"
+    if kind == "ours":
+        args = zero.ZeroTrainingArguments(folder, zero_stage=3, zero_full_precision="*.weight", **common)
+    else:
+        plugin = zero.ZeroPlugin(stage=3, full_precision=("*.weight",))
+        args = TrainingArguments(folder, parallelism_config=plugin, **common)
+    Trainer(Model(), args, train_dataset=data, callbacks=[zero.ZeroCallback(report=False)]).train()
 """
 
 READ = """
@@ -100,10 +102,17 @@ def test_arguments_pickle_under_public_names(protocol: int, tmp_path: Path) -> N
     assert again.parallelism_config == args.parallelism_config
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both kinds of Trainer have saved."""
+    folder = tmp_path_factory.mktemp("pickled")
+    run(TRAIN, str(folder))
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_what_a_trainer_writes_is_read_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
-    run(TRAIN, str(tmp_path), kind)
-    path = tmp_path / "checkpoint-1" / "training_args.bin"
+def test_what_a_trainer_writes_is_read_in_a_fresh_process(kind: str, trained: Path) -> None:
+    path = trained / kind / "checkpoint-1" / "training_args.bin"
     with zipfile.ZipFile(path) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
         found = ours(globals_in(archive.read(name)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.safetensors import Stored, build_header, read_header
 from hf_zero.checkpoint.weights import Drawing, Located, format_of, names_of
-from hf_zero.huggingface.weights import recording
+from hf_zero.huggingface.stock import recording
 
 transformers.logging.set_verbosity_error()
 
@@ -104,7 +104,7 @@ def write(drawing: Drawing, model: nn.Module, folder: Path) -> None:
         head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata)
         payload = bytearray(header.file_bytes - header.header_bytes)
         for entry in file.entries:
-            parts = [params[run.param].reshape(-1)[run.start : run.start + run.numel] for run in entry.runs]
+            parts = [params[run.source].reshape(-1)[run.there] for run in entry.runs]
             value = (torch.cat(parts) if parts else values[entry.key]).contiguous()
             assert str(value.dtype) == f"torch.{entry.dtype}"
             assert value.numel() == torch.Size(entry.shape).numel()
@@ -340,7 +340,7 @@ def test_tied_under_either_name() -> None:
         }
         located = locate(model, stored)
         assert located.missing == ()
-        assert located.pieces["transformer.wte.weight"][0].key == name
+        assert located.pieces["transformer.wte.weight"][0].source == name
 
 
 def test_around_other_stock_code(tmp_path: Path) -> None:

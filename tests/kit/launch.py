@@ -1,19 +1,28 @@
 """Start a job of `jobs/` on real ranks (gloo), with a hard time limit, and read what its checks found.
 
-A job is one script with many checks, so that the price of starting Python, torch and transformers is paid once. Its
-rank r writes `rank<r>.json`: {check: {"value": ...} or {"error": traceback}}.
+A job is one script with many checks, so that the price of starting is paid once. Its rank r writes `rank<r>.json`:
+{check: {"value": ...} or {"error": traceback}}. Ranks are forked from one process that has imported torch and transformers
+and has done nothing else; `warm=False` is for jobs that set what these read when they are imported.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .pool import free_port
+
+IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
 JOBS = Path(__file__).parent / "jobs"
 
 
@@ -36,13 +45,9 @@ class Results:
         return self.ranks[rank][check]["value"]
 
 
-def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float = 150) -> Results:
+def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float = 150, warm: bool = True) -> Results:
     """Run `jobs/<job>.py <out> <arguments>` and wait. Nothing of it is alive afterwards."""
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(JOBS / f"{job}.py"), str(out), *arguments]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PARALLELISM_"))},
         "ACCELERATE_USE_CPU": "true",
@@ -53,16 +58,9 @@ def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float 
         "TRANSFORMERS_VERBOSITY": "error",
         "JOB_TIMEOUT": str(timeout),
     }
-    with (out / "output.txt").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass  # the checks that ran are in the files; the others fail by name
-        finally:
-            _end(process)
+    words = [str(JOBS / f"{job}.py"), str(out), *arguments]
+    # At the time limit, the checks that ran are in the files; the others fail by name.
+    (_fork if warm else _execute)(words, out / "output.txt", environment, ranks, timeout)
     output = (out / "output.txt").read_text(errors="replace")
     found = []
     for rank in range(ranks):
@@ -71,7 +69,64 @@ def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float 
     return Results(found, output)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: torchrun and its ranks, nothing else
-        process.wait(10)
+def _execute(words: list[str], log: Path, environment: Mapping[str, str], ranks: int, timeout: float) -> None:
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *words], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its own session: torchrun and its ranks, nothing else
+                process.wait(10)
+
+
+def _fork(words: list[str], log: Path, environment: Mapping[str, str], ranks: int, timeout: float) -> None:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    log.write_text("")
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    before = dict(os.environ)
+    processes: list[Any] = []
+    try:
+        os.environ.update(environment)  # what is imported before the fork reads it, too
+        for rank in range(ranks):
+            own = {**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment
+            processes.append(context.Process(target=_run, args=(words, str(log), dict(own))))
+            processes[-1].start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            if any(process.exitcode for process in processes):
+                deadline = min(deadline, time.monotonic() + 5)  # the others would wait for the one that failed
+            processes[-1].join(0.05)
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                with suppress(ProcessLookupError):  # it may not have come to `setsid`
+                    os.killpg(process.pid, signal.SIGKILL)  # a session of its own: the rank and what it started
+                process.kill()
+            process.join(10)
+
+
+def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
+    """One rank: as if `words` had been executed."""
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    sys.path.insert(0, str(JOBS))
+    runpy.run_path(words[0], run_name="__main__")

@@ -214,36 +214,38 @@ def test_the_best_model_needs_no_more_than_the_steps() -> None:
     assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
 
 
-def zero_flags(text: str) -> dict[str, str]:
-    """Of a `--help`: the spellings of every flag that is a setting of the engine, each with its help."""
-    names = {field.name for field in fields(zero.ZeroConfig)}
-    found = {}
-    for entry in re.split(r"\n  (?=-)", text.partition("\noptions:")[2]):
-        spelled = re.findall(r"(?:^|, )--([\w-]+)", entry)
-        if any(name.startswith("zero") or name.replace("-", "_") in names for name in spelled):
-            found[" ".join(spelled)] = " ".join(entry.split())
-    return found
+def flags_in(text: str) -> dict[str, str]:
+    """Of a `--help`: by the first spelling of every flag, its entry."""
+    entries = re.split(r"\n  (?=-)", text.partition("\noptions:")[2])
+    return {
+        found[0].replace("_", "-"): " ".join(entry.split()) for entry in entries if (found := SPELLED.findall(entry))
+    }
+
+
+SPELLED = re.compile(r"(?:^|, )--([\w-]+)")
 
 
 def test_both_scripts_take_the_same_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["finetune", "--help"])
-    found = []
+    both = []
     for main in (finetune.main, finetune_no_trainer.main):
         with pytest.raises(SystemExit):
             main()
-        found.append(zero_flags(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert set(found[0]) == {
-        " ".join(dict.fromkeys((f"zero_{name}", f"zero-{name.replace('_', '-')}")))
-        for name in (field.name for field in fields(zero.ZeroConfig))
-    }
+        both.append(flags_in(capsys.readouterr().out))
+    trainer, loop = both
+    assert set(loop) - set(trainer) == {"resume"}
+    settings = {f"zero-{field.name.replace('_', '-')}" for field in fields(zero.ZeroConfig)}
+    assert {name for name in trainer if name.startswith("zero")} == settings
+    assert {name: trainer[name] for name in settings} == {name: loop[name] for name in settings}
+    known = {field.name.replace("_", "-") for field in fields(zero.ZeroConfig)}
+    assert not known & set(trainer), "a setting has one spelling"
 
 
 def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
     (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
     small = [
-        "--steps=4",
-        "--batch-size=2",
+        "--max-steps=4",
+        "--per-device-train-batch-size=2",
         "--block-size=64",
         "--accumulation=2",
         "--output-dir=loop",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.huggingface.placement import Trace
+from hf_zero.huggingface.stock import Trace
 
 Code = Callable[[Tensor, Tensor], Tensor]
 
@@ -51,9 +51,9 @@ def test_moves_are_placed(name: str) -> None:
             trace.stand_in("a", (2, 6, 4), torch.float32), trace.stand_in("b", (2, 6, 4), torch.float32)
         )
     expected = MOVES[name](real["a"], real["b"])
-    segments = trace.segments(result)
+    segments = trace.pieces(result)
     assert segments is not None
-    parts = [real[part.source].reshape(-1)[part.source_start : part.source_start + part.numel] for part in segments]
+    parts = [real[part.source].reshape(-1)[part.there] for part in segments]
     assert torch.equal(torch.cat([torch.empty(0), *parts]), expected.reshape(-1))
     assert [part.start for part in segments] == [sum(p.numel for p in segments[:i]) for i in range(len(segments))]
 
@@ -65,9 +65,9 @@ def test_the_rest_is_played(name: str) -> None:
         result = COMPUTED[name](
             trace.stand_in("a", (2, 6, 4), torch.float32), trace.stand_in("b", (2, 6, 4), torch.float32)
         )
-    assert trace.segments(result) is None
+    assert trace.pieces(result) is None
     expected = COMPUTED[name](real["a"], real["b"])
-    (replay,) = trace.replays({"out": result})
+    (replay,) = trace.conversions({"out": result})
     used = {name: real[name] for name in replay.sources}
     assert torch.equal(replay.convert(used)["out"], expected)
 
@@ -79,7 +79,7 @@ def test_replays_are_grouped_by_source() -> None:
         a, b = (trace.stand_in(name, (2, 6, 4), torch.float32) for name in real)
         fused = a.transpose(1, 2) * 2
         results = {"first": fused[0] + 1, "second": fused[1] + 1, "other": b + 1}
-    groups = {replay.targets: replay for replay in trace.replays(results)}
+    groups = {replay.targets: replay for replay in trace.conversions(results)}
     assert {frozenset(targets): replay.sources for targets, replay in groups.items()} == {
         frozenset({"first", "second"}): ("a",),
         frozenset({"other"}): ("b",),
@@ -96,5 +96,5 @@ def test_sources_of_another_type_are_cast_first() -> None:
     with trace:
         result = trace.stand_in("a", (2, 6, 4), torch.bfloat16) * 3
     value = torch.randn(2, 6, 4)
-    (replay,) = trace.replays({"out": result})
+    (replay,) = trace.conversions({"out": result})
     assert torch.equal(replay.convert({"a": value})["out"], value.bfloat16() * 3)

@@ -1,0 +1,150 @@
+"""The settings of `ZeroConfig` as flags, and which arguments of the Trainer and of accelerate go with them.
+
+What is in neither table of refusals is honoured: the stock code does it, with a sharded model as with any other. An argument
+that a sharded model cannot honour is one row, with what to use instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from accelerate.utils import DistributedType
+
+from ..config import ZeroConfig, setting
+from ..errors import ConfigError
+
+
+@dataclass
+class ZeroFlags:
+    """Every field of `ZeroConfig` as `zero_<field>`, for `HfArgumentParser`: what may be text is typed as text."""
+
+    zero_stage: int = setting("stage")
+    zero_reduce_dtype: str | None = setting("reduce_dtype")
+    zero_full_precision: str = setting("full_precision")
+    zero_async_save: bool = setting("async_save")
+    zero_offload_optimizer: str = setting("offload_optimizer")
+    zero_offload_params: str = setting("offload_params")
+    zero_offload_dir: str | None = setting("offload_dir")
+    zero_device_memory: str | None = setting("device_memory")
+    zero_host_memory: str | None = setting("host_memory")
+    zero_step_in_backward: bool = setting("step_in_backward")
+    zero_stall_s: float = setting("stall_s")
+
+    def settings(self) -> dict[str, Any]:
+        """By field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""
+        return {item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)}
+
+
+class Refusal(NamedTuple):
+    """One argument that a sharded model cannot honour."""
+
+    name: str
+    is_asked: Callable[[Any], object]
+    """Of what has the argument: whether it asks for what is refused."""
+    text: str
+    """What is wrong and what to do; `{found}` is the argument's value."""
+
+
+def refuse(refusals: Iterable[Refusal], given: Any) -> None:
+    """
+    Raises:
+        ConfigError: `given` asks for one of `refusals`; with what to use instead.
+    """
+    for refusal in refusals:
+        if refusal.is_asked(given):
+            raise ConfigError(refusal.text.format(found=getattr(given, refusal.name, None)))
+
+
+def _steps_in_backward(args: Any) -> bool:
+    return bool(getattr(args.parallelism_config, "step_in_backward", False))
+
+
+_FULL_EVAL = "casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
+_BOTH_SHARD = "and --zero_* both shard the model"
+
+OTHER_ENGINES = (
+    Refusal(
+        "deepspeed",
+        lambda args: args.deepspeed,
+        f"--deepspeed {_BOTH_SHARD}: remove --deepspeed, or use plain TrainingArguments",
+    ),
+    Refusal("fsdp", lambda args: args.fsdp, f"--fsdp {_BOTH_SHARD}: remove --fsdp, or use plain TrainingArguments"),
+)
+"""Of TrainingArguments that are being made. A plugin in plain ones meets the other engine's in `ACCELERATE_STATE`."""
+
+TRAINING_ARGUMENTS = (
+    Refusal("bf16_full_eval", lambda args: args.bf16_full_eval, f"bf16_full_eval {_FULL_EVAL}"),
+    Refusal("fp16_full_eval", lambda args: args.fp16_full_eval, f"fp16_full_eval {_FULL_EVAL}"),
+    Refusal(
+        "max_grad_norm",
+        lambda args: _steps_in_backward(args) and args.max_grad_norm,
+        "step_in_backward updates parameters before all gradients are there, so max_grad_norm={found} cannot be honoured: "
+        "set max_grad_norm=0, or turn step_in_backward off",
+    ),
+    Refusal(
+        "fp16",
+        lambda args: _steps_in_backward(args) and args.fp16,
+        "step_in_backward does not go with fp16: use bf16, or turn it off",
+    ),
+    Refusal(
+        "save_on_each_node",
+        lambda args: args.save_on_each_node,
+        "save_on_each_node: all ranks write one folder together; save to a shared one",
+    ),
+    Refusal(
+        "optim",
+        lambda args: str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"),
+        "optim={found} updates parameters inside backward, before gradients are averaged over the ranks; use an "
+        "element-wise optimizer such as adamw_torch",
+    ),
+)
+"""Of a Trainer that has a plugin."""
+
+
+def _other_engine(name: str, kind: str) -> Refusal:
+    """DeepSpeed and the like: by a plugin, by the launcher's environment, or at work already."""
+    attribute, variable = f"{kind.lower()}_plugin", f"ACCELERATE_USE_{kind}"
+
+    def is_asked(state: Any) -> bool:
+        asked = os.environ.get(variable, "false").lower() == "true"
+        return asked or getattr(state, attribute, None) is not None or state.distributed_type == DistributedType[kind]
+
+    return Refusal(
+        attribute,
+        is_asked,
+        f"ZeroPlugin and {name} both want to shard the model: remove the {name} plugin (or `{variable}` / the "
+        "`accelerate config` file that sets it), or remove ZeroPlugin",
+    )
+
+
+def _compiles(state: Any) -> bool:
+    plugin = getattr(state, "dynamo_plugin", None)
+    return plugin is not None and plugin.backend != "NO"
+
+
+ACCELERATE_STATE = (
+    _other_engine("DeepSpeed", "DEEPSPEED"),
+    _other_engine("FSDP", "FSDP"),
+    _other_engine("Megatron-LM", "MEGATRON_LM"),
+    Refusal(
+        "distributed_type",
+        lambda state: (
+            state.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        ),
+        "ZeroPlugin runs on CPU and CUDA ranks, found distributed_type={found}; remove ZeroPlugin",
+    ),
+    Refusal(
+        "mixed_precision",
+        lambda state: state.mixed_precision == "fp8",
+        "mixed_precision='fp8' is not supported by ZeroPlugin: use 'bf16', 'fp16' or 'no'",
+    ),
+    Refusal(
+        "dynamo_plugin",
+        _compiles,
+        "torch.compile (found {found}) is not supported by ZeroPlugin: turn it off",
+    ),
+)
+"""Of the Accelerator that a plugin is given to, `accelerator.state`."""
