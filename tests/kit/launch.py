@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,17 +88,36 @@ def _execute(words: list[str], log: Path, environment: Mapping[str, str], ranks:
 
 
 def _fork(words: list[str], log: Path, environment: Mapping[str, str], ranks: int, timeout: float) -> None:
+    fork_ranks(words, environment, [(log, log)] * ranks, timeout=timeout)
+
+
+def fork_ranks(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: Sequence[tuple[Path, Path]],
+    *,
+    folder: Path | None = None,
+    timeout: float,
+) -> list[int | None]:
+    """Run a Python file with arguments on as many ranks as there are `outputs`: files for stdout and stderr, appended to.
+
+    Returns:
+        Exit codes by rank. A rank that does not end in time, or not soon after another has failed, is killed.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED])
-    log.write_text("")
+    for path in {path for pair in outputs for path in pair}:
+        path.write_text("")
+    ranks = len(outputs)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     before = dict(os.environ)
     processes: list[Any] = []
     try:
         os.environ.update(environment)  # what is imported before the fork reads it, too
-        for rank in range(ranks):
+        for rank, (out, err) in enumerate(outputs):
             own = {**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment
-            processes.append(context.Process(target=_run, args=(words, str(log), dict(own))))
+            arguments = ([*words], str(out), str(err), dict(own), str(folder or Path.cwd()))
+            processes.append(context.Process(target=_run, args=arguments))
             processes[-1].start()
     finally:
         os.environ.clear()
@@ -117,16 +136,17 @@ def _fork(words: list[str], log: Path, environment: Mapping[str, str], ranks: in
                     os.killpg(process.pid, signal.SIGKILL)  # a session of its own: the rank and what it started
                 process.kill()
             process.join(10)
+    return [process.exitcode for process in processes]
 
 
-def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
-    """One rank: as if `words` had been executed."""
+def _run(words: list[str], out: str, err: str, environment: dict[str, str], folder: str) -> None:
+    """One rank: as if `words` had been executed in `folder`."""
     os.setsid()
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
     sys.argv = words
-    sys.path.insert(0, str(JOBS))
+    sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
