@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, fetch
-from ..tiers.transfer import bytes_of as memory_of
+from ..tiers.disk import bytes_of as memory_of
 from .manifest import SEGMENT_BYTES, Segment, digest_of
 from .safetensors import start_writeback, write_fully
 

@@ -12,9 +12,7 @@ Bytes are counted as sent by this rank in the payload, (N-1)/N of a buffer for a
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from .inflight import DONE, Inflight, Work
+from .inflight import DONE, Counters, Inflight, Timed
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
@@ -33,54 +31,18 @@ _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bi
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
-@dataclass(slots=True)
-class Count:
-    """Transfers of one kind since the last reset: collectives that this rank took part in, payload bytes it sent, and how long
-    it stood waiting for them. On CUDA waiting occupies the stream and not the host: next to nothing there.
+class Traffic(Counters):
+    """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts).
+
+    Calls are the collectives that this rank took part in, bytes what it sent. On CUDA waiting occupies the stream and not the
+    host: next to no time there.
     """
 
-    calls: int = 0
-    bytes: int = 0
-    wait_s: float = 0.0
-
-    def add(self, bytes_: int) -> None:
-        self.calls += 1
-        self.bytes += bytes_
-
-
-class Traffic:
-    """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts)."""
-
-    def __init__(self) -> None:
-        self.kinds = {kind: Count() for kind in ("gather", "reduce", "scalar", "agree", "other")}
-
-    def __getitem__(self, kind: str) -> Count:
-        return self.kinds[kind]
-
-    def reset(self) -> None:
-        for count in self.kinds.values():
-            count.calls = count.bytes = 0
-            count.wait_s = 0.0
+    KINDS = ("gather", "reduce", "scalar", "agree", "other")
 
     def to_dict(self) -> dict[str, dict[str, int]]:
+        """Without the times."""
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
-
-
-class _Timed:
-    """Work whose waiting is counted."""
-
-    __slots__ = ("_count", "_work")
-
-    def __init__(self, work: Work, count: Count) -> None:
-        self._work = work
-        self._count = count
-
-    def wait(self) -> None:
-        started = time.perf_counter()
-        try:
-            self._work.wait()
-        finally:
-            self._count.wait_s += time.perf_counter() - started
 
 
 class SoloWire:
@@ -175,11 +137,11 @@ class _GroupWire(SoloWire):
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def _timed(self, work: Any, kind: str) -> _Timed:
-        return _Timed(work, self.traffic[kind])
+    def _timed(self, work: Any, kind: str) -> Timed:
+        return Timed(work.wait, self.traffic, kind)
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self._timed(dist.all_gather(parts, value, async_op=True), "scalar").wait()
         total = parts[0]
@@ -188,7 +150,7 @@ class _GroupWire(SoloWire):
         return total
 
     def max_scalar(self, value: Tensor) -> Tensor:
-        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         value = value.clone()
         self._timed(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
         return value
@@ -196,7 +158,7 @@ class _GroupWire(SoloWire):
     def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
         # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
         found = torch.tensor(values, dtype=torch.int32, device=home_device())
-        self.traffic["agree"].add(found.numel() * 4 * (self.size - 1))
+        self.traffic.moved("agree", found.numel() * 4 * (self.size - 1))
         work = self._timed(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
 
         def answer() -> list[int]:
@@ -206,7 +168,7 @@ class _GroupWire(SoloWire):
         return answer
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self.traffic["other"].add(tensor.numel() * tensor.element_size())
+        self.traffic.moved("other", tensor.numel() * tensor.element_size())
         dist.broadcast(tensor, source)
 
     def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
@@ -216,7 +178,7 @@ class _GroupWire(SoloWire):
             return
         if self.rank == source:
             if values is not None and values.numel():
-                self.traffic["other"].add(values.numel() * values.element_size())
+                self.traffic.moved("other", values.numel() * values.element_size())
                 self.group.send([values.to(self.device)], 0, _COLLECT_TAG).wait()
         elif landing.numel():
             arrived = landing.to(self.device)
@@ -244,7 +206,7 @@ class _GroupWire(SoloWire):
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
-        self.traffic["reduce"].add(2 * _others(source, self.size))
+        self.traffic.moved("reduce", 2 * _others(source, self.size))
         scale = _divided_first(source, self.size)
         work = self._timed(dist.all_reduce(source, async_op=True), "reduce")
 
@@ -255,7 +217,7 @@ class _GroupWire(SoloWire):
         if numel == 0:
             return
         if self.rank != 0:
-            self.traffic["other"].add(numel * own.element_size())
+            self.traffic.moved("other", numel * own.element_size())
             self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG).wait()
             return
         if full is None:
@@ -286,7 +248,7 @@ class PairWire(_GroupWire):
         numel = own.numel()
         if numel == 0:
             return DONE
-        self.traffic["gather"].add(numel * own.element_size() * (self.size - 1))
+        self.traffic.moved("gather", numel * own.element_size() * (self.size - 1))
         tag = self._first_tag + tag * _TAGS + _GATHER_TAG
         group = self.group
         place = full[self.rank * numel : (self.rank + 1) * numel]
@@ -301,7 +263,7 @@ class PairWire(_GroupWire):
         if numel == 0:
             return DONE
         total = source.numel()
-        self.traffic["reduce"].add(source.element_size() * (total - _length(total, numel, self.rank)))
+        self.traffic.moved("reduce", source.element_size() * (total - _length(total, numel, self.rank)))
         tag = self._first_tag + tag * _TAGS + _REDUCE_TAG
         piece = max(1, PIECE_BYTES // source.element_size())
         mine = source[self.rank * numel : (self.rank + 1) * numel]
@@ -347,7 +309,7 @@ class CollectiveWire(_GroupWire):
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
-        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         parts = value.new_empty(self.size)
         self._timed(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
         return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
@@ -355,13 +317,13 @@ class CollectiveWire(_GroupWire):
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         if own.numel() == 0:
             return DONE
-        self.traffic["gather"].add(own.numel() * own.element_size() * (self.size - 1))
+        self.traffic.moved("gather", own.numel() * own.element_size() * (self.size - 1))
         return Inflight((self._timed(self._all_gather(full, own, async_op=True), "gather"),))
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         if out.numel() == 0:
             return DONE
-        self.traffic["reduce"].add(_others(source, self.size))
+        self.traffic.moved("reduce", _others(source, self.size))
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
         work = self._timed(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce")

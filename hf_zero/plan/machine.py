@@ -322,7 +322,8 @@ def _disk_bandwidth(offload_dir: str | None, wire: SoloWire) -> tuple[float, flo
     disk = Disk(offload_dir, wire.rank, Meter())
     try:
         region = disk.take(_DISK_BYTES)
-        buffers = [disk.link.empty(_REQUEST_BYTES, torch.uint8).fill_(7) for _ in range(4)]
+        host = Link(torch.device("cpu"), disk.meter)
+        buffers = [host.empty(_REQUEST_BYTES, torch.uint8).fill_(7) for _ in range(4)]
         starts = range(region.offset, region.offset + _DISK_BYTES, _REQUEST_BYTES)
 
         def stream(move: Callable[[int, torch.Tensor], Inflight]) -> None:

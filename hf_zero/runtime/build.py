@@ -22,7 +22,6 @@ from .deferred import birth_of, hand_over
 from .flat_param import Flat
 from .optimizer import Binding
 from .sharded import Sharded
-from .state_shard import Fields
 from .unit import State, Unit
 
 
@@ -40,7 +39,6 @@ class Assembly:
     def __init__(self, sharded: Sharded, drafter: Drafter) -> None:
         self.sharded = sharded
         self._placements: Sequence[Placement] = ()
-        self._fields: Sequence[Fields] = ()
         self._drafter = drafter
         self.names = self._drafter.names
         self.first_names = {param: names[0] for param, names in self.names.items()}
@@ -119,15 +117,13 @@ class Assembly:
         self,
         specs: list[list[ParamSpec]],
         placements: Sequence[Placement],
-        fields: Sequence[Fields],
     ) -> None:
         """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
 
         Args:
             placements: by span.
-            fields: element-wise states by optimizer group, where some rest on disk.
         """
-        self._placements, self._fields = placements, fields
+        self._placements = placements
         self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
             self.sharded.units.append(self._build(number, unit_specs, {}))
@@ -144,7 +140,6 @@ class Assembly:
                 flats[-1].span = span
                 flats[-1].watched = []  # nothing is gathered that could be compared
                 continue
-            group = span.spec.group
             flats.append(
                 Flat(
                     span,
@@ -154,7 +149,6 @@ class Assembly:
                     self.sharded.precision,
                     self.sharded.storage,
                     self._placements[span.index],
-                    self._fields[group] if 0 <= group < len(self._fields) else (),
                 )
             )
         unit = Unit(layout, flats, self.sharded.wire, self.sharded.policy)
@@ -193,10 +187,9 @@ class Assembly:
         specs: list[list[ParamSpec]],
         binding: Binding | None,
         placements: Sequence[Placement],
-        fields: Sequence[Fields],
     ) -> None:
         """Other spans for the same parameters, their gradients and optimizer state; one unit after another. A collective."""
-        self._placements, self._fields = placements, fields
+        self._placements = placements
         before = [[self._spec(param) for param in group.params] for group in self._drafter.groups]
         self.sharded.layout = self.lay_out(specs)
         kept = self._kept()

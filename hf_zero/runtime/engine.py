@@ -38,7 +38,7 @@ from .clipping import clip_norm, clip_values
 from .deferred_hooks import unguard
 from .flat_param import Flat
 from .gradient_ops import Gradients
-from .monitor import Monitor
+from .moves import Monitor
 from .offload import STATES, Offload
 from .optimizer import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
 from .overflow import Overflow
@@ -47,7 +47,6 @@ from .record import Recorder
 from .schedule import Schedule
 from .sharded import Sharded
 from .state_dict import FullState
-from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .transports import Roads
 from .unit import Unit
@@ -121,13 +120,12 @@ class Engine:
         with agree.on_errors(self._wire, "zero.shard"):
             self.sharded.plan = self._new_plan(specs, optimizer)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
-            fields = self.offload.fields(optimizer)
             if config.step_in_backward and self._overflow.possible:
                 raise ConfigError(
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
-        self._assembly.build(specs, self.plan.placements, fields)
+        self._assembly.build(specs, self.plan.placements)
         unguard(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         self.buffers = Buffers(model, self._wire)
@@ -213,7 +211,6 @@ class Engine:
                     "the other way round: build the optimizer anew with all its groups, and bind that"
                 )
             originals = originals_of(optimizer, self._assembly.first_names, previous)
-            fields = self.offload.fields(optimizer)
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self._assembly.names)
         self.quiesce()
@@ -223,7 +220,7 @@ class Engine:
         if self._assembly.cuts_otherwise(specs):
             if any(flat.grads() for flat in self._trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
-            self._recut(specs, optimizer, previous, fields)
+            self._recut(specs, optimizer, previous)
         self._bind(optimizer, originals, kind)
         self._watch()
 
@@ -232,7 +229,6 @@ class Engine:
         specs: list[list[ParamSpec]],
         optimizer: torch.optim.Optimizer,
         binding: Binding | None,
-        fields: Sequence[Fields],
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._edits.settle()
@@ -241,7 +237,7 @@ class Engine:
         former.detach(whole=False)
         self._full_state.detach()
         self.sharded.plan = self._new_plan(specs, optimizer)
-        self._assembly.recut(specs, binding, self.plan.placements, fields)
+        self._assembly.recut(specs, binding, self.plan.placements)
         copies.protect(self.sharded)
         self._schedule = self._new_schedule()
         self._schedule.take_over(seen)
@@ -256,7 +252,7 @@ class Engine:
             return
         specs = self._assembly.parted(binding.originals)
         if specs is not None:
-            self._recut(specs, binding.optimizer, binding, self.offload.fields(binding.optimizer))
+            self._recut(specs, binding.optimizer, binding)
             self._bind(binding.optimizer, binding.originals, type(binding))
             self._gradients.show()
             self._watch()
@@ -612,7 +608,6 @@ class Engine:
         agree.same_answer(
             self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
         )
-        self.offload.reserve(optimizer)
         self._binding = kind(optimizer, self.units, self._wire, originals)
         self.sharded.optimizer = optimizer
         if state is not None:

@@ -29,15 +29,14 @@ from ..core.layout import ParamSpec, Span
 from ..core.precision import Precision, dtype_of
 from ..errors import StateError, ZeroError
 from ..plan.costs import Placement
-from ..tiers.array import OnDisk, Values, fetch
+from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.fingerprint import copied, digest
 from ..tiers.pool import Storage
-from ..tiers.records import Records
 from ..tiers.tier import Tier
 from .gradients import Gradient, Handles
-from .initial import left_in_files, poured, shard_over
+from .initial import left_in_files, poured
 from .placeholder import Guards
-from .state_shard import Fields, Shard, assembled, cut, is_elementwise
+from .state_shard import DiskShard, Shard, assembled, cut, is_elementwise, new_shard
 
 T = TypeVar("T")
 
@@ -53,7 +52,6 @@ class Flat:
 
     Args:
         placement: where `own` and the shards rest.
-        fields: element-wise states of the span's optimizer group, for shards on disk.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class Flat:
         precision: Precision,
         storage: Storage,
         placement: Placement,
-        fields: Fields = (),
     ) -> None:
         self.span = span
         self.params = list(params)
@@ -93,10 +90,10 @@ class Flat:
             self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
             self.stale = False
             """Where `full` stays: other ranks' slices of it may be old. The same on every rank: who gathers decides by it."""
-            self._region: Records | None = None
+            self._region: DiskArray | None = None
             self.shards: list[Shard] = []
             self.own: Values = self.place
-            self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
+            self._settle_in(whole[begin : begin + span.slice_numel], stretches, at_rest)
         self.views = self._cut(self.full)
         self._base, self._addresses = -1, [0] * len(self.params)
         self._none, self._all = [False] * len(self.params), [True] * len(self.params)  # never written to
@@ -129,12 +126,10 @@ class Flat:
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
 
-    def _settle_in(
-        self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields, at_rest: Records | None
-    ) -> None:
+    def _settle_in(self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], at_rest: DiskArray | None) -> None:
         """`own` and the shards, each in its tier, from the slice's values; `mine` is undefined where they are at rest."""
         if at_rest is not None:
-            self.shards.append(shard_over(self.storage, at_rest))
+            self.shards.append(DiskShard.over(self.storage, at_rest))
             self.own = self.shards[0].values
             return
         equal = self.compute_dtype == self.master_dtype
@@ -145,7 +140,7 @@ class Flat:
         for tier, numel in stretches:
             alias = self.own[start : start + numel] if equal and tier is self.rest and tier is not Tier.DISK else None
             self.shards.append(
-                Shard(
+                new_shard(
                     self.storage,
                     start,
                     mine[start : start + numel],
@@ -153,7 +148,6 @@ class Flat:
                     trainable=self.span.trainable,
                     travels=equal,
                     alias=alias if isinstance(alias, Tensor) else None,
-                    fields=fields,
                 )
             )
             start += numel
@@ -165,8 +159,8 @@ class Flat:
         """A buffer in the parameters' tier, with these values: `place`'s, or those of a former `own`."""
         numel = self.span.slice_numel
         if self.rest is Tier.DISK:
-            self._region = Records(self.storage.disk, numel, numel, (("own", self.compute_dtype),))
-            return self._region.values("own").copy_(values)
+            self._region = DiskArray(self.storage.disk, numel, self.compute_dtype)
+            return OnDisk(self._region).copy_(values)
         if self.rest is Tier.HOST:
             return self.storage.link.empty(numel, self.compute_dtype).copy_(values)
         if not self.resident:
@@ -181,8 +175,7 @@ class Flat:
     @property
     def in_files(self) -> bool:
         """On disk, in the model's own files: nothing more is taken."""
-        records = self.shards[0].records
-        return self.rest is Tier.DISK and not self.span.trainable and records is not None and records.base is not None
+        return self.rest is Tier.DISK and not self.span.trainable and self.shards[0].in_files
 
     def serves(self, span: Span, placement: Placement) -> bool:
         """Whether this is what would be built for `span`, too: frozen, of the same slots, at rest in the same places."""
@@ -199,8 +192,8 @@ class Flat:
         return self.rest is placement.parameters and [(shard.tier, shard.numel) for shard in self.shards] == wanted
 
     @property
-    def shares_records(self) -> bool:
-        """On disk: `own` is the masters' field of the one shard's records."""
+    def shares_array(self) -> bool:
+        """On disk: `own` is the one shard's values."""
         return self._region is None
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
@@ -399,15 +392,13 @@ class Flat:
                     self._region.close()
                 self.rest, self.resident, self._region = former
                 raise
-        for shard, tier in zip(self.shards, tiers):
+        for index, (shard, tier) in enumerate(zip(self.shards, tiers)):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
             if tier is not shard.tier:
-                shard.move(tier, optimizer, alias)
-            elif moves and shard.tier is not Tier.DISK:
-                shard.rest_on(alias)
+                self.shards[index] = shard.move(tier, optimizer, alias)
             elif moves:
-                shard.aliased = False  # what was read from its records rests elsewhere now
+                shard.rest_on(alias)
         if self.in_memory is False:
             self.drop_bucket()
             self._bucket = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..checkpoint.manifest import digest_of
 from ..comm.agree import arriving, on_errors, read
 from ..comm.wire import SoloWire, wire_device
-from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
+from ..errors import CheckpointError, LayoutError, RankMismatchError
 from .flat_param import Flat
-from .shadow_optimizer import fields_of
+from .shadow_optimizer import states_of
 from .state_shard import is_elementwise
 from .unit import Unit
 
@@ -317,8 +317,9 @@ class Binding:
                         (hidden if not slot.spec.shape else out if value.dim() else single).add(key)
         hidden -= out | single
         if hidden:
-            with suppress(UnsupportedOptimizerError):
-                hidden &= {name for fields in fields_of(self.optimizer) for name, _ in fields}
+            states = states_of(self.optimizer)
+            if states is not None:
+                hidden &= {name for name, elementwise in states.items() if elementwise}
         return (out | hidden) - {"step"}
 
     def _slice_state(self, flat: Flat, states: list[dict[str, Any]], sliced: Container[str]) -> dict[str, Any]:
