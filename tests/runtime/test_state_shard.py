@@ -15,6 +15,7 @@ from hf_zero.runtime.state_shard import MASTER, SHARDS, DiskShard, Shard, new_sh
 from hf_zero.tiers.array import OnDisk, fetch
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Sizes, Tier, padded
+from tests.kit.offloading import same
 
 NUMEL = 5000
 TIERS = list(SHARDS)
@@ -49,18 +50,10 @@ def states(numel: int = NUMEL) -> dict[str, Any]:
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    if list(found) != [*(k for k in found if k in expected)] or found.keys() != expected.keys():
+    if found.keys() != expected.keys():
         return ["names"]
-    out = []
-    for key, value in expected.items():
-        mine = fetch(found[key]) if isinstance(found[key], (Tensor, OnDisk)) else found[key]
-        if isinstance(value, Tensor):
-            same = mine.dtype == value.dtype and torch.equal(mine.cpu(), value)
-        else:
-            same = mine == value
-        if not same:
-            out.append(key)
-    return out
+    at_hand = {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in found.items()}
+    return [key for key, value in expected.items() if not same(at_hand[key], value)]
 
 
 @pytest.mark.parametrize("tier", TIERS)
