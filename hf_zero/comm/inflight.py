@@ -94,35 +94,35 @@ class Count:
 
 
 class Counters:
-    """A `Count` for each of `KINDS`. Any thread may count."""
+    """A `Count` for each of `KINDS`. Any thread may count, with `lock`."""
 
     KINDS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.kinds = {kind: Count() for kind in self.KINDS}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def __getitem__(self, kind: str) -> Count:
         return self.kinds[kind]
 
     def moved(self, kind: str, bytes_: int) -> None:
-        with self._lock:
+        with self.lock:
             count = self.kinds[kind]
             count.calls += 1
             count.bytes += bytes_
 
     def waited(self, kind: str, wait_s: float) -> None:
-        with self._lock:
+        with self.lock:
             self.kinds[kind].wait_s += wait_s
 
     def reset(self) -> None:
-        with self._lock:
+        with self.lock:
             for count in self.kinds.values():
                 count.calls = count.bytes = 0
                 count.wait_s = 0.0
 
     def to_dict(self) -> Mapping[str, Mapping[str, float]]:
-        with self._lock:
+        with self.lock:
             return {kind: asdict(count) for kind, count in self.kinds.items()}
 
 
@@ -133,12 +133,12 @@ class Timed:
         kept: memory that must outlive the transfer.
     """
 
-    __slots__ = ("_counters", "_kept", "_kind", "_wait")
+    __slots__ = ("_count", "_counters", "_kept", "_wait")
 
     def __init__(self, wait: Callable[[], object], counters: Counters, kind: str, *kept: object) -> None:
         self._wait = wait
         self._counters = counters
-        self._kind = kind
+        self._count = counters.kinds[kind]
         self._kept = kept
 
     def wait(self) -> None:
@@ -146,4 +146,6 @@ class Timed:
         try:
             self._wait()
         finally:
-            self._counters.waited(self._kind, time.perf_counter() - start)
+            waited_s = time.perf_counter() - start
+            with self._counters.lock:
+                self._count.wait_s += waited_s

@@ -378,7 +378,9 @@ class DeviceShard(Shard):
             grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
 
     def _to_show(self) -> tuple[bool, Tensor | None]:
-        grad = self.device_grad
+        grad = self.master.grad  # by itself, not by `device_grad`: asked for often
+        if type(grad) is Slice:
+            grad = grad.at_rest
         return grad is not None, grad
 
     def hide_slice(self) -> None:
