@@ -254,7 +254,12 @@ class Shard(ABC):
         Args:
             place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
         """
-        has, local = self._to_show()
+        # In one method for all tiers: a call more for every shard of every step would be felt.
+        local = None if self.is_offloaded else self.master.grad
+        if type(local) is Slice:
+            local = local.at_rest
+        # With `step_in_backward` what is offloaded is used up already.
+        has = self.has_grad and not self.storage.transient if self.is_offloaded else local is not None
         shown = self.shown
         if not has:
             if shown is not None:
@@ -268,10 +273,6 @@ class Shard(ABC):
         shown.local, shown.place = local, place
         if self.master.grad is not shown:
             self.master.grad = shown
-
-    @abstractmethod
-    def _to_show(self) -> tuple[bool, Tensor | None]:
-        """Whether a stand-in is to be shown, and what it keeps itself."""
 
     @abstractmethod
     def hide_slice(self) -> None:
@@ -376,12 +377,6 @@ class DeviceShard(Shard):
         grad = self.device_grad
         if grad is not None:
             grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
-
-    def _to_show(self) -> tuple[bool, Tensor | None]:
-        grad = self.master.grad  # by itself, not by `device_grad`: asked for often
-        if type(grad) is Slice:
-            grad = grad.at_rest
-        return grad is not None, grad
 
     def hide_slice(self) -> None:
         grad = self.master.grad
@@ -513,10 +508,6 @@ class HostShard(Shard):
     @property
     def grad_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
-
-    def _to_show(self) -> tuple[bool, Tensor | None]:
-        # With `step_in_backward` it is used up already.
-        return self.has_grad and not self.storage.transient, None
 
     def hide_slice(self) -> None:
         """The optimizer's own step does not look at it."""
