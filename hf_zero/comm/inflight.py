@@ -133,12 +133,12 @@ class Timed:
         kept: memory that must outlive the transfer.
     """
 
-    __slots__ = ("_count", "_counters", "_kept", "_wait")
+    __slots__ = ("_counters", "_kept", "_kind", "_wait")
 
     def __init__(self, wait: Callable[[], object], counters: Counters, kind: str, *kept: object) -> None:
         self._wait = wait
         self._counters = counters
-        self._count = counters.kinds[kind]
+        self._kind = kind
         self._kept = kept
 
     def wait(self) -> None:
@@ -146,6 +146,4 @@ class Timed:
         try:
             self._wait()
         finally:
-            waited_s = time.perf_counter() - start
-            with self._counters.lock:
-                self._count.wait_s += waited_s
+            self._counters.waited(self._kind, time.perf_counter() - start)
