@@ -72,13 +72,18 @@ class _Workers:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             future, function, args = job
+            failure: BaseException | None = None
             try:
                 function(*args)
             except BaseException as error:
-                future.set_exception(error)
-            else:
+                failure = error
+            # Before anybody goes on who waits: whoever then closes the file closes it, and an idle thread holds no buffer.
+            del job, function, args
+            if failure is None:
                 future.set_result(None)
-            del job, future, function, args  # an idle thread holds no buffer
+            else:
+                future.set_exception(failure)
+            del future, failure
 
 
 _WORKERS = _Workers()

@@ -32,7 +32,7 @@ from hf_zero.tiers.array import DiskArray, FileSource, OnDisk, fetch
 from hf_zero.tiers.disk import Disk, Region
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
-from tests.kit.common import used_bytes
+from tests.kit.common import nameless_files, used_bytes
 from tests.kit.injection import Forked, calls
 
 CPU = torch.device("cpu")
@@ -442,6 +442,21 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
 
     _gives_back(tmp_path, kill)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_is_closed_once_its_transfers_were_waited_for(tmp_path: Path) -> None:
+    """A thread that has just ended a transfer keeps nothing of it while others go on."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            disk = make(tmp_path)
+            disk.take(ALIGN_BYTES)
+            disk.write(0, pattern(ALIGN_BYTES)).wait()
+            disk.close()
+            assert nameless_files(tmp_path) == 0
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _leave(folder: str, ready: Any, go: Any) -> None:
