@@ -19,7 +19,7 @@ from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, fetch
-from ..tiers.transfer import bytes_of as memory_of
+from ..tiers.disk import bytes_of as memory_of
 from .manifest import SEGMENT_BYTES, FileDigest, Manifest, Segment, check_segment, digest_of
 from .pieces import Held
 from .safetensors import Stored, read_fully, start_writeback, write_fully

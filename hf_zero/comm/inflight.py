@@ -1,9 +1,12 @@
-"""Bytes on the move: the one awaitable, returned by everything that transfers."""
+"""Bytes on the move: the one awaitable, returned by everything that transfers, and the counters of all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Protocol
 
 
 class Work(Protocol):
@@ -60,3 +63,87 @@ class Inflight:
 
 DONE = Inflight()
 """A transfer with nothing to wait for: one rank, or one owner of everything."""
+
+
+def together(transfers: Sequence[Inflight]) -> Inflight:
+    """All of them as one. Waiting waits for all, so that after an error no buffer is in use; the first error is raised."""
+
+    def wait() -> None:
+        failure: Exception | None = None
+        for transfer in transfers:
+            try:
+                transfer.close()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    return Inflight((), (), wait, ready=lambda: all(transfer.ready for transfer in transfers))
+
+
+# Counting -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Count:
+    """Transfers of one kind since the last reset, their payload bytes, and how long somebody stood waiting for them."""
+
+    calls: int = 0
+    bytes: int = 0
+    wait_s: float = 0.0
+
+
+class Counters:
+    """A `Count` for each of `KINDS`. Any thread may count, with `lock`."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.kinds = {kind: Count() for kind in self.KINDS}
+        self.lock = threading.Lock()
+
+    def __getitem__(self, kind: str) -> Count:
+        return self.kinds[kind]
+
+    def moved(self, kind: str, bytes_: int) -> None:
+        with self.lock:
+            count = self.kinds[kind]
+            count.calls += 1
+            count.bytes += bytes_
+
+    def waited(self, kind: str, wait_s: float) -> None:
+        with self.lock:
+            self.kinds[kind].wait_s += wait_s
+
+    def reset(self) -> None:
+        with self.lock:
+            for count in self.kinds.values():
+                count.calls = count.bytes = 0
+                count.wait_s = 0.0
+
+    def to_dict(self) -> Mapping[str, Mapping[str, float]]:
+        with self.lock:
+            return {kind: asdict(count) for kind, count in self.kinds.items()}
+
+
+class Timed:
+    """`wait` of anything, its time counted.
+
+    Args:
+        kept: memory that must outlive the transfer.
+    """
+
+    __slots__ = ("_counters", "_kept", "_kind", "_wait")
+
+    def __init__(self, wait: Callable[[], object], counters: Counters, kind: str, *kept: object) -> None:
+        self._wait = wait
+        self._counters = counters
+        self._kind = kind
+        self._kept = kept
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        try:
+            self._wait()
+        finally:
+            self._counters.waited(self._kind, time.perf_counter() - start)

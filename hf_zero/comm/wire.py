@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from .inflight import DONE, Inflight
+from .inflight import DONE, Counters, Inflight
 from .watch import Watch
 
 PIECE_BYTES = 16 << 20
@@ -38,47 +37,29 @@ _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bi
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
-@dataclass(slots=True)
-class Count:
-    """Transfers of one kind since the last reset: collectives that this rank took part in, payload bytes it sent, and how long
-    it stood waiting for them. On CUDA waiting occupies the stream and not the host: next to nothing there.
+class Traffic(Counters):
+    """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts).
+
+    Calls are the collectives that this rank took part in, bytes what it sent. On CUDA waiting occupies the stream and not the
+    host: next to no time there.
     """
 
-    calls: int = 0
-    bytes: int = 0
-    wait_s: float = 0.0
-
-    def add(self, bytes_: int) -> None:
-        self.calls += 1
-        self.bytes += bytes_
-
-
-class Traffic:
-    """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts)."""
-
-    def __init__(self) -> None:
-        self.kinds = {kind: Count() for kind in ("gather", "reduce", "scalar", "agree", "other")}
-
-    def __getitem__(self, kind: str) -> Count:
-        return self.kinds[kind]
-
-    def reset(self) -> None:
-        for count in self.kinds.values():
-            count.calls = count.bytes = 0
-            count.wait_s = 0.0
+    KINDS = ("gather", "reduce", "scalar", "agree", "other")
 
     def to_dict(self) -> dict[str, dict[str, int]]:
+        """Without the times."""
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
 
 
 class Wait:
     """A blocking call whose waiting is counted, and seen by the watch."""
 
-    __slots__ = ("_call", "_count", "_watch", "kind", "started", "tag")
+    __slots__ = ("_call", "_count", "_lock", "_watch", "kind", "started", "tag")
 
-    def __init__(self, call: Callable[[], object], count: Count, watch: Watch, kind: str, tag: int) -> None:
+    def __init__(self, call: Callable[[], object], counters: Counters, watch: Watch, kind: str, tag: int) -> None:
         self._call = call
-        self._count = count
+        self._count = counters.kinds[kind]
+        self._lock = counters.lock
         self._watch = watch
         self.kind = kind
         self.tag = tag
@@ -101,7 +82,9 @@ class Wait:
         finally:
             watch.at = before
             watch.done += 1
-            self._count.wait_s += time.perf_counter() - self.started
+            waited_s = time.perf_counter() - self.started
+            with self._lock:
+                self._count.wait_s += waited_s
 
 
 class SoloWire:
@@ -194,14 +177,14 @@ class _GroupWire(SoloWire):
         self.number = dist.distributed_c10d._get_default_store().add(f"{_WIRES}{self.rank}", 1)
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
-        return Wait(work.wait, self.traffic[kind], self.watch, kind, tag)
+        return Wait(work.wait, self.traffic, self.watch, kind, tag)
 
     def _call(self, call: Callable[..., object], *arguments: Any, kind: str = "other") -> None:
         """Make a synchronous call that waits for other ranks."""
-        Wait(partial(call, *arguments), self.traffic[kind], self.watch, kind, -1).wait()
+        Wait(partial(call, *arguments), self.traffic, self.watch, kind, -1).wait()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self._wait_for(dist.all_gather(parts, value, async_op=True), "scalar").wait()
         total = parts[0]
@@ -210,7 +193,7 @@ class _GroupWire(SoloWire):
         return total
 
     def max_scalar(self, value: Tensor) -> Tensor:
-        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         value = value.clone()
         self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
         return value
@@ -218,7 +201,7 @@ class _GroupWire(SoloWire):
     def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
         # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
         found = torch.tensor(values, dtype=torch.int32, device=home_device())
-        self.traffic["agree"].add(found.numel() * 4 * (self.size - 1))
+        self.traffic.moved("agree", found.numel() * 4 * (self.size - 1))
         work = self._wait_for(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
 
         def answer() -> list[int]:
@@ -228,7 +211,7 @@ class _GroupWire(SoloWire):
         return answer
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self.traffic["other"].add(tensor.numel() * tensor.element_size())
+        self.traffic.moved("other", tensor.numel() * tensor.element_size())
         self._call(dist.broadcast, tensor, source)
 
     def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
@@ -238,7 +221,7 @@ class _GroupWire(SoloWire):
             return
         if self.rank == source:
             if values is not None and values.numel():
-                self.traffic["other"].add(values.numel() * values.element_size())
+                self.traffic.moved("other", values.numel() * values.element_size())
                 self._wait_for(self.group.send([values.to(self.device)], 0, _COLLECT_TAG), "other").wait()
         elif landing.numel():
             arrived = landing.to(self.device)
@@ -267,7 +250,7 @@ class _GroupWire(SoloWire):
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
-        self.traffic["reduce"].add(2 * _others(source, self.size))
+        self.traffic.moved("reduce", 2 * _others(source, self.size))
         scale = _divided_first(source, self.size)
         work = self._wait_for(dist.all_reduce(source, async_op=True), "reduce")
 
@@ -278,7 +261,7 @@ class _GroupWire(SoloWire):
         if numel == 0:
             return
         if self.rank != 0:
-            self.traffic["other"].add(numel * own.element_size())
+            self.traffic.moved("other", numel * own.element_size())
             self._wait_for(self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG), "other").wait()
             return
         if full is None:
@@ -312,7 +295,7 @@ class PairWire(_GroupWire):
         numel = own.numel()
         if numel == 0:
             return DONE
-        self.traffic["gather"].add(numel * own.element_size() * (self.size - 1))
+        self.traffic.moved("gather", numel * own.element_size() * (self.size - 1))
         span, tag = tag, self._message_tag(tag, _GATHER_TAG)
         group = self.group
         place = full[self.rank * numel : (self.rank + 1) * numel]
@@ -329,7 +312,7 @@ class PairWire(_GroupWire):
         if numel == 0:
             return DONE
         total = source.numel()
-        self.traffic["reduce"].add(source.element_size() * (total - _length(total, numel, self.rank)))
+        self.traffic.moved("reduce", source.element_size() * (total - _length(total, numel, self.rank)))
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
         mine = source[self.rank * numel : (self.rank + 1) * numel]
@@ -375,7 +358,7 @@ class CollectiveWire(_GroupWire):
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
-        self.traffic["scalar"].add(value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         parts = value.new_empty(self.size)
         self._wait_for(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
         return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
@@ -383,13 +366,13 @@ class CollectiveWire(_GroupWire):
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         if own.numel() == 0:
             return DONE
-        self.traffic["gather"].add(own.numel() * own.element_size() * (self.size - 1))
+        self.traffic.moved("gather", own.numel() * own.element_size() * (self.size - 1))
         return Inflight((self._wait_for(self._all_gather(full, own, async_op=True), "gather", tag),))
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         if out.numel() == 0:
             return DONE
-        self.traffic["reduce"].add(_others(source, self.size))
+        self.traffic.moved("reduce", _others(source, self.size))
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
         work = self._wait_for(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce", tag)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from ..config import StagePolicy
 from ..core.layout import Layout, Span, UnitLayout, Visit, itemsize
-from ..tiers.records import records_bytes
 from ..tiers.tier import SIZES, Sizes, Tier, padded
 from .passes import High, Manner, SpanBytes, UnitBytes, play
 
@@ -114,16 +113,16 @@ def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
 
 
 def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
-    """In the parameter tier: `own`, or all of the span where it stays; on disk whole pages, where not in its records."""
+    """In the parameter tier: `own`, or all of the span where it stays; on disk whole pages, where not the master's array."""
     if is_in_files(span, placement, setup):
         return 0
     numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
     nbytes = numel * itemsize(span.spec.compute_dtype)
-    return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_records(span, placement) else nbytes
+    return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_array(span, placement) else nbytes
 
 
-def _shares_records(span: Span, placement: Placement) -> bool:
-    """On disk: `own` is the masters' field of the records."""
+def _shares_array(span: Span, placement: Placement) -> bool:
+    """On disk: `own` is the masters' array."""
     if placement.parameters is not Tier.DISK or span.spec.compute_dtype != span.spec.master_dtype:
         return False
     return not placement.optimizer or (len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DISK)
@@ -140,15 +139,15 @@ def master_bytes(span: Span, placement: Placement, tier: Tier) -> int:
     return numel * itemsize(span.spec.master_dtype)
 
 
-def record_bytes(span: Span, numel: int, tensors: int, sizes: Sizes) -> int:
-    """Master and states of `numel` elements in records of the disk tier, padded to pages."""
-    return records_bytes(numel, sizes.slab_numel, [itemsize(span.spec.master_dtype)] * (1 + tensors))
+def disk_bytes(span: Span, numel: int, tensors: int) -> int:
+    """Master and states of `numel` elements, each an array of whole pages on disk, or in a slab."""
+    return (1 + tensors) * padded(numel * itemsize(span.spec.master_dtype))
 
 
 def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
-    """Optimizer states in `tier`, and masters that are a memory of their own; on disk, in whole records.
+    """Optimizer states in `tier`, and masters that are a memory of their own; on disk, in whole pages.
 
-    Where the masters in records are the parameters themselves, these count as parameters, and all padding here.
+    Where the masters on disk are the parameters themselves, these count as parameters, and all padding here.
     """
     tensors = setup.optimizer_tensors
     if tier is not Tier.DISK:
@@ -156,12 +155,10 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
         return states + master_bytes(span, placement, tier)
     if is_in_files(span, placement, setup):
         return 0
-    records = sum(
-        record_bytes(span, numel, tensors, setup.sizes) for place, numel in placement.optimizer if place is tier
-    )
+    arrays = sum(disk_bytes(span, numel, tensors) for place, numel in placement.optimizer if place is tier)
     if not placement.optimizer and placement.parameters is tier:
-        records = record_bytes(span, span.slice_numel, 0, setup.sizes)
-    return records - (slice_bytes(span) if _shares_records(span, placement) else 0)
+        arrays = disk_bytes(span, span.slice_numel, 0)
+    return arrays - (slice_bytes(span) if _shares_array(span, placement) else 0)
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
@@ -311,15 +308,15 @@ def scratch_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
 
 
 def ring_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: the records under way of the disk tier."""
+    """Host: the slabs under way of the disk tier."""
     sizes = setup.sizes
     count = largest = 0
     for span, placement in zip(layout.spans, placements):
         for tier, numel in placement.optimizer:
             if tier is Tier.DISK:
                 count += -(-numel // sizes.slab_numel)
-                record = record_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors, sizes)
-                largest = max(largest, record)
+                slab = disk_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors)
+                largest = max(largest, slab)
     return min(sizes.slabs, count) * largest
 
 

@@ -329,7 +329,8 @@ def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) 
     disk = Disk(offload_dir, wire.rank, Meter())
     try:
         region = disk.take(sizes.disk_bytes)
-        buffers = [disk.link.empty(sizes.request_bytes, torch.uint8).fill_(7) for _ in range(4)]
+        host = Link(torch.device("cpu"), disk.meter)
+        buffers = [host.empty(sizes.request_bytes, torch.uint8).fill_(7) for _ in range(4)]
         starts = range(region.offset, region.offset + sizes.disk_bytes, sizes.request_bytes)
 
         def stream(move: Callable[[int, torch.Tensor], Inflight]) -> None:

@@ -190,7 +190,6 @@ class _Player:
     def step(self) -> None:
         for index in range(min(2, self.manner.backwards)):
             self.high.gathers = [0] * len(self.units)
-            self._index = index
             self._is_last = index == min(2, self.manner.backwards) - 1
             self._pass_forward()
             self._pass_backward()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..core.layout import Layout, Span, itemsize
 from ..tiers.tier import Tier
-from .costs import Placement, Setup, gradient_itemsize, record_bytes, stored_itemsize, wire_dtype
+from .costs import Placement, Setup, gradient_itemsize, stored_itemsize, wire_dtype
 from .machine import Machine
 from .passes import Manner, UnitBytes, play
 
@@ -83,9 +83,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         if own is Tier.DEVICE:
             add(STEP, "up", numel, compute)
         if tier is Tier.DISK:
-            records = record_bytes(span, numel, setup.optimizer_tensors, setup.sizes)
-            add(STEP, "read", 1, records)
-            add(STEP, "write", 1, records)
+            add(STEP, "read", numel, (1 + setup.optimizer_tensors) * master)
+            add(STEP, "write", numel, (1 + setup.optimizer_tensors) * master)
         if own is Tier.DISK and not (same and tier is own):
             add(STEP, "write", numel, compute)
     return work

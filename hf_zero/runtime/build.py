@@ -24,7 +24,6 @@ from .flat_param import Flat, slice_of
 from .optimizer import Binding, WholeBinding, originals_of, state_tensors
 from .ownership import adopt, release
 from .sharded import Place, Sharded
-from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .unit import State, Unit
 
@@ -42,7 +41,6 @@ class Assembly:
     def __init__(self, sharded: Sharded, drafter: Drafter) -> None:
         self.sharded = sharded
         self._placements: Sequence[Placement] = ()
-        self._fields: Sequence[Fields] = ()
         self._drafter = drafter
         _check_births(sharded.names, sharded.wire)
 
@@ -134,15 +132,13 @@ class Assembly:
         self,
         specs: list[list[ParamSpec]],
         placements: Sequence[Placement],
-        fields: Sequence[Fields],
     ) -> None:
         """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
 
         Args:
             placements: by span.
-            fields: element-wise states by optimizer group, where some rest on disk.
         """
-        self._placements, self._fields = placements, fields
+        self._placements = placements
         self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
             self.sharded.units.append(self._build(number, unit_specs, {}))
@@ -159,7 +155,6 @@ class Assembly:
                 flats[-1].span = span
                 flats[-1].watched = []  # nothing is gathered that could be compared
                 continue
-            group = span.spec.group
             flats.append(
                 Flat(
                     span,
@@ -169,7 +164,6 @@ class Assembly:
                     self.sharded.precision,
                     self.sharded.storage,
                     self._placements[span.index],
-                    self._fields[group] if 0 <= group < len(self._fields) else (),
                 )
             )
         unit = Unit(layout, flats, self.sharded.wire, self.sharded.policy)
@@ -209,10 +203,9 @@ class Assembly:
         specs: list[list[ParamSpec]],
         binding: Binding | None,
         placements: Sequence[Placement],
-        fields: Sequence[Fields],
     ) -> None:
         """Other spans for the same parameters, their gradients and optimizer state; one unit after another. A collective."""
-        self._placements, self._fields = placements, fields
+        self._placements = placements
         before = [[self._spec(param) for param in group.params] for group in self._drafter.groups]
         self.sharded.layout = self.lay_out(specs)
         kept = self._kept()

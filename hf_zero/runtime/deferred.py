@@ -24,12 +24,9 @@ from ..comm.wire import SoloWire, wire_device
 from ..core.layout import Span
 from ..core.precision import dtype_of
 from ..errors import StateError
-from ..tiers.array import FilePieces, OnDisk
+from ..tiers.array import DiskArray, FilePieces, OnDisk
 from ..tiers.pool import Storage
-from ..tiers.records import Records
-from ..tiers.tier import Tier
 from .ownership import OWNERS, adopt, release
-from .state_shard import MASTER, Shard
 
 _TAG = 1 << 20  # above every span's index
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -414,7 +411,7 @@ def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> 
     return whole
 
 
-def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, storage: Storage) -> Records | None:
+def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, storage: Storage) -> DiskArray | None:
     """This rank's slice of a frozen span, where its values are at rest in the model's own files: no copy is made of them.
 
     A collective for parameters with an origin.
@@ -434,13 +431,4 @@ def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, st
         release(param)
     dtype = dtype_of(span.spec.master_dtype)
     pieces = FilePieces(span.slice_numel, dtype, parts, storage.meter)
-    return Records(storage.disk, span.slice_numel, storage.sizes.slab_numel, ((MASTER, dtype),), pieces)
-
-
-def shard_over(storage: Storage, records: Records) -> Shard:
-    """A frozen shard whose values are in `records` already, and serve as the parameters' slice, too."""
-    dtype = records.fields[MASTER]
-    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(records.numel)
-    shard = Shard(storage, 0, nothing, Tier.HOST, trainable=False, alias=nothing)
-    shard.tier, shard.records = Tier.DISK, records
-    return shard
+    return DiskArray(storage.disk, span.slice_numel, dtype, pieces)

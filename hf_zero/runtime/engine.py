@@ -37,7 +37,7 @@ from .checkpoints import Behind, load, save
 from .clipping import Overflow, clip_norm, clip_values
 from .flat_param import Flat
 from .gradient_ops import Gradients
-from .monitor import Monitor
+from .moves import Monitor
 from .offload import STATES, Offload
 from .optimizer import Binding, WholeBinding, take_state, with_closure_followed, with_closure_run
 from .ownership import refuse_owned
@@ -46,7 +46,6 @@ from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
-from .state_shard import Fields
 from .transports import Roads
 from .usage import report
 from .writes import WriteWatch
@@ -123,7 +122,6 @@ class Engine:
         with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
-            fields = self.offload.fields(optimizer)
             if config.step_in_backward and self._overflow.possible:
                 raise ConfigError(
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
@@ -131,7 +129,7 @@ class Engine:
                 )
 
         # From here on the model changes.
-        self._assembly.build(specs, self.plan.placements, fields)
+        self._assembly.build(specs, self.plan.placements)
         deferred_hooks.take_off(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
         self.buffers = Buffers(model, self._wire)  # sends rank 0's, on the device
@@ -241,7 +239,6 @@ class Engine:
                     "the other way round: build the optimizer anew with all its groups, and bind that"
                 )
             originals = self._assembly.originals(optimizer, previous)
-            fields = self.offload.fields(optimizer)
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
         self.quiesce()
@@ -251,7 +248,7 @@ class Engine:
         if self._assembly.cuts_otherwise(specs):
             if any(flat.grads() for flat in self.sharded.trained):
                 raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
-            self._recut(specs, optimizer, previous, fields)
+            self._recut(specs, optimizer, previous)
         self._bind(optimizer, originals, kind)
         self._watch()
 
@@ -260,12 +257,11 @@ class Engine:
         specs: list[list[ParamSpec]],
         optimizer: torch.optim.Optimizer,
         binding: Binding | None,
-        fields: Sequence[Fields],
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._writes.settle()
         self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
-        self._assembly.recut(specs, binding, self.plan.placements, fields)
+        self._assembly.recut(specs, binding, self.plan.placements)
         self.schedule.recut(self.units)
         self._writes.restart()
 
@@ -276,7 +272,7 @@ class Engine:
             return
         specs = self._assembly.parted(binding.originals)
         if specs is not None:
-            self._recut(specs, binding.optimizer, binding, self.offload.fields(binding.optimizer))
+            self._recut(specs, binding.optimizer, binding)
             self._bind(binding.optimizer, binding.originals, type(binding))
             self._gradients.show()
             self._watch()
@@ -594,7 +590,6 @@ class Engine:
         agree.same_answer(
             self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
         )
-        self.offload.reserve(optimizer)
         self._binding = kind(optimizer, self.units, self._wire, originals)
         self.sharded.optimizer = optimizer
         if state is not None:

@@ -30,14 +30,13 @@ from ..core.layout import ParamSpec, Span
 from ..core.precision import Precision, dtype_of
 from ..errors import StateError, ZeroError
 from ..plan.costs import Placement
-from ..tiers.array import OnDisk, Values, fetch
+from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.fingerprint import copied, digest
 from ..tiers.pool import Storage
-from ..tiers.records import Records
 from ..tiers.tier import Tier
 from .bucket import SpanGradients
-from .deferred import left_in_files, poured, shard_over
-from .state_shard import Fields, Shard, assembled, is_elementwise
+from .deferred import left_in_files, poured
+from .state_shard import DiskShard, Shard, assembled, is_elementwise, new_shard
 
 
 class Staging(Protocol):
@@ -102,7 +101,6 @@ class Flat(SpanGradients):
 
     Args:
         placement: where `own` and the shards rest.
-        fields: element-wise states of the span's optimizer group, for shards on disk.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class Flat(SpanGradients):
         precision: Precision,
         storage: Storage,
         placement: Placement,
-        fields: Fields = (),
     ) -> None:
         super().__init__(span, params, wire, precision, storage)
         self.pinned: set[int] = set()
@@ -136,9 +133,9 @@ class Flat(SpanGradients):
             self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
             self.stale = False
             """Where `full` stays: other ranks' slices of it may be old. The same on all ranks: gathers depend on it."""
-            self._region: Records | None = None
+            self._region: DiskArray | None = None
             self.own: Values = self.place
-            self._settle_in(whole[begin : begin + span.slice_numel], stretches, fields, at_rest)
+            self._settle_in(whole[begin : begin + span.slice_numel], stretches, at_rest)
         self.views = self.cut_up(self.full)
         self._base, self._addresses = -1, [0] * len(self.params)
         self.keeps = policy.keep_full
@@ -156,12 +153,10 @@ class Flat(SpanGradients):
         self.full_bytes = self.full.numel() * self.full.element_size()
         self.guards = Guards(span, self.device)
 
-    def _settle_in(
-        self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields, at_rest: Records | None
-    ) -> None:
+    def _settle_in(self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], at_rest: DiskArray | None) -> None:
         """`own` and the shards, each in its tier, from the slice's values; `mine` is undefined where they are at rest."""
         if at_rest is not None:
-            self.shards.append(shard_over(self.storage, at_rest))
+            self.shards.append(DiskShard.over(self.storage, at_rest))
             self.own = self.shards[0].values
             return
         equal = self.compute_dtype == self.master_dtype
@@ -172,7 +167,7 @@ class Flat(SpanGradients):
         for tier, numel in stretches:
             alias = self.own[start : start + numel] if equal and tier is self.rest and tier is not Tier.DISK else None
             self.shards.append(
-                Shard(
+                new_shard(
                     self.storage,
                     start,
                     mine[start : start + numel],
@@ -180,7 +175,6 @@ class Flat(SpanGradients):
                     trainable=self.span.trainable,
                     travels=equal,
                     alias=alias if isinstance(alias, Tensor) else None,
-                    fields=fields,
                 )
             )
             start += numel
@@ -192,8 +186,8 @@ class Flat(SpanGradients):
         """A buffer in the parameters' tier, with these values: `place`'s, or those of a former `own`."""
         numel = self.span.slice_numel
         if self.rest is Tier.DISK:
-            self._region = Records(self.storage.disk, numel, numel, (("own", self.compute_dtype),))
-            return self._region.values("own").copy_(values)
+            self._region = DiskArray(self.storage.disk, numel, self.compute_dtype)
+            return OnDisk(self._region).copy_(values)
         if self.rest is Tier.HOST:
             return self.storage.link.empty(numel, self.compute_dtype).copy_(values)
         if not self.resident:
@@ -208,8 +202,7 @@ class Flat(SpanGradients):
     @property
     def in_files(self) -> bool:
         """On disk, in the model's own files: nothing more is taken."""
-        records = self.shards[0].records
-        return self.rest is Tier.DISK and not self.span.trainable and records is not None and records.base is not None
+        return self.rest is Tier.DISK and not self.span.trainable and self.shards[0].in_files
 
     def serves(self, span: Span, placement: Placement) -> bool:
         """Whether this is what would be built for `span`, too: frozen, of the same slots, at rest in the same places."""
@@ -224,8 +217,8 @@ class Flat(SpanGradients):
         return self.rest is placement.parameters and [(shard.tier, shard.numel) for shard in self.shards] == wanted
 
     @property
-    def shares_records(self) -> bool:
-        """On disk: `own` is the masters' field of the one shard's records."""
+    def shares_array(self) -> bool:
+        """On disk: `own` is the one shard's values."""
         return self._region is None
 
     # Parameters -----------------------------------------------------------------------------------------------------
@@ -413,15 +406,13 @@ class Flat(SpanGradients):
                     self._region.close()
                 self.rest, self.resident, self._region = former
                 raise
-        for shard, tier in zip(self.shards, tiers):
+        for index, (shard, tier) in enumerate(zip(self.shards, tiers)):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
             if tier is not shard.tier:
-                shard.move(tier, optimizer, alias)
-            elif moves and shard.tier is not Tier.DISK:
-                shard.rest_on(alias)
+                self.shards[index] = shard.move(tier, optimizer, alias)
             elif moves:
-                shard.aliased = False  # what was read from its records rests elsewhere now
+                shard.rest_on(alias)
         if self.in_memory is False:
             self.drop_bucket()
             self._bucket = None

@@ -2,8 +2,8 @@
 
 The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
 over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
-parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). Records on disk are read,
-updated and written in a ring of `Sizes.slabs` host buffers: while one is updated, the next is read and the last is written
+parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). What rests on disk is read,
+updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
 (ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
 Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
@@ -30,11 +30,9 @@ from ..comm.inflight import DONE, Inflight
 from ..errors import StateError, TierError, ZeroError
 from ..tiers.array import OnDisk, fetch
 from ..tiers.pool import Storage
-from ..tiers.records import Records
-from ..tiers.tier import Tier
 from .flat_param import Flat
 from .shadow_optimizer import Twin
-from .state_shard import MASTER, Shard, is_elementwise
+from .state_shard import MASTER, DiskShard, Shard, is_elementwise
 from .unit import Unit
 
 
@@ -105,10 +103,10 @@ class Stepper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=start)
         self._lock = threading.Lock()
         self._queued = 0
-        self._ahead: deque[tuple[Records, int]] = deque()  # records that will be needed, in order
-        self._reading: deque[tuple[Records, int, Tensor, Inflight]] = deque()
+        self._ahead: deque[tuple[DiskShard, int]] = deque()  # slabs that will be needed, in order
+        self._reading: deque[tuple[DiskShard, int, Tensor, Inflight]] = deque()
         self._leaving: deque[tuple[Step, Inflight, Tensor | None, list[Tensor] | None]] = deque()
-        self._woken = Event()  # a transfer of records has ended
+        self._woken = Event()  # a transfer of a slab has ended
         self._slabs: list[Tensor] = []
         self._made = 0
         self._slab_bytes = 0
@@ -140,10 +138,8 @@ class Stepper:
             with self._lock:
                 self._queued += 1
                 for claim in claims:
-                    records = claim.shard.records
-                    if records is not None:
-                        self._ahead.extend((records, index) for index in range(records.count))
-                        self._slab_bytes = max(self._slab_bytes, records.record_bytes)
+                    if isinstance(claim.shard, DiskShard):
+                        self._ahead.extend((claim.shard, start) for start in claim.shard.slabs)
             self._pool.submit(self._run, step)
 
     def check(self) -> None:
@@ -203,34 +199,31 @@ class Stepper:
 
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
             entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, _read(shard.entries(step.optimizer)))
-            shard.live = bool(shard.fields)
-            at_rest = dict(shard.fields) if shard.records is not None else {}
-            state[shard.master] = {k: v for k, v in entries.items() if k not in at_rest}
+            shard.put(step.optimizer, entries)
             return
 
         def publish(at: int, values: Tensor) -> None:
             flat.publish(shard, at, values, self)
 
-        if shard.records is None:
+        if not isinstance(shard, DiskShard):
             before = state.get(shard.master, {})
             entries = self._blocks(step, group, claim, shard.master.detach(), 0, dict(before), goes_out, publish)
             if entries:
                 state[shard.master] = entries
             return
-        records = shard.records
         scalars = dict(state.get(shard.master, {}))
-        for index in range(records.count):
-            slab = self._next(records, index)
-            views = records.views(index, slab)
+        for start in shard.slabs:
+            slab = self._next(shard, start)
+            views = shard.views(start, slab)
             master = views.pop(MASTER)
-            entries = {**scalars, **(views if shard.live else {})}
             entries = self._blocks(
-                step, group, claim, master, index * records.block_numel, entries, goes_out, publish, room=views
+                step, group, claim, master, start, {**scalars, **views}, goes_out, publish, on_disk=True
             )
-            self._leave(step, records.write(index, slab, self._woken.set), slab, self._slabs)
-        shard.live = bool(shard.fields)
-        names = {name for name, _ in shard.fields}
-        kept = {key: value for key, value in entries.items() if key not in names}
+            states = {key: value for key, value in entries.items() if is_elementwise(key, value, master.numel())}
+            written = shard.write(start, {MASTER: master, **states}, self._woken.set)
+            self._leave(step, written, slab, self._slabs)
+        shard.keep_states(states)
+        kept = {key: value for key, value in entries.items() if key not in states}
         if kept:
             state[shard.master] = kept
 
@@ -244,17 +237,12 @@ class Stepper:
         entries: dict[str, Any],
         goes_out: bool,
         publish: Callable[[int, Tensor], None],
-        room: dict[str, Tensor] | None = None,
+        on_disk: bool = False,
     ) -> dict[str, Any]:
-        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest.
-
-        Args:
-            room: memory for state that is new, by name.
-        """
+        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest."""
         numel = master.numel()
         grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
-        on_disk = room is not None
         if not step.twin.is_fused(group):
             width = self._sizes.loop_numel
         elif plain:
@@ -293,7 +281,7 @@ class Stepper:
                     continue
                 if key not in out:
                     whole = high - low == numel and not on_disk
-                    out[key] = value if whole else _place(key, entries, room, value, numel)
+                    out[key] = value if whole else self._place(key, entries, value, numel, on_disk)
                 target = out[key][low:high]
                 if target.data_ptr() != value.data_ptr():
                     target.copy_(value)
@@ -313,16 +301,28 @@ class Stepper:
             return torch.mul(grad, coefficient.to(dtype), out=out)
         return out.copy_(grad).mul_(coefficient.to(dtype))
 
-    # Ring of records --------------------------------------------------------------------------------------------------
+    def _place(self, key: str, entries: dict[str, Any], value: Tensor, numel: int, on_disk: bool) -> Tensor:
+        """Memory for all of an element-wise state: what it has, else new; page-aligned where it will be written to disk."""
+        known = entries.get(key)
+        if isinstance(known, Tensor) and known.numel() == numel:
+            return known
+        if on_disk:
+            return self.storage.link.empty(numel, value.dtype, travels=False)
+        return torch.empty(numel, dtype=value.dtype)
 
-    def _next(self, records: Records, index: int) -> Tensor:
-        """The slab with this record. While it is waited for, what is written makes room for what is read after it."""
+    # Ring of slabs -----------------------------------------------------------------------------------------------------
+
+    def _next(self, shard: DiskShard, start: int) -> Tensor:
+        """Memory with the slab from element `start` on.
+
+        While it is waited for, what is written makes room for what is read after it.
+        """
         while True:
             self._woken.clear()
             self._keep_going()
             if not self._reading:
                 if not self._leaving:
-                    raise StateError("a record was asked for that nobody announced")
+                    raise StateError("a slab was asked for that nobody announced")
                 self._drain(len(self._leaving) - 1)
             elif self._reading[0][3].ready:
                 break
@@ -330,9 +330,9 @@ class Stepper:
                 started = time.perf_counter()
                 self._woken.wait()
                 self.storage.meter.waited("read", time.perf_counter() - started)
-        found, number, slab, read = self._reading.popleft()
-        if found is not records or number != index:
-            raise StateError("records came in another order than they were asked for")
+        found, at, slab, read = self._reading.popleft()
+        if found is not shard or at != start:
+            raise StateError("slabs came in another order than they were asked for")
         read.close()
         return slab
 
@@ -347,15 +347,16 @@ class Stepper:
             with self._lock:
                 if not self._ahead:
                     return
-                records, index = self._ahead[0]
-            slab = self._slab()
+                shard, start = self._ahead[0]
+            slab = self._slab(shard.slab_bytes)
             if slab is None:
                 return
             with self._lock:
                 self._ahead.popleft()
-            self._reading.append((records, index, slab, records.read(index, slab, self._woken.set)))
+            self._reading.append((shard, start, slab, shard.read(start, slab, self._woken.set)))
 
-    def _slab(self) -> Tensor | None:
+    def _slab(self, nbytes: int) -> Tensor | None:
+        self._slab_bytes = max(self._slab_bytes, nbytes)
         while self._slabs:
             slab = self._slabs.pop()
             if slab.numel() >= self._slab_bytes:
@@ -441,18 +442,8 @@ def _read(entries: dict[str, Any]) -> dict[str, Any]:
     return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
 
 
-def _place(key: str, entries: dict[str, Any], room: dict[str, Tensor] | None, value: Tensor, numel: int) -> Tensor:
-    known = entries.get(key)
-    if isinstance(known, Tensor) and known.numel() == numel:
-        return known
-    if room is not None and key in room:
-        return room[key]
-    return torch.empty(numel, dtype=value.dtype)
-
-
 def _claims(flat: Flat) -> Iterable[_Claim]:
     for shard in flat.shards:
-        if shard.tier is not Tier.DEVICE:
-            found = shard.claim()
-            if found is not None:
-                yield _Claim(flat, shard, *found)
+        found = shard.claim()
+        if found is not None:
+            yield _Claim(flat, shard, *found)

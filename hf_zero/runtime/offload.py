@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,10 +18,8 @@ from ..tiers.host import empty_cache
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .host_step import Stepper
-from .monitor import Monitor
-from .offload_states import Arrangement
-from .shadow_optimizer import Twin, fields_of
-from .state_shard import Fields
+from .moves import Arrangement, Monitor
+from .shadow_optimizer import Twin
 from .transports import Roads
 from .unit import Unit
 from .writes import Step
@@ -80,23 +78,6 @@ class Offload:
     def reads(self) -> bool:
         """Whether parameters may have to be read from disk. The same on every rank."""
         return self.storage.uses_disk and self._config.offload_params != "none"
-
-    def fields(self, optimizer: torch.optim.Optimizer | None) -> Sequence[Fields]:
-        """What records on disk need room for, by optimizer group.
-
-        Raises:
-            UnsupportedOptimizerError: there is no telling.
-        """
-        return fields_of(optimizer) if optimizer is not None and self.storage.uses_disk else ()
-
-    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Records on disk have room for them."""
-        fields = self.fields(optimizer)
-        for unit in self._units:
-            for flat in unit.trained:
-                if 0 <= flat.span.spec.group < len(fields):
-                    for shard in flat.shards:
-                        shard.reserve(fields[flat.span.spec.group])
 
     # The step ---------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..checkpoint.manifest import digest_of
 from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
-from ..errors import CheckpointError, LayoutError, RankMismatchError, UnsupportedOptimizerError
+from ..errors import CheckpointError, LayoutError, RankMismatchError
 from .flat_param import Flat, joined, slice_of
 from .pieces import merge_scalar
-from .shadow_optimizer import fields_of
+from .shadow_optimizer import states_of
 from .state_shard import is_elementwise
 from .unit import Unit
 
@@ -301,8 +301,9 @@ class Binding:
                         (hidden if not slot.spec.shape else out if value.dim() else single).add(key)
         hidden -= out | single
         if hidden:
-            with suppress(UnsupportedOptimizerError):
-                hidden &= {name for fields in fields_of(self.optimizer) for name, _ in fields}
+            states = states_of(self.optimizer)
+            if states is not None:
+                hidden &= {name for name, elementwise in states.items() if elementwise}
         return (out | hidden) - {"step"}
 
     def _slice_state(self, flat: Flat, states: list[dict[str, Any]], sliced: Container[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError, StateError
 from ..tiers.array import OnDisk, Values
 from .flat_param import Flat
-from .shadow_optimizer import state_names_of
+from .shadow_optimizer import states_of
 from .state_shard import Shard, assembled, is_elementwise
 from .unit import Unit
 
@@ -87,7 +87,8 @@ class OptimizerPieces:
         return type(self._optimizer).__name__
 
     def names(self) -> set[str] | None:
-        return state_names_of(self._optimizer)
+        states = states_of(self._optimizer)
+        return None if states is None else set(states)
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         for flat in self._flats:
@@ -285,11 +286,8 @@ def _only_master(state: ParameterState) -> ParameterState:
 def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, covered: bool) -> Values:
     """Where a state's values rest; zeros, unless all of them are about to be read."""
     whole = covered and flat.span.numel == flat.span.used_numel
-    room: Values | None = shard.room(state)
-    if room is None and isinstance(kept, Tensor) and kept.shape == (shard.numel,) and kept.dtype == dtype:
-        room = kept
-    if room is None:
-        return torch.zeros(shard.numel, dtype=dtype, device=shard.master.device)
+    fits = isinstance(kept, (Tensor, OnDisk)) and kept.shape == (shard.numel,) and kept.dtype == dtype
+    room: Values = kept if fits else shard.new_state(state, dtype)
     return room if whole else room.zero_()
 
 

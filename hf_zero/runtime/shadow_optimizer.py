@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from ..errors import UnsupportedOptimizerError
-from .state_shard import Fields, is_elementwise
+from .state_shard import is_elementwise
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(master, gradient, exp_avg, exp_avg_sq, step count): one update of the first and of the moments, in place."""
@@ -103,36 +102,17 @@ def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
     return options
 
 
-def state_names_of(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """What its state has after a step, by a step on a few elements; None where that cannot be tried."""
+def states_of(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
+    """What its state has after a step, and whether one value per element, by a step on a few; None: that cannot be tried."""
+    numel = 7
     try:
         with torch.no_grad():
             return {
-                str(key)
+                str(key): is_elementwise(key, value, numel)
                 for index in range(len(optimizer.param_groups))
-                for key in Twin(optimizer, fuse=False).step(index, torch.zeros(7), torch.ones(7), {})
+                for key, value in Twin(optimizer, fuse=False)
+                .step(index, torch.zeros(numel), torch.ones(numel), {})
+                .items()
             }
     except Exception:  # whatever a user's optimizer raises on a stretch that is no parameter of its own
         return None
-
-
-def fields_of(optimizer: torch.optim.Optimizer) -> list[Fields]:
-    """The element-wise states of each group, by a step on a few elements.
-
-    Raises:
-        UnsupportedOptimizerError: the step cannot be tried.
-    """
-    out: list[Fields] = []
-    for index in range(len(optimizer.param_groups)):
-        numel = 7
-        try:
-            with torch.no_grad():
-                state = Twin(optimizer, fuse=False).step(index, torch.zeros(numel), torch.ones(numel), {})
-        except Exception as error:
-            raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} could not be tried on {numel} elements ({error}), so there is no telling what "
-                "state it has: use another optimizer with offload_optimizer, or none of it on disk"
-            ) from error
-        sliced = [(key, value.dtype) for key, value in state.items() if is_elementwise(key, value, numel)]
-        out.append(tuple(sorted(sliced)))
-    return out

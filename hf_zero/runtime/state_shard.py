@@ -2,13 +2,12 @@
 
 A slice is one shard, or a few where the plan splits it between tiers. The optimizer's groups hold the shards' masters.
 
-* `DEVICE`: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
-* `HOST`: the same in host memory. The gradient comes down the link as it is reduced; `host_step` runs the optimizer.
-* `DISK`: master and element-wise state are records of a file; `master` is one NaN expanded to the length, so that groups, hooks
-  and gradient scalers have a parameter to look at. The gradient rests in host memory.
+* `DeviceShard`: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
+* `HostShard`: the same in host memory. The gradient comes down the link as it is reduced; `host_step` runs the optimizer.
+* `DiskShard`: values and element-wise states are arrays in this rank's file; `master` is one NaN expanded to the length, so
+  that groups, hooks and gradient scalers have a parameter to look at. The gradient rests in host memory.
 
-A host gradient is float32, or of the compute dtype while that loses nothing. It may have a `coefficient` that clipping
-asked for: a factor that the step applies on its way, so that clipping does not touch memory.
+`SHARDS` has the class of each tier; `Shard.move` makes another one, with the same master.
 
 On several ranks what a master shows between a backward and the optimizer's own step is a `gradients.Slice`, whose norms are
 those over all ranks. Code of this package asks for `grad` or `device_grad`, which are never one.
@@ -18,132 +17,93 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.inflight import Inflight
-from ..errors import ZeroError
-from ..tiers.array import OnDisk, Values, fetch
+from ..comm.inflight import Inflight, together
+from ..errors import StateError, ZeroError
+from ..tiers.array import DiskArray, OnDisk, OnDone, Values, fetch
 from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
-from ..tiers.records import Records
-from ..tiers.tier import Tier
+from ..tiers.tier import Tier, padded
 from .gradients import Keeper
 from .slices import Slice
 
 MASTER = "master"
-"""The field of a record that holds the master."""
+"""What the values themselves are called among a shard's arrays on disk, and in checkpoints."""
+Claim = tuple[Tensor, Tensor | None, Inflight | None]
+"""A gradient for a step: its values, a factor they are still to be multiplied by, and what to wait for before."""
 
-Fields = tuple[tuple[str, torch.dtype], ...]
-"""Element-wise states of an optimizer group: name, type."""
 
-
-class Shard:
-    """See the module's text.
+class Shard(ABC):
+    """One stretch of a slice, see above. Made by `new_shard`, `DiskShard.over` and `move`.
 
     Args:
         start: its first element in the slice.
-        values: 1-D, the initial values.
-        alias: memory of the values that rests in `tier` already and is to be the master itself.
         travels: masters themselves go to the device, being of the type that is used there.
-        fields: element-wise states of the optimizer group, for which a record on disk has room.
+
+    Attributes:
+        master: the optimizer's parameter, 1-D. The same object in whatever tier the shard rests.
+        aliased: the master is the memory of the parameters' slice: what is written to it needs no publishing.
+        seen: the master's version counter, and a sample of it, as of `note`; None where it is not watched.
+        shown: what the master shows for its gradient, kept from step to step.
+        coefficient: a factor for the gradient that clipping asked for and the step applies on its way, so that clipping does
+            not touch memory.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        start: int,
-        values: Tensor,
-        tier: Tier,
-        *,
-        trainable: bool,
-        travels: bool = True,
-        alias: Tensor | None = None,
-        fields: Fields = (),
-    ) -> None:
+    tier: ClassVar[Tier]
+    is_offloaded: ClassVar[bool] = True
+    master: nn.Parameter
+
+    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
         self.storage = storage
         self.start = start
-        self.numel = values.numel()
-        self.dtype = values.dtype
-        self.tier = tier
-        self.aliased = alias is not None
-        """The master is the memory of the parameters' slice: what is written to it needs no publishing."""
-        self.records: Records | None = None
-        self.live = False
-        """The records hold the optimizer's state; False before the first step."""
-        self.coefficient: Tensor | None = None
-        self._fields = fields
-        self._travels = travels
-        self._grad: Tensor | None = None  # on the host, for all tiers but DEVICE
-        self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
-        self._move: Inflight | None = None
-        self._landing: Tensor | None = None
-        self.shown: Slice | None = None
-        """What the master shows for its gradient, kept from step to step."""
-        self._alone = 0
-        self._offered: Tensor | None = None  # what the master shows of a gradient that does not rest on the device
-        data = values if alias is None else alias
-        if tier is Tier.DISK:
-            self.records = self._make_records()
-            self.records.values(MASTER).copy_(values)
-            data = self._placeholder()
-        elif alias is None:
-            data = self._memory(tier).copy_(values)
+        self.numel = numel
+        self.dtype = dtype
+        self.aliased = False
         self.seen: tuple[int, int] | None = None
-        """The master's version counter, and a sample of it, as of `note`."""
-        # `.data` gives the master a version counter of its own. With the one of the memory that it is an alias of, gathers
-        # into that memory would count as writes to the optimizer's tensors once the master rests elsewhere.
-        self.master = nn.Parameter(data.data, requires_grad=trainable)
-        self.note()
-
-    def _memory(self, tier: Tier) -> Tensor:
-        if tier is Tier.DEVICE:
-            return torch.empty(self.numel, dtype=self.dtype, device=self.storage.device)
-        return self.storage.link.empty(self.numel, self.dtype, self._travels)
-
-    def _placeholder(self) -> Tensor:
-        return torch.full((), float("nan"), dtype=self.dtype).expand(self.numel)
-
-    def _make_records(self) -> Records:
-        block = min(self.storage.sizes.slab_numel, self.numel)
-        return Records(self.storage.disk, self.numel, block, ((MASTER, self.dtype), *self._fields))
+        self.shown: Slice | None = None
+        self.coefficient: Tensor | None = None
+        self._travels = travels
+        self._references = 0  # to `shown`, while nobody but this shard and the master keep it
+        self._offered: Tensor | None = None  # what the master shows of a gradient that does not rest on the device
 
     @property
     def stop(self) -> int:
         return self.start + self.numel
-
-    @property
-    def fields(self) -> Fields:
-        return self._fields
-
-    def reserve(self, fields: Fields) -> None:
-        """Room on disk for an optimizer's states; those of another one are forgotten."""
-        if fields == self._fields:
-            return
-        self._fields = fields
-        if self.records is not None:
-            old, self.records = self.records, self._make_records()
-            self.records.values(MASTER).copy_(old.values(MASTER).read())
-            old.close()
-            self.live = False
 
     # Values -----------------------------------------------------------------------------------------------------------
 
     @property
     def values(self) -> Values:
         """The master's, 1-D: a tensor where it rests in memory."""
-        return self.master.detach() if self.records is None else self.records.values(MASTER)
+        return self.master.detach()
+
+    @abstractmethod
+    def _hold(self, values: Tensor) -> Tensor:
+        """Memory in this tier with these values; what the master is to be."""
+
+    def _arrays(self) -> list[DiskArray]:
+        """What this shard has on disk."""
+        return []
 
     @property
-    def is_offloaded(self) -> bool:
-        return self.tier is not Tier.DEVICE
+    def disk_bytes(self) -> int:
+        """Bytes of disk that values and states take."""
+        return sum(array.nbytes for array in self._arrays())
+
+    @property
+    def in_files(self) -> bool:
+        """The values are in the model's own files."""
+        return False
 
     def note(self) -> None:
         """The master is as it should be: what changes from now on is somebody else's doing."""
-        if self.records is not None or not self.master.requires_grad:
+        if not self.master.requires_grad:
             self.seen = None
             return
         # An alias also has what is written to parameters.
@@ -157,65 +117,75 @@ class Shard:
             return "counted"
         return "sampled" if closely and not self.aliased and sample(self.master) != self.seen[1] else ""
 
+    def rest_on(self, alias: Tensor | None) -> None:
+        """The master is `alias`, memory of its tier that has its values already; None: memory of its own from now on."""
+        if alias is not None:
+            self.master.data = alias
+        elif self.aliased:
+            self.master.data = self._hold(self.master.detach())
+        self.aliased = alias is not None
+        self.note()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.release_buffer()
+        self._close_arrays()
+
+    def _close_arrays(self) -> None:
+        for array in self._arrays():
+            array.close()
+
+    # The optimizer's state --------------------------------------------------------------------------------------------
+
     def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state of this shard: 1-D values by name, and what is one value for all."""
-        out = {str(key): value for key, value in optimizer.state.get(self.master, {}).items()}
-        if self.records is not None and self.live:
-            out |= {name: self.records.values(name) for name, _ in self._fields}
-        return out
+        return {str(key): value for key, value in optimizer.state.get(self.master, {}).items()}
 
-    def room(self, state: str) -> OnDisk | None:
-        """Where an element-wise state rests on disk; None in memory."""
-        return self.records.values(state) if self.records is not None and state in dict(self._fields) else None
+    def new_state(self, name: str, dtype: torch.dtype) -> Values:
+        """Memory in this tier for an element-wise state, its content undefined; to be given to `put`."""
+        return torch.empty(self.numel, dtype=dtype, device=self._device)
 
     def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
         """Replace the optimizer's state; values come from anywhere and rest where the shard does.
 
-        What is in its `room` already is given as such.
+        Raises:
+            TierError: there is no room.
         """
-        names = {name for name, _ in self._fields} if self.records is not None else set()
-        kept: dict[str, Any] = {}
-        for key, value in entries.items():
-            if key in names and self.records is not None:
-                if isinstance(value, Tensor):
-                    self.records.values(key).copy_(value)
-            elif isinstance(value, Tensor):
-                kept[key] = value.to(self._home(optimizer, value))
-            else:
-                kept[key] = value
-        self.live = bool(names) and names <= entries.keys()
-        if kept:
-            optimizer.state[self.master] = kept
+        self._set_state(optimizer, self._at_rest(optimizer, entries))
+
+    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
+        """The state in this tier, as the optimizer is to have it."""
+        return {
+            key: value.to(self._home(optimizer, value)) if isinstance(value, Tensor) else value
+            for key, value in entries.items()
+        }
+
+    def _set_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if state:
+            optimizer.state[self.master] = state
         else:
             optimizer.state.pop(self.master, None)
 
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
     def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
-        """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
-        if value.dim():
-            return self.master.device
-        if self.tier is not Tier.DEVICE:
-            return torch.device("cpu")
-        groups = (group for group in optimizer.param_groups if any(p is self.master for p in group["params"]))
-        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-        return self.master.device if on_device else value.device
+        return self._device
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.pop(self.master, None)
-        self.live = False
 
     # The gradient -----------------------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def grad(self) -> Tensor | None:
         """As it is kept; `coefficient` is still to be applied."""
-        if self.tier is Tier.DEVICE:
-            return self.device_grad
-        self.land()
-        return self._grad
 
     @property
     def device_grad(self) -> Tensor | None:
-        """On the device: the gradient itself, whatever the master shows for it."""
+        """What the master has for its gradient, never a stand-in. On the device that is the gradient itself."""
         grad = self.master.grad
         return grad.at_rest if type(grad) is Slice else grad
 
@@ -226,44 +196,269 @@ class Shard:
             self.shown.local = None
 
     @property
+    @abstractmethod
     def has_grad(self) -> bool:
         """Whether there is one, here or on its way."""
-        if self.tier is Tier.DEVICE:
-            return self.master.grad is not None
-        return self._grad is not None or self._landing is not None
 
+    @abstractmethod
     def whole_grad(self) -> Tensor | None:
         """In the master's type, with the coefficient applied; to read and to write."""
-        grad = self.grad
-        if grad is None or self.tier is Tier.DEVICE:
-            return grad
-        if grad.dtype != self.dtype:
-            grad = self._widen(grad)
-        if self.coefficient is not None:
-            grad.mul_(self.coefficient.to(grad.dtype))
-            self.coefficient = None
-        return grad
+
+    @abstractmethod
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        """From now on the gradient is a copy of this, in the master's type; None: zeros."""
 
     def some_grad(self) -> Tensor:
         """`whole_grad`; zeros, from now on, where there was none."""
         grad = self.whole_grad()
-        if grad is None:
-            if self.tier is Tier.DEVICE:
-                self.device_grad = grad = torch.zeros_like(self.master)
-            else:
-                grad = self._room(self.dtype).zero_()
-                self._set(grad)
-        return grad
+        return self._new_grad(None) if grad is None else grad
 
+    @abstractmethod
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
-        if self.tier is Tier.DEVICE:
-            grad = self.device_grad
-            if grad is None:
-                self.device_grad = piece.to(self.dtype, copy=True)
-            else:
-                grad.add_(piece)
+
+    @abstractmethod
+    def land(self) -> None:
+        """What is on its way is in `grad` afterwards."""
+
+    @abstractmethod
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply the gradient, at once or on its way through the step."""
+
+    def follow_grad(self) -> bool:
+        """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
+
+        Returns:
+            Whether anything was done. Never on the device: there the master's `.grad` is the gradient.
+        """
+        return False
+
+    def drop_grad(self) -> None:
+        self.master.grad = self._offered = None
+        if self.shown is not None:
+            self.shown.local = None
+            if sys.getrefcount(self.shown) > self._references:  # somebody keeps it: it is no later step's gradient
+                self.shown = None
+
+    def release_buffer(self) -> None:
+        """The gradient's memory goes, too."""
+        self.drop_grad()
+
+    def claim(self) -> Claim | None:
+        """The gradient for a step that is made elsewhere; None if there is none.
+
+        It stays this shard's until `drop_grad`, but its memory is not written before that step is over.
+        """
+        return None
+
+    @property
+    def grad_bytes(self) -> int:
+        """Host memory that is kept for it."""
+        return 0
+
+    # What the master shows for it -------------------------------------------------------------------------------------
+
+    def show_slice(self, keeper: Keeper, place: int) -> None:
+        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
+
+        Args:
+            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+        """
+        # In one method for all tiers: a call more for every shard of every step would be felt.
+        local = None if self.is_offloaded else self.master.grad
+        if type(local) is Slice:
+            local = local.at_rest
+        # With `step_in_backward` what is offloaded is used up already.
+        has = self.has_grad and not self.storage.transient if self.is_offloaded else local is not None
+        shown = self.shown
+        if not has:
+            if shown is not None:
+                shown.local = None
             return
+        if shown is None or shown.device != self.master.device or shown.keeper is not keeper:
+            shown = self.shown = Slice(keeper, self.master.detach(), weakref.ref(self))
+            del shown
+            self._references = sys.getrefcount(self.shown)
+            shown = self.shown
+        shown.local, shown.place = local, place
+        if self.master.grad is not shown:
+            self.master.grad = shown
+        if self.is_offloaded:
+            self._offered = shown
+
+    @abstractmethod
+    def hide_slice(self) -> None:
+        """Before the optimizer's own step: what rests on the device shows the gradient itself."""
+
+    @abstractmethod
+    def hide_grad(self) -> None:
+        """Around the optimizer's own step, which is for what rests on the device."""
+
+    @abstractmethod
+    def show_grad(self) -> None:
+        """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
+
+    # Between tiers ----------------------------------------------------------------------------------------------------
+
+    def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None, alias: Tensor | None = None) -> Shard:
+        """The shard in `tier`, with everything of this one, the same to the bit, and the same master. This one is over.
+
+        Args:
+            alias: memory in `tier` that has the master's values already.
+
+        Raises:
+            TierError, ConfigError: a tier failed or has no room; everything is where it was.
+        """
+        if tier is self.tier:
+            return self
+        grad, values = self.whole_grad(), fetch(self.values)
+        found = {} if optimizer is None else self.entries(optimizer)
+        entries = {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in found.items()}
+        moved = SHARDS[tier](self.storage, self.start, self.numel, self.dtype, self._travels)
+        moved.master = self.master
+        try:
+            data = moved._hold(values) if alias is None else alias
+            state = {} if optimizer is None else moved._at_rest(optimizer, entries)
+        except ZeroError:
+            moved._close_arrays()
+            raise
+        # What may fail is done.
+        self.device_grad = None
+        self.master.data = data
+        moved.aliased = alias is not None
+        if self.shown is not None:
+            moved.shown, moved._references = self.shown, self._references
+            moved.shown.shard = weakref.ref(moved)
+        if optimizer is not None:
+            moved._set_state(optimizer, state)
+        moved._take_grad(self, grad)
+        self._close_arrays()
+        moved.note()
+        return moved
+
+    def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
+        """`grad`, whole, of the shard that this one comes from."""
+        if grad is not None:
+            self._new_grad(grad)
+
+
+class DeviceShard(Shard):
+    """In the device's memory: what torch's own step is for."""
+
+    tier = Tier.DEVICE
+    is_offloaded = False
+
+    def _hold(self, values: Tensor) -> Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=self._device).copy_(values)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.storage.device
+
+    def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
+        """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
+        if value.dim():
+            return self._device
+        groups = (group for group in optimizer.param_groups if any(p is self.master for p in group["params"]))
+        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+        return self._device if on_device else value.device
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.device_grad
+
+    @property
+    def has_grad(self) -> bool:
+        return self.master.grad is not None
+
+    def whole_grad(self) -> Tensor | None:
+        return self.device_grad
+
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        self.device_grad = new = torch.zeros_like(self.master) if grad is None else grad.to(self._device)
+        return new
+
+    def add(self, piece: Tensor) -> None:
+        grad = self.device_grad
+        if grad is None:
+            self.device_grad = piece.to(self.dtype, copy=True)
+        else:
+            grad.add_(piece)
+
+    def scale(self, coefficient: Tensor) -> None:
+        grad = self.device_grad
+        if grad is not None:
+            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
+
+    def hide_slice(self) -> None:
+        grad = self.master.grad
+        if type(grad) is Slice:
+            self.master.grad = grad.at_rest
+            if self.shown is not None:
+                self.shown.local = None
+
+    def land(self) -> None:
+        """Nothing is on its way: pieces are added at once, in stream order."""
+
+    def hide_grad(self) -> None:
+        """The optimizer's own step is for it."""
+
+    def show_grad(self) -> None:
+        """The master has it from the start."""
+
+
+class HostShard(Shard):
+    """In host memory. The gradient is float32, or of the compute dtype while that loses nothing."""
+
+    tier = Tier.HOST
+
+    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
+        super().__init__(storage, start, numel, dtype, travels)
+        self._grad: Tensor | None = None
+        self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
+        self._move: Inflight | None = None
+        self._landing: Tensor | None = None
+
+    def _hold(self, values: Tensor) -> Tensor:
+        return self.storage.link.empty(self.numel, self.dtype, self._travels).copy_(values)
+
+    @property
+    def grad(self) -> Tensor | None:
+        self.land()
+        return self._grad
+
+    @property
+    def has_grad(self) -> bool:
+        return self._grad is not None or self._landing is not None
+
+    def whole_grad(self) -> Tensor | None:
+        grad = self.grad
+        if grad is None:
+            return None
+        if grad.dtype != self.dtype:
+            grad = self._widen(grad)
+        self._apply_coefficient(grad)
+        return grad
+
+    def _apply_coefficient(self, grad: Tensor) -> None:
+        if self.coefficient is not None:
+            grad.mul_(self.coefficient.to(grad.dtype))
+            self.coefficient = None
+
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        new = self._room(self.dtype)
+        self._set(new.zero_() if grad is None else new.copy_(grad))
+        return new
+
+    def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
+        if not isinstance(former, HostShard):
+            super()._take_grad(former, grad)
+            return
+        self._grad, self._buffer = grad, former._buffer
+        former._grad = former._buffer = None
+        self.show_grad()
+
+    def add(self, piece: Tensor) -> None:
         self.land()
         link = self.storage.link
         keeps = piece.dtype == self.dtype or not (self.storage.wide or self._is_wide())
@@ -278,7 +473,6 @@ class Shard:
         self.storage.land(self)
 
     def land(self) -> None:
-        """What is on its way is in `grad` afterwards."""
         move, self._move = self._move, None
         if move is not None:
             move.close()
@@ -287,21 +481,18 @@ class Shard:
         if landing is None:
             return
         if self._grad is None:
-            self._set(self._room(self.dtype).copy_(landing))
+            self._new_grad(landing)
         else:
             grad = self._grad if self._grad.dtype == self.dtype else self._widen(self._grad)
-            if self.coefficient is not None:
-                grad.mul_(self.coefficient.to(grad.dtype))
-                self.coefficient = None
+            self._apply_coefficient(grad)
             grad.add_(landing)
         self.storage.give_back(landing)
 
     def scale(self, coefficient: Tensor) -> None:
-        """Multiply the gradient, at once or on its way through the step."""
         grad = self.grad
         if grad is None:
             return
-        if self.tier is Tier.DEVICE or self.storage.wide:
+        if self.storage.wide:
             grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
             return
         if self.coefficient is not None:
@@ -309,12 +500,8 @@ class Shard:
         self.coefficient = coefficient.to("cpu", self.dtype)
 
     def follow_grad(self) -> bool:
-        """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
-
-        Only a gradient that does not rest on the device: there the master's `.grad` is the gradient.
-        """
         offered, now = self._offered, self.master.grad
-        if self.tier is Tier.DEVICE or now is offered:
+        if now is offered:
             return False
         if now is None:
             self.drop_grad()
@@ -328,88 +515,38 @@ class Shard:
         return True
 
     def drop_grad(self) -> None:
-        self.master.grad = self._offered = None
-        if self.shown is not None:
-            self.shown.local = None
-            if sys.getrefcount(self.shown) > self._alone:  # somebody keeps it: it is no later step's gradient
-                self.shown = None
+        super().drop_grad()
         if self._move is not None or self._landing is not None:
             self.land()
         self._grad = self.coefficient = None
 
     def release_buffer(self) -> None:
-        """The gradient's memory goes, too."""
         self.drop_grad()
         buffer, self._buffer = self._buffer, None
         if buffer is not None and self.storage.transient:
             self.storage.give_back(buffer)
 
-    def claim(self) -> tuple[Tensor, Tensor | None, Inflight | None] | None:
-        """The gradient for a step that is made elsewhere, its coefficient, and what to wait for; None if there is none.
-
-        It stays this shard's until `drop_grad`, but its memory is not written before that step is over.
-        """
+    def claim(self) -> Claim | None:
         if self._landing is not None or self.storage.wide:
             self.land()
         move, self._move = self._move, None
         return None if self._grad is None else (self._grad, self.coefficient, move)
 
-    def hide_grad(self) -> None:
-        """Around the optimizer's own step, which is for what rests on the device."""
-        if self.tier is not Tier.DEVICE:
-            self.master.grad = self._offered = None
-
-    def show_slice(self, keeper: Keeper, place: int) -> None:
-        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
-
-        Args:
-            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
-        """
-        on_device = self.tier is Tier.DEVICE
-        grad = self.master.grad if on_device else None
-        if type(grad) is Slice:
-            grad = grad.at_rest
-        # With `step_in_backward` what is offloaded is used up already.
-        has = grad is not None if on_device else self.has_grad and not self.storage.transient
-        shown = self.shown
-        if not has:
-            if shown is not None:
-                shown.local = None
-            return
-        if shown is None or shown.device != self.master.device or shown.keeper is not keeper:
-            shown = self.shown = Slice(keeper, self.master.detach(), weakref.ref(self))
-            del shown
-            self._alone = sys.getrefcount(self.shown)
-            shown = self.shown
-        shown.local, shown.place = grad, place
-        if self.master.grad is not shown:
-            self.master.grad = shown
-        if not on_device:
-            self._offered = shown
-
-    def hide_slice(self) -> None:
-        """Before the optimizer's own step: what rests on the device shows the gradient itself."""
-        grad = self.master.grad
-        if type(grad) is Slice and self.tier is Tier.DEVICE:
-            self.master.grad = grad.at_rest
-            if self.shown is not None:
-                self.shown.local = None
-
-    def show_grad(self) -> None:
-        """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
-        if self.shown is not None and self.master.grad is self.shown:
-            return
-        if (
-            self._move is None
-            and self._grad is not None
-            and self.tier is not Tier.DEVICE
-            and self._grad.dtype == self.dtype
-        ):
-            self.master.grad = self._offered = self._grad
-
     @property
     def grad_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def hide_slice(self) -> None:
+        """The optimizer's own step does not look at it."""
+
+    def hide_grad(self) -> None:
+        self.master.grad = self._offered = None
+
+    def show_grad(self) -> None:
+        if self.shown is not None and self.master.grad is self.shown:
+            return
+        if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
+            self.master.grad = self._offered = self._grad
 
     def _is_wide(self) -> bool:
         return self._buffer is not None and self._buffer.dtype == self.dtype
@@ -421,94 +558,187 @@ class Shard:
         return self._buffer
 
     def _widen(self, grad: Tensor) -> Tensor:
-        narrow, self._buffer = grad, None
-        wide = self._room(self.dtype).copy_(narrow)
-        self._set(wide)
+        self._buffer = None
+        wide = self._new_grad(grad)
         if self.storage.transient:
-            self.storage.give_back(narrow)
+            self.storage.give_back(grad)
         return wide
 
     def _set(self, grad: Tensor) -> None:
         self._grad = grad
         self.show_grad()
 
-    # Between tiers ----------------------------------------------------------------------------------------------------
 
-    def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None, alias: Tensor | None = None) -> None:
-        """Everything of this shard rests in `tier` afterwards, the same to the bit. The master stays the same object.
+class DiskShard(HostShard):
+    """Values and element-wise states in this rank's file, the gradient in host memory.
 
-        Args:
-            alias: memory in `tier` that has the master's values already.
+    A step reads, updates and writes `Sizes.slab_numel` elements of every array at a time. A state takes space when the
+    optimizer has made it.
+    """
 
-        Raises:
-            TierError, ConfigError: a tier failed or has no room; everything is where it was.
-        """
-        if tier is self.tier:
-            return
-        grad = self.whole_grad()
-        values = fetch(self.values)
-        entries = (
-            {}
-            if optimizer is None
-            else {k: fetch(v) if isinstance(v, OnDisk) else v for k, v in self.entries(optimizer).items()}
-        )
-        records: Records | None = None
-        if tier is Tier.DISK:
-            records = self._written(values, entries)
-            entries |= {name: records.values(name) for name, _ in self._fields if name in entries}
-            data = self._placeholder()
-        else:
-            data = self._memory(tier).copy_(values) if alias is None else alias
-        # What may fail is done.
-        self.device_grad = None
-        old, self.records = self.records, records
-        self.tier = tier
-        self.aliased = alias is not None
-        self.master.data = data
-        if optimizer is not None:
-            self.put(optimizer, entries)
-        self._grad = None
-        if grad is not None:
-            if tier is Tier.DEVICE:
-                self.device_grad = grad.to(self.storage.device)
-                self._buffer = None
-            elif grad is not self._buffer:
-                self._set(self._room(self.dtype).copy_(grad))
-            else:
-                self._set(grad)
-        elif tier is Tier.DEVICE:
-            self._buffer = None
-        if old is not None:
-            old.close()
-        self.note()
+    tier = Tier.DISK
 
-    def _written(self, values: Tensor, entries: dict[str, Any]) -> Records:
-        records = self._make_records()
-        try:
-            records.values(MASTER).copy_(values)
-            for name, _ in self._fields:
-                if name in entries:
-                    records.values(name).copy_(entries[name])
-        except ZeroError:
-            records.close()
-            raise
-        return records
+    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
+        super().__init__(storage, start, numel, dtype, travels)
+        self._array: DiskArray | None = None
+        self._states: dict[str, DiskArray] = {}
+        self._new: dict[str, DiskArray] = {}  # arrays of states that the optimizer does not have yet
+
+    @staticmethod
+    def over(storage: Storage, array: DiskArray) -> DiskShard:
+        """A frozen shard whose values are in `array` already, and serve as the parameters' slice, too."""
+        shard = DiskShard(storage, 0, array.numel, array.dtype)
+        shard._array = array
+        shard.aliased = True
+        shard.master = nn.Parameter(shard._placeholder(), requires_grad=False)
+        return shard
+
+    def _hold(self, values: Tensor) -> Tensor:
+        self._array = DiskArray(self.storage.disk, self.numel, self.dtype)
+        OnDisk(self._array).copy_(values)
+        return self._placeholder()
+
+    def _placeholder(self) -> Tensor:
+        value = float("nan") if self.dtype.is_floating_point else 0
+        return torch.full((), value, dtype=self.dtype).expand(self.numel)
+
+    @property
+    def array(self) -> DiskArray:
+        if self._array is None:
+            raise StateError("the values of a shard on disk were asked for before it had any")
+        return self._array
+
+    @property
+    def values(self) -> Values:
+        return OnDisk(self.array)
+
+    def _arrays(self) -> list[DiskArray]:
+        values = [] if self._array is None else [self._array]
+        return [*values, *self._states.values(), *self._new.values()]
+
+    @property
+    def in_files(self) -> bool:
+        return self.array.base is not None
+
+    def note(self) -> None:
+        """Nobody but this package can write to what is on disk."""
 
     def rest_on(self, alias: Tensor | None) -> None:
-        """The master is `alias`, memory of its tier that has its values already; None: memory of its own from now on."""
-        if alias is not None:
-            self.master.data = alias
-        elif self.aliased:
-            self.master.data = self._memory(self.tier).copy_(self.master.detach())
-        self.aliased = alias is not None
-        self.note()
+        """What was read from the array rests elsewhere now."""
+        self.aliased = False
 
-    def close(self) -> None:
-        """Give everything back."""
-        self.release_buffer()
-        if self.records is not None:
-            self.records.close()
-            self.records = None
+    # The optimizer's state --------------------------------------------------------------------------------------------
+
+    def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return super().entries(optimizer) | {name: OnDisk(array) for name, array in self._states.items()}
+
+    def new_state(self, name: str, dtype: torch.dtype) -> OnDisk:
+        return OnDisk(self._array_of(name, dtype))
+
+    def _array_of(self, name: str, dtype: torch.dtype) -> DiskArray:
+        for arrays in (self._states, self._new):
+            found = arrays.get(name)
+            if found is not None and found.dtype == dtype:
+                return found
+        if name in self._new:
+            self._new.pop(name).close()
+        self._new[name] = DiskArray(self.storage.disk, self.numel, dtype)
+        return self._new[name]
+
+    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
+        names = [key for key, value in entries.items() if is_elementwise(key, value, self.numel)]
+        for name in names:
+            value = entries[name]
+            array = self._array_of(name, value.dtype)
+            if not (isinstance(value, OnDisk) and value.source is array):
+                OnDisk(array).copy_(value)
+        rest = {key: value for key, value in entries.items() if key not in names}
+        self.keep_states(names)
+        return super()._at_rest(optimizer, rest)
+
+    def keep_states(self, names: Iterable[str]) -> None:
+        """The optimizer has these states, which have been written, and no others."""
+        arrays = {name: self._new.get(name) or self._states[name] for name in names}
+        for array in (*self._states.values(), *self._new.values()):
+            if all(array is not kept for kept in arrays.values()):
+                array.close()
+        self._states, self._new = arrays, {}
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        super().forget(optimizer)
+        self.keep_states(())
+
+    # Slabs: what a step reads and writes at a time --------------------------------------------------------------------
+
+    @property
+    def slabs(self) -> range:
+        """First elements of all slabs."""
+        return range(0, self.numel, self.storage.sizes.slab_numel)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Host memory for a slab of values and states, each from a page's start."""
+        return sum(padded(nbytes) for _, _, nbytes in self._parts(0))
+
+    def _parts(self, start: int) -> list[tuple[str, DiskArray, int]]:
+        """Of the slab from element `start` on: name, array and bytes."""
+        numel = min(self.storage.sizes.slab_numel, self.numel - start)
+        return [(name, a, numel * a.dtype.itemsize) for name, a in ((MASTER, self.array), *self._states.items())]
+
+    def views(self, start: int, memory: Tensor) -> dict[str, Tensor]:
+        """Values (`MASTER`) and states in memory that holds the slab from element `start` on."""
+        out, at = {}, 0
+        for name, array, nbytes in self._parts(start):
+            out[name] = memory[at : at + nbytes].view(array.dtype)
+            at += padded(nbytes)
+        return out
+
+    def read(self, start: int, memory: Tensor, on_done: OnDone = None) -> Inflight:
+        """The slab from element `start` on into `memory`: uint8, of `slab_bytes`."""
+        views = self.views(start, memory)
+        return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start)])
+
+    def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
+        """Values (`MASTER`) and states from element `start` on, which must not change until waited for.
+
+        States that are new are the optimizer's from `keep_states` on.
+
+        Raises:
+            TierError: there is no room for a new one.
+        """
+        arrays = {
+            name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
+        }
+        return together([arrays[name].write(start, part, on_done) for name, part in parts.items()])
+
+
+SHARDS: dict[Tier, type[Shard]] = {Tier.DEVICE: DeviceShard, Tier.HOST: HostShard, Tier.DISK: DiskShard}
+
+
+def new_shard(
+    storage: Storage,
+    start: int,
+    values: Tensor,
+    tier: Tier,
+    *,
+    trainable: bool,
+    travels: bool = True,
+    alias: Tensor | None = None,
+) -> Shard:
+    """A shard in `tier` with these values.
+
+    Args:
+        start, travels: see `Shard`.
+        alias: memory of the values that rests in `tier` already and is to be the master itself.
+    """
+    shard = SHARDS[tier](storage, start, values.numel(), values.dtype, travels)
+    data = shard._hold(values) if alias is None else alias
+    shard.aliased = alias is not None
+    # `.data` gives the master a version counter of its own. With the one of the memory that it is an alias of, gathers
+    # into that memory would count as writes to the optimizer's tensors once the master rests elsewhere.
+    shard.master = nn.Parameter(data.data, requires_grad=trainable)
+    shard.note()
+    return shard
 
 
 def is_elementwise(key: str, value: Any, numel: int) -> bool:

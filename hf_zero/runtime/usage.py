@@ -108,9 +108,8 @@ def measure(engine: Measurable) -> Table:
                 values = shard.values
                 if isinstance(values, Tensor):
                     tally.add(shard.tier, "optimizer", values)
-                if shard.records is not None:
-                    own = values.numel() * values.element_size() if shard.aliased else 0
-                    tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.records.nbytes - own))
+                own = values.numel() * values.element_size() if shard.aliased else 0
+                tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.disk_bytes - own))
                 if shard.tier is Tier.DEVICE:
                     if (reduced := shard.device_grad) is not None:
                         tally.add(Tier.DEVICE, "gradients", reduced)
@@ -139,7 +138,7 @@ def _tally_parameters(tally: _Tally, flat: Flat) -> None:
     if isinstance(flat.own, OnDisk):
         if not flat.in_files:
             nbytes = flat.own.numel() * flat.own.element_size()
-            tally.add_bytes(Tier.DISK, "parameters", nbytes if flat.shares_records else padded(nbytes))
+            tally.add_bytes(Tier.DISK, "parameters", nbytes if flat.shares_array else padded(nbytes))
     else:
         tally.add(flat.rest, "parameters", flat.own)
 

@@ -1,12 +1,14 @@
 """1-D arrays at rest in files.
 
-* `OnDisk`: one array, sliced like a tensor.
-* `FileSource`, `FilePieces`: arrays in files that are somebody else's, and stay there until they are written.
+* `OnDisk`: a view of one array, sliced like a tensor. What it views is a `Source`:
+* `DiskArray`: an array in this rank's own file.
+* `FileSource`, `FilePieces`: arrays in files that are somebody else's, read-only.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..comm.inflight import Inflight
+from ..comm.inflight import Inflight, Timed, together
 from ..errors import StateError, TierError, ZeroError
+from .disk import Disk, Region, bytes_of, inflight, move, submit
 from .host import Bytes, pages
-from .tier import PIECE_BYTES, Meter, Waiting
-from .transfer import bytes_of, inflight, move, submit
+from .tier import PIECE_BYTES, Meter
+
+OnDone = Callable[[], object] | None
+"""Called from another thread when a part of a transfer has ended, the last one among them."""
 
 
 class Source(Protocol):
@@ -31,13 +36,13 @@ class Source(Protocol):
     @property
     def numel(self) -> int: ...
 
-    def extents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where elements [start, stop) lie: byte offsets in the file and numbers of elements, in order."""
+    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+        """Fill `values` (CPU, contiguous, of this type) from element `start`."""
         ...
 
-    def read(self, offset: int, values: Tensor) -> Inflight: ...
-
-    def write(self, offset: int, values: Tensor) -> Inflight: ...
+    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+        """Write `values` (CPU, contiguous, of this type) from element `start` on."""
+        ...
 
 
 class OnDisk:
@@ -49,6 +54,11 @@ class OnDisk:
         self._source = source
         self._start = start
         self._stop = source.numel if stop is None else stop
+
+    @property
+    def source(self) -> Source:
+        """The whole array."""
+        return self._source
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +96,7 @@ class OnDisk:
         self.begin_read(values).wait()
         return values
 
-    def begin_read(self, target: Tensor) -> Inflight:
+    def begin_read(self, target: Tensor, on_done: OnDone = None) -> Inflight:
         """Start to fill `target`: CPU, contiguous, of this type and length.
 
         Raises:
@@ -98,11 +108,11 @@ class OnDisk:
             raise StateError(
                 f"values of {self.dtype} on disk cannot be read into a tensor of {target.dtype} while under way"
             )
-        return self._each(self._source.read, target)
+        return self._source.read(self._start, target, on_done)
 
-    def begin_write(self, values: Tensor) -> Inflight:
+    def begin_write(self, values: Tensor, on_done: OnDone = None) -> Inflight:
         """Start to write `values`: CPU, contiguous, of this type and length; they must not change until waited for."""
-        return self._each(self._source.write, values)
+        return self._source.write(self._start, values, on_done)
 
     def read_into(self, target: Tensor) -> Tensor:
         """Fill `target` (this length; any type and device), chunk by chunk.
@@ -150,13 +160,6 @@ class OnDisk:
             chunk = slice(start, start + self._chunk_numel)
             yield self[chunk], values[chunk]
 
-    def _each(self, move: Callable[[int, Tensor], Inflight], values: Tensor) -> Inflight:
-        transfers, done = [], 0
-        for offset, numel in self._source.extents(self._start, self._stop):
-            transfers.append(move(offset, values[done : done + numel]))
-            done += numel
-        return Inflight(transfers)
-
     def _check(self, values: Values) -> None:
         if values.dim() != 1 or values.numel() != self.numel():
             raise StateError(f"{self.numel()} values on disk met a tensor of shape {tuple(values.shape)}")
@@ -169,6 +172,74 @@ Values = Tensor | OnDisk
 def fetch(values: Values) -> Tensor:
     """The values as a tensor: themselves where they are one, else read from disk."""
     return values.read() if isinstance(values, OnDisk) else values
+
+
+class DiskArray:
+    """`numel` elements in this rank's file, one after another from a page's start. The content of a new one is undefined.
+
+    Args:
+        base: values at rest elsewhere, which are read there. They move here, and take space, when they are first written.
+
+    Raises:
+        TierError: no space.
+    """
+
+    def __init__(self, disk: Disk, numel: int, dtype: torch.dtype, base: Source | None = None) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._disk = disk
+        self._base = base
+        self._lock = threading.Lock()
+        self._region = self._take() if base is None else None
+
+    def _take(self) -> Region:
+        return self._disk.take(self.numel * self.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of disk taken."""
+        return 0 if self._region is None else self._region.nbytes
+
+    @property
+    def base(self) -> Source | None:
+        """Where the values are as long as nothing was written."""
+        return self._base
+
+    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+        base = self._base
+        if base is not None:
+            return base.read(start, values, on_done)
+        return self._disk.read(self._offset(start), values, on_done)
+
+    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+        self._leave_base()
+        return self._disk.write(self._offset(start), values, on_done)
+
+    def close(self) -> None:
+        """Give the space back. Transfers must be over. Safe to call again."""
+        self._base = None
+        region, self._region = self._region, None
+        if region is not None:
+            self._disk.give_back(region)
+
+    def _leave_base(self) -> None:
+        """The base's values rest here from now on. If they cannot be read, or there is no space, the base stays the base."""
+        with self._lock:
+            base = self._base
+            if base is None:
+                return
+            whole = DiskArray(self._disk, self.numel, self.dtype)
+            try:
+                OnDisk(whole).copy_(OnDisk(base))
+            except ZeroError:
+                whole.close()
+                raise
+            self._region, self._base = whole._region, None
+
+    def _offset(self, start: int) -> int:
+        if self._region is None:
+            raise StateError(f"{self._disk.where}: an array of {self.numel} elements was used after it was closed")
+        return self._region.offset + start * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +286,12 @@ class FileSource:
         self._meter = meter or Meter()
         self._stamp = stamp
 
-    def extents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        yield self._offset + start * self.dtype.itemsize, stop - start
-
-    def read(self, offset: int, values: Tensor) -> Inflight:
-        array = bytes_of(values)
+    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+        array, offset = bytes_of(values), self._offset + start * self.dtype.itemsize
         self._meter.moved("read", len(array))
         pieces = range(0, len(array), PIECE_BYTES)
         futures = [submit(self._piece, array[at : at + PIECE_BYTES], offset + at) for at in pieces]
-        return inflight(futures, self._meter, "read")
+        return inflight(futures, self._meter, "read", on_done)
 
     def _piece(self, array: Bytes, offset: int) -> None:
         try:
@@ -244,7 +312,7 @@ class FileSource:
                 "rest in this file while training runs: leave it as it is, or load the model again"
             )
 
-    def write(self, offset: int, values: Tensor) -> Inflight:
+    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
         raise StateError(f"{self.path}: frozen values at rest in a model's own file cannot be written")
 
 
@@ -263,32 +331,18 @@ class FilePieces:
         self._parts = parts
         self._meter = meter or Meter()
 
-    def extents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        yield start, stop - start
-
-    def read(self, offset: int, values: Tensor) -> Inflight:
-        stop, done = offset + values.numel(), offset
+    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+        stop, done = start + values.numel(), start
         transfers = []
         for at, part in self._parts:
-            low, high = max(offset, at), min(stop, at + part.numel())
+            low, high = max(start, at), min(stop, at + part.numel())
             if low < high:
-                values[done - offset : low - offset].zero_()
-                transfers.append(part[low - at : high - at].begin_read(values[low - offset : high - offset]))
+                values[done - start : low - start].zero_()
+                transfers.append(part[low - at : high - at].begin_read(values[low - start : high - start], on_done))
                 self._meter.moved("read", (high - low) * self.dtype.itemsize)
                 done = high
-        values[done - offset :].zero_()
+        values[done - start :].zero_()
+        return Inflight((Timed(together(transfers).close, self._meter, "read"),))
 
-        def wait() -> None:
-            failure: ZeroError | None = None
-            for transfer in transfers:  # all, so that after an error `values` is not in use any more
-                try:
-                    transfer.wait()
-                except ZeroError as error:
-                    failure = failure or error
-            if failure is not None:
-                raise failure
-
-        return Inflight((Waiting(wait, self._meter, "read"),))
-
-    def write(self, offset: int, values: Tensor) -> Inflight:
+    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
         raise StateError("frozen values at rest in a model's own files cannot be written")

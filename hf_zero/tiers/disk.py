@@ -1,7 +1,11 @@
-"""One file without a name: its regions, positional reads and writes, around the page cache where possible (O_DIRECT)."""
+"""One file without a name: its regions, positional reads and writes, around the page cache where possible (O_DIRECT).
+
+Transfers are made by a few threads of the process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -9,18 +13,165 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from ..comm.inflight import Inflight
-from ..errors import ConfigError, StateError
-from .host import Bytes, Link, pages
-from .tier import ALIGN_BYTES, PIECE_BYTES, Meter, padded
-from .transfer import bytes_of, failed, inflight, move, submit
+from ..comm.inflight import Inflight, Timed
+from ..errors import ConfigError, StateError, TierError
+from .host import Bytes, pages
+from .tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
+
+# Threads ------------------------------------------------------------------------------------------------------------
+
+_Job = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
+
+
+class _Workers:
+    """A few threads for blocking calls. They start when first needed and never hold up the end of the process."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """After a fork, which threads do not survive: what was queued is the parent's."""
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        with self._lock:
+            while len(self._threads) < THREADS:
+                self._threads.append(threading.Thread(target=self._run, name="hf_zero disk", daemon=True))
+                self._threads[-1].start()
+        future: Future[None] = Future()
+        self._queue.put((future, function, args))
+        return future
+
+    def stop(self) -> None:
+        """Forget what has not begun and see what has to its end, unless the disk hangs.
+
+        A thread that frees a tensor while the interpreter is taken down aborts the process.
+        """
+        with self._lock, contextlib.suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+        self._threads.clear()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            future, function, args = job
+            failure: BaseException | None = None
+            try:
+                function(*args)
+            except BaseException as error:
+                failure = error
+            # Before anybody goes on who waits: whoever then closes the file closes it, and an idle thread holds no buffer.
+            del job, function, args
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
+            del future, failure
+
+
+_WORKERS = _Workers()
+atexit.register(_WORKERS.stop)
+os.register_at_fork(after_in_child=_WORKERS.renew)
+
+
+def submit(function: Callable[..., None], *args: Any) -> Future[None]:
+    """Call it in one of the threads."""
+    return _WORKERS.submit(function, *args)
+
+
+def inflight(
+    futures: Sequence[Future[None]], meter: Meter, kind: str, on_done: Callable[[], object] | None = None
+) -> Inflight:
+    """Over when all of them are; the time that anybody waits is counted.
+
+    Args:
+        on_done: called when one of them ends, in its thread.
+    """
+    if on_done is not None:
+        for future in futures:
+            future.add_done_callback(lambda _: on_done())
+
+    def wait() -> None:
+        wait_for_all(futures)  # all, so that after an error no buffer is in use any more
+        for future in futures:
+            future.result()
+
+    return Inflight((Timed(wait, meter, kind),), ready=lambda: all(future.done() for future in futures))
+
+
+_ADVICE = {
+    errno.ENOSPC: "free space there, or set offload_dir to a folder on a larger disk",
+    errno.EDQUOT: "the quota is used up: free space, or set offload_dir to a folder on another disk",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f unlimited), or set offload_dir to a folder on another file system",
+    errno.EIO: "the disk failed: see the kernel's log, set offload_dir to a folder on another disk",
+}
+_ENDED = "something else cut the file short: no other process may write to it while training runs"
+
+
+def move(kind: str, fd: int, array: Bytes, offset: int, grain: int, where: str) -> None:
+    """Read into or write from `array` at byte `offset` until all is moved. With `grain`, pieces stay multiples of it."""
+    call = os.preadv if kind == "read" else os.pwritev
+    done = 0
+    try:
+        while done < len(array):
+            count = call(fd, [array[done:].data], offset + done)
+            count -= count % grain
+            if count <= 0:
+                raise TierError(
+                    f"{where}: a {kind} of {len(array)} bytes at byte {offset} ended after {done}: {_ENDED}"
+                )
+            done += count
+    except OSError as error:
+        raise failed(error, f"{where}: a {kind} of {len(array)} bytes at byte {offset} failed after {done}") from error
+
+
+def failed(error: OSError, what: str) -> TierError:
+    """The error to raise, with what may be done about it."""
+    advice = _ADVICE.get(error.errno or 0, "set offload_dir to another folder")
+    return TierError(f"{what}: {error.strerror or error}; {advice}")
+
+
+class _Memory:
+    """A tensor's bytes, for numpy. After `Tensor.numpy()` a storage could never be resized again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # numpy keeps this object, and so the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def bytes_of(buffer: Tensor | memoryview) -> Bytes:
+    if isinstance(buffer, Tensor):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise StateError(
+                f"the disk moves contiguous CPU memory, found a tensor on {buffer.device} with strides {buffer.stride()}"
+            )
+        return np.asarray(_Memory(buffer.detach()))
+    return np.frombuffer(buffer, np.uint8)
+
+
+# The file -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +211,6 @@ class Disk:
 
     Args:
         folder: None: the system's temporary one. Made, for this user only, where it is missing.
-        link: its memory is used for `Records.buffer`.
 
     Attributes:
         where: rank and folder, for messages: the file has no path that could be named.
@@ -70,9 +220,8 @@ class Disk:
         ConfigError: the folder cannot be made or written, or is no folder.
     """
 
-    def __init__(self, folder: str | None, rank: int, meter: Meter, link: Link | None = None) -> None:
+    def __init__(self, folder: str | None, rank: int, meter: Meter) -> None:
         self.meter = meter
-        self.link = link or Link(torch.device("cpu"), meter)
         path = _make_folder(folder)
         self.where = f"disk tier of rank {rank} in {path}"
         try:
@@ -163,29 +312,29 @@ class Disk:
 
     # Transfers --------------------------------------------------------------------------------------------------------
 
-    def read(self, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None = None) -> Inflight:
+    def read(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
         """Fill `buffer` (CPU, contiguous, any type) from byte `offset` of the file. Waiting raises what went wrong.
 
         Args:
-            tell: called from another thread when a part has ended, the last one among them.
+            on_done: called from another thread when a part has ended, the last one among them.
 
         Raises:
             TierError: (when waiting) the read failed or the file is too short.
             StateError: closed, not such a buffer, or not within the file.
         """
-        return self._start("read", offset, buffer, tell)
+        return self._start("read", offset, buffer, on_done)
 
-    def write(self, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None = None) -> Inflight:
+    def write(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
         """Write `buffer` (CPU, contiguous, any type), which must not change until waited for, to byte `offset` of the file.
 
         Raises:
             TierError: (when waiting) the write failed.
             StateError: closed, not such a buffer, or not within the file.
         """
-        return self._start("write", offset, buffer, tell)
+        return self._start("write", offset, buffer, on_done)
 
     def _start(
-        self, kind: str, offset: int, buffer: Tensor | memoryview, tell: Callable[[], object] | None
+        self, kind: str, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None
     ) -> Inflight:
         file = self._open()
         array = bytes_of(buffer)
@@ -205,7 +354,7 @@ class Disk:
                 futures.append(submit(self._piece, file, kind, piece[:body], offset + start))
             if body < len(piece):
                 futures.append(submit(self._uneven, file, kind, piece[body:], offset + start + body))
-        return inflight(futures, self.meter, kind, tell)
+        return inflight(futures, self.meter, kind, on_done)
 
     def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
         move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, self.where)

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .transfer import bytes_of
+from .disk import bytes_of
 
 _BLOCK_BYTES = 8 << 20
 _ROW, _SEEN = 4096, 16

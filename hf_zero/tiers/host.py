@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.inflight import DONE, Inflight
+from ..comm.inflight import DONE, Inflight, Timed
 from ..errors import StateError, TierError
-from .tier import Meter, Waiting
+from .tier import Meter
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -31,6 +31,16 @@ def pages(nbytes: int) -> Bytes:
             "process's limit (ulimit -v), or let less rest on the host (host_memory, offload to disk)"
         ) from error
     return np.frombuffer(memory, np.uint8)[:nbytes]
+
+
+class _OnStream:
+    """What the current stream waits for, and the host does not."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Link:
@@ -107,7 +117,7 @@ class Link:
             return DONE
         event = self._copy(self._down, source, target, None)
         source.record_stream(self._down)
-        return Inflight((Waiting(event.synchronize, self.meter, "down", target),), ready=event.query)
+        return Inflight((Timed(event.synchronize, self.meter, "down", target),), ready=event.query)
 
     def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
         """Copy `source` (host) to `target` (device) after `after`, or after what the current stream has to do.
@@ -124,8 +134,8 @@ class Link:
             target.copy_(source)
             return DONE
         event = self._copy(self._up, source, target, after)
-        arrived = Waiting(lambda: torch.cuda.current_stream(self.device).wait_event(event), None, "up")
-        return Inflight((arrived,), (Waiting(event.synchronize, self.meter, "up", source),), ready=event.query)
+        arrived = _OnStream(event, self.device)
+        return Inflight((arrived,), (Timed(event.synchronize, self.meter, "up", source),), ready=event.query)
 
     def _count(self, kind: str, source: Tensor, target: Tensor) -> None:
         if source.dtype != target.dtype or source.numel() != target.numel():

@@ -36,7 +36,7 @@ class Storage:
 
     Attributes:
         meter: bytes moved and time waited, by road.
-        sizes: of blocks and records, the same on all ranks.
+        sizes: of blocks and slabs, the same on all ranks.
         wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
         uses_disk: something may rest on disk, here or on another rank; the same on all of them.
         transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
@@ -77,7 +77,7 @@ class Storage:
         ConfigError: the folder cannot be used.
         """
         if self._disk is None:
-            self._disk = Disk(self._folder, self._rank, self.meter, self.link)
+            self._disk = Disk(self._folder, self._rank, self.meter)
         return self._disk
 
     @property

@@ -1,16 +1,14 @@
-"""Where bytes rest, and counting those that move: device, host memory, disk.
+"""Where bytes rest: device, host memory, disk; in which portions they move, and counters of those that do.
 
-The roads are `host` (copies between host and device) and `disk` (one file of this rank); what rests on disk is `array` and
-`records`. Every road counts into a `Meter`.
+`host` copies between host and device, `disk` moves to and from one file of this rank, `array` is what rests in files.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
+
+from ..comm.inflight import Counters
 
 ALIGN_BYTES = 4096
 """O_DIRECT asks for file offsets, lengths and addresses that are multiples of the disk's block; this serves all of them."""
@@ -37,8 +35,8 @@ class Sizes:
             malloc's heap. At most `block_numel`.
         plain_numel: elements between two looks at what else is to do, where nothing is cast and a cache therefore saves
             nothing.
-        slab_numel: elements of one record of the disk tier: what is read, updated and written at a time.
-        slabs: records in host memory at once: one is read, one updated, one written.
+        slab_numel: elements of each array on disk that are read, updated and written at a time: a slab.
+        slabs: slabs in host memory at once: one is read, one updated, one written.
         lanes: blocks through which parameters that are cast on the host go up to the device.
     """
 
@@ -59,61 +57,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-# Counting -----------------------------------------------------------------------------------------------------------
+class Meter(Counters):
+    """Counters of one engine: `down` (device to host), `up` (host to device), `read` and `write` (disk)."""
 
-
-@dataclass(slots=True)
-class Count:
-    """One road since the last reset: transfers asked for, their bytes, and how long the host stood waiting for them."""
-
-    calls: int = 0
-    bytes: int = 0
-    wait_s: float = 0.0
-
-
-class Meter:
-    """Counters by road: `down` (device to host), `up` (host to device), `read` and `write` (disk). Any thread may count."""
-
-    def __init__(self) -> None:
-        self.kinds = {kind: Count() for kind in ("down", "up", "read", "write")}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, kind: str) -> Count:
-        return self.kinds[kind]
-
-    def moved(self, kind: str, bytes_: int) -> None:
-        with self._lock:
-            self.kinds[kind].calls += 1
-            self.kinds[kind].bytes += bytes_
-
-    def waited(self, kind: str, wait_s: float) -> None:
-        with self._lock:
-            self.kinds[kind].wait_s += wait_s
-
-    def reset(self) -> None:
-        with self._lock:
-            for count in self.kinds.values():
-                count.calls = count.bytes = 0
-                count.wait_s = 0.0
-
-    def to_dict(self) -> dict[str, dict[str, float]]:
-        with self._lock:
-            return {kind: asdict(count) for kind, count in self.kinds.items()}
-
-
-class Waiting:
-    """`wait` of anything, its time counted."""
-
-    def __init__(self, wait: Callable[[], object], meter: Meter | None, kind: str, *kept: object) -> None:
-        self._wait = wait
-        self._meter = meter
-        self._kind = kind
-        self._kept = kept  # memory that must outlive the transfer
-
-    def wait(self) -> None:
-        start = time.perf_counter()
-        try:
-            self._wait()
-        finally:
-            if self._meter is not None:
-                self._meter.waited(self._kind, time.perf_counter() - start)
+    KINDS = ("down", "up", "read", "write")

@@ -21,23 +21,22 @@ from hf_zero.checkpoint.save import Saving
 from hf_zero.checkpoint.weights import Drawing, Entry, WeightFile, find_weights
 from hf_zero.comm.wire import SoloWire
 from hf_zero.core.layout import Extent, ParamSpec
-from hf_zero.tiers.array import FileSource, OnDisk, Values
+from hf_zero.tiers.array import DiskArray, FileSource, OnDisk, Values
 from hf_zero.tiers.disk import Disk
-from hf_zero.tiers.records import Records
 from hf_zero.tiers.tier import Meter
 
 SIZES = {"large": 2 * SEGMENT_BYTES // 4 + 4321, "small": 37, "other": 1001, "empty": 0, "last": 5}
 """Elements of each parameter; in float32 the first takes more than two segments."""
-BLOCK_NUMEL = 300_000
 NUMEL = sum(SIZES.values())
 CUT = 4097
-"""Where the pieces of a parameter part: within a record."""
+"""Where the pieces of a parameter part: within a page."""
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> Iterator[Records]:
+def on_disk(tmp_path: Path) -> Iterator[tuple[OnDisk, OnDisk]]:
+    """Two arrays beside each other."""
     disk = Disk(str(tmp_path / "tier"), 0, Meter())
-    yield Records(disk, NUMEL, BLOCK_NUMEL, [("master", torch.float32), ("exp_avg", torch.float32)])
+    yield OnDisk(DiskArray(disk, NUMEL, torch.float32)), OnDisk(DiskArray(disk, NUMEL, torch.float32))
     disk.close()
 
 
@@ -100,8 +99,8 @@ def assert_saved(folder: Path, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("behind", [False, True])
-def test_values_on_disk_are_saved_like_those_in_memory(tmp_path, records, values, dtype, behind):
-    at_rest = records.values("exp_avg").copy_(values)
+def test_values_on_disk_are_saved_like_those_in_memory(tmp_path, on_disk, values, dtype, behind):
+    at_rest = on_disk[1].copy_(values)
     saving = save(tmp_path / "out", pieces(at_rest), dtype)
     if behind:
         saving.freeze(SoloWire())
@@ -113,30 +112,30 @@ def test_values_on_disk_are_saved_like_those_in_memory(tmp_path, records, values
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_a_file_may_hold_values_from_memory_and_from_disk(tmp_path, records, values):
-    on_disk, held = pieces(records.values("master").copy_(values)), pieces(values)
-    mixed = {name: [on_disk[name][0], held[name][1]] for name in SIZES}
+def test_a_file_may_hold_values_from_memory_and_from_disk(tmp_path, on_disk, values):
+    at_rest, held = pieces(on_disk[0].copy_(values)), pieces(values)
+    mixed = {name: [at_rest[name][0], held[name][1]] for name in SIZES}
     save(tmp_path / "out", mixed, "float32").commit()
     assert_saved(tmp_path / "out", split(values, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("verified", [False, True])
-def test_values_are_loaded_to_disk_like_into_memory(tmp_path, records, values, dtype, verified):
+def test_values_are_loaded_to_disk_like_into_memory(tmp_path, on_disk, values, dtype, verified):
     save(tmp_path / "out", pieces(values), str(dtype).removeprefix("torch.")).commit()
     manifest = Manifest.read(tmp_path / "out") if verified else None
     stored = find_weights(tmp_path / "out", "model", manifest).tensors
-    at_rest = records.values("exp_avg").zero_()
-    records.values("master").zero_()
+    at_rest = on_disk[1].zero_()
+    on_disk[0].zero_()
     wanted = [Range(stored[name], item.start, item.source) for name in SIZES for item in pieces(at_rest)[name]]
     reader = Reader(tmp_path / "out", manifest)
     reader.read(wanted)
     assert torch.equal(at_rest.read(), values.to(dtype).float())
-    assert not records.values("master").read().any()
+    assert not on_disk[0].read().any()
     assert reader.bytes_read >= NUMEL * dtype.itemsize
 
 
-def test_damage_is_found_before_it_comes_to_rest(tmp_path, records, values):
+def test_damage_is_found_before_it_comes_to_rest(tmp_path, on_disk, values):
     save(tmp_path / "out", pieces(values), "float32").commit()
     manifest = Manifest.read(tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
@@ -144,7 +143,7 @@ def test_damage_is_found_before_it_comes_to_rest(tmp_path, records, values):
     data[-1] ^= 1
     path.write_bytes(data)
     stored = find_weights(tmp_path / "out", "model", manifest).tensors
-    place = records.values("exp_avg").zero_()[: SIZES["last"]]
+    place = on_disk[1].zero_()[: SIZES["last"]]
     with pytest.raises(zero.CheckpointError, match=r"model\.safetensors is damaged"):
         Reader(tmp_path / "out", manifest).read([Range(stored["last"], 0, place)])
     assert not place.read().any()

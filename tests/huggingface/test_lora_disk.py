@@ -22,7 +22,6 @@ from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.checkpoint.weights import persistent_buffers
 from hf_zero.params.init import birth_of
 from hf_zero.runtime.engine import engine_of
-from hf_zero.tiers.tier import Tier
 from tests.huggingface.test_from_pretrained import differences, edit
 from tests.huggingface.test_weights import FAMILIES, build
 from tests.kit.pool import RankPool
@@ -121,7 +120,7 @@ def storage_of(engine: zero.Engine) -> Any:
 def in_files(engine: zero.Engine) -> set[bool]:
     """Of frozen spans: whether they are read from the model's own files."""
     flats = [flat for unit in engine.units for flat in unit.flats if not flat.span.trainable]
-    return {flat.rest is Tier.DISK and flat.shards[0].records.base is not None for flat in flats}
+    return {flat.in_files for flat in flats}
 
 
 # Birth ----------------------------------------------------------------------------------------------------------------

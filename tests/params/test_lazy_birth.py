@@ -18,9 +18,8 @@ import hf_zero as zero
 from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.params.init import birth_of, slice_bounds
 from hf_zero.runtime.deferred import born, born_at_rest
-from hf_zero.tiers.array import FilePieces, FileSource, OnDisk, Stamp
+from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk
-from hf_zero.tiers.records import Records
 from hf_zero.tiers.tier import Meter, Tier
 from tests.kit.pool import RankPool
 
@@ -221,7 +220,7 @@ def spans(engine: zero.Engine) -> Iterator[Any]:
 
 def in_files(engine: zero.Engine) -> list[str]:
     """Parameters that are read from the model's own files."""
-    found = [flat for flat in spans(engine) if flat.shards[0].records and flat.shards[0].records.base is not None]
+    found = [flat for flat in spans(engine) if flat.in_files]
     return [slot.spec.name for flat in found for slot in flat.span.slots]
 
 
@@ -371,7 +370,7 @@ def test_checkpoints(world: int, tmp_path: Path, pools: dict[int, RankPool]) -> 
     pools[world].run(saved, write(tmp_path), tmp_path)
 
 
-def test_records_with_a_base(tmp_path: Path) -> None:
+def test_an_array_with_a_base(tmp_path: Path) -> None:
     numel, meter = 2500, Meter()
     data = torch.arange(3000.0)
     (tmp_path / "weights").write_bytes(data.numpy().tobytes())
@@ -380,34 +379,32 @@ def test_records_with_a_base(tmp_path: Path) -> None:
     expected = torch.zeros(numel)
     expected[100:500], expected[500:1500] = data[:400], data[2000:3000]
     disk = Disk(str(tmp_path / "tier"), 0, Meter())
-    records = Records(disk, numel, 1000, (("x", torch.float32),), pieces)
-    before = records.values("x")
+    array = DiskArray(disk, numel, torch.float32, pieces)
+    before = OnDisk(array)
     for part in (slice(None), slice(0, 100), slice(50, 200), slice(450, 600), slice(1400, 2500), slice(7, 7)):
         used = torch.full((len(expected[part]),), torch.nan)
         before[part].begin_read(used).wait()
         assert torch.equal(used, expected[part])
     with pytest.raises(zero.StateError, match="cannot be written"):
         OnDisk(pieces).zero_()
-    with pytest.raises(zero.StateError, match="cannot begin as one array"):
-        Records(disk, numel, 1000, (("x", torch.float32), ("y", torch.float32)), pieces)
-    assert (records.nbytes, disk.nbytes) == (0, 0)
+    assert (array.nbytes, disk.nbytes) == (0, 0)
 
     os.truncate(tmp_path / "weights", 4)  # the copy fails, and nothing is lost
     with pytest.raises(zero.TierError, match="cut the file short"):
         before[0:10].zero_()
-    assert (records.nbytes, disk.nbytes) == (0, 0)
+    assert (array.nbytes, disk.nbytes) == (0, 0)
     (tmp_path / "weights").write_bytes(data.numpy().tobytes())
     assert torch.equal(before.read(), expected)
 
     before[90:600].copy_(torch.ones(510))
     expected[90:600] = 1
     (tmp_path / "weights").unlink()
-    for values in (before, records.values("x")):
+    for values in (before, OnDisk(array)):
         assert torch.equal(values.read(), expected)
-    assert disk.nbytes == records.nbytes == 12288
-    records.close()
+    assert disk.nbytes == array.nbytes == 12288
+    array.close()
     assert disk.nbytes == 0
-    with pytest.raises(zero.StateError, match="closed records"):
+    with pytest.raises(zero.StateError, match="after it was closed"):
         before.read()
     disk.close()
 

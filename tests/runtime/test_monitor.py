@@ -15,7 +15,7 @@ import torch
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError
-from hf_zero.runtime.monitor import CALM_STEPS, MOVES_PER_STEP
+from hf_zero.runtime.moves import CALM_STEPS, MOVES_PER_STEP
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Tier
 from tests.kit.common import batch, gpt2, optimizer_for

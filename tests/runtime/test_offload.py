@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.tiers.records import records_bytes
-from hf_zero.tiers.tier import SIZES, Tier
+from hf_zero.tiers.tier import SIZES, Tier, padded
 from tests.kit.common import MODELS, Case, batch, optimizer_for, train_engine
 from tests.kit.offloading import SMALL, mixed, pairwise, same, unequal
 
@@ -94,10 +93,10 @@ def in_small_blocks(rank: int, world: int, folder: str) -> None:
     _, engine = train_engine(rank, world, case, folder)
     shards = [shard for unit in engine.units for flat in unit.trained for shard in flat.shards]
     long = [shard for shard in shards if shard.numel > SMALL.slab_numel]
-    assert {shard.records.block_numel for shard in long} == {SMALL.slab_numel}
-    assert max(shard.records.count for shard in shards) > 2
+    assert {shard.slabs.step for shard in long} == {SMALL.slab_numel}
+    assert max(len(shard.slabs) for shard in shards) > 2
     assert any(shard.numel % SMALL.slab_numel for shard in long)
-    slab = records_bytes(SMALL.slab_numel, SMALL.slab_numel, [4, 4, 4])
+    slab = 3 * padded(4 * SMALL.slab_numel)
     casts = 4 * SMALL.block_numel  # gradients come in bfloat16, so do parameters go up
     assert engine.offload.stepper.memory_bytes == SMALL.slabs * slab + casts + 2 * SMALL.block_numel
     assert engine.plan.memory.rest[Tier.HOST]["staging"] >= SMALL.slabs * slab + casts

@@ -70,13 +70,6 @@ def finish(engine: zero.Engine, case: Case) -> None:
     engine.finish_step()
 
 
-def records(numel: int) -> int:
-    """Bytes of Adam's records of a shard: master and two states, each padded in each record."""
-    record_numel = min(SMALL.slab_numel, numel)
-    whole, rest = divmod(numel, record_numel)
-    return 3 * (whole * padded(4 * record_numel) + padded(4 * rest))
-
-
 def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
     """What one step moves between this rank's tiers, from the layout alone. Parameters rest on the device."""
     moved = dict.fromkeys(("down", "up", "read", "write"), 0)
@@ -92,8 +85,8 @@ def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
             moved["down"] += reduces * grad * numel
             moved["up"] += compute * numel
             if place is Tier.DISK:
-                moved["read"] += records(numel)
-                moved["write"] += records(numel)
+                moved["read"] += 3 * 4 * numel
+                moved["write"] += 3 * 4 * numel
     return moved
 
 
@@ -187,8 +180,8 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
             if optimizer != "none":
                 wanted["down"] += 4 * span.slice_numel
             if optimizer == "disk":
-                wanted["read"] += records(span.slice_numel)
-                wanted["write"] += records(span.slice_numel)
+                wanted["read"] += 3 * 4 * span.slice_numel
+                wanted["write"] += 3 * 4 * span.slice_numel
             if rest == "disk":
                 wanted["read"] += own * opened[flat]
                 if not one_type:

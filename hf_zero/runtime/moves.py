@@ -1,4 +1,6 @@
-"""Under `auto`: watch memory from step to step, move state away before it runs out, and back when there is room.
+"""Moves between tiers, between steps: what `auto` moves when memory runs short, and everything away for a while and back.
+
+`Monitor`, under `auto`, watches memory from step to step, moves state away before it runs out, and back when there is room.
 
 The plan is a prediction, and others use the machine too. After every step the monitor compares what is free with what the
 next step will still need beyond what rests now. Where that is too little, optimizer state of some units (the last ones first,
@@ -13,9 +15,11 @@ before, and room is made for them before its forward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import size_text
@@ -26,11 +30,38 @@ from ..tiers.tier import Tier
 from .flat_param import Flat
 from .optimizer import state_tensors
 from .sharded import Sharded
-from .state_shard import Shard
 from .unit import State, Unit
 
-Movable = tuple[Unit, Flat, Shard | None]
-"""A shard, or (None) a span's parameters."""
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """Master and optimizer state of one shard, or a span's parameters (`shard` None)."""
+
+    unit: Unit
+    flat: Flat
+    shard: int | None = None
+
+    @property
+    def tier(self) -> Tier:
+        return self.flat.rest if self.shard is None else self.flat.shards[self.shard].tier
+
+    def nbytes(self, states: int) -> int:
+        """Bytes of one shard's master and `states` optimizer states, or of parameters; none where they are other memory."""
+        if self.shard is None:
+            return self.flat.span.slice_numel * self.flat.compute_dtype.itemsize
+        shard = self.flat.shards[self.shard]
+        states = states if shard.master.requires_grad else 0
+        return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
+
+    def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Flat.move`."""
+        tiers = [shard.tier for shard in self.flat.shards]
+        if self.shard is not None:
+            tiers[self.shard] = tier
+        rest = tier if self.shard is None else self.flat.rest
+        self.flat.move(rest, tiers, optimizer, keep_full=self.unit.policy.keep_full)
+
+
 MOVES_PER_STEP = 4
 """Shards or spans that are moved between two steps at most."""
 CALM_STEPS = 10
@@ -63,7 +94,7 @@ class Monitor:
             *(item for item in self._shards() if config.offload_optimizer == "auto"),
             *(item for item in self._parameters() if config.offload_params == "auto"),
         ]
-        self._planned = [self._planned_tier(flat, shard) for _, flat, shard in self._movable]
+        self._planned = [self._planned_tier(item) for item in self._movable]
 
     def look(self) -> None:
         """Move what must go, or may come back."""
@@ -123,26 +154,26 @@ class Monitor:
             in_pass: a forward or a backward is under way: no parameters move. What is in use never does.
         """
         freed = moved = 0
-        for unit, flat, shard in self._last_first():
+        for item in self._last_first():
             if freed >= bytes_ or moved >= MOVES_PER_STEP:
                 break
-            if not unit.is_idle or (in_pass and shard is None):
+            if not item.unit.is_idle or (in_pass and item.shard is None):
                 continue
-            size = self._bytes_of(flat, shard)
-            if _tier_of(flat, shard) is not tier or not size:
+            size = item.nbytes(self._states)
+            if item.tier is not tier or not size:
                 continue
             target = self._next_below(tier, size)
             if target is None:
                 break
-            if self._move(unit, flat, shard, target, f"{size_text(bytes_ - freed)} are missing on the {tier.value}"):
+            if self._move(item, target, f"{size_text(bytes_ - freed)} are missing on the {tier.value}"):
                 freed += size
                 moved += 1
         return freed
 
     def _last_first(self) -> Iterator[Movable]:
         """Optimizer state before parameters, late units before early ones."""
-        yield from (item for item in reversed(self._movable) if item[2] is not None)
-        yield from (item for item in reversed(self._movable) if item[2] is None)
+        yield from (item for item in reversed(self._movable) if item.shard is not None)
+        yield from (item for item in reversed(self._movable) if item.shard is None)
 
     def _next_below(self, tier: Tier, size: int) -> Tier | None:
         if tier is Tier.DEVICE and Tier.HOST not in self._refused and self.missing_bytes(Tier.HOST) + size <= 0:
@@ -154,37 +185,30 @@ class Monitor:
 
     def _bring_back(self, room: dict[Tier, int]) -> None:
         moved = 0
-        for (unit, flat, shard), planned in zip(self._movable, self._planned):
-            if _tier_of(flat, shard) is planned:
+        for item, planned in zip(self._movable, self._planned):
+            if item.tier is planned or not item.unit.is_idle:
                 continue
-            if not unit.is_idle:
-                continue
-            size = self._bytes_of(flat, shard)
+            size = item.nbytes(self._states)
             # Twice: what comes back must not be what is missing next.
             if moved >= MOVES_PER_STEP or room.get(planned, 0) < 2 * size or planned in self._refused:
                 return
             room[planned] -= size
             moved += 1
-            self._move(unit, flat, shard, planned, f"there is room on the {planned.value} again")
+            self._move(item, planned, f"there is room on the {planned.value} again")
 
-    def _move(self, unit: Unit, flat: Flat, shard: Shard | None, tier: Tier, why: str) -> bool:
+    def _move(self, item: Movable, tier: Tier, why: str) -> bool:
         """False: the tier refused, and is asked no more. Other ranks know nothing of it, so it must be no error here."""
-        unit.finish_step()
-        if shard is None:
-            unit.close()  # peers may still be sent what moves
-        before = _tier_of(flat, shard)
-        rest = tier if shard is None else flat.rest
-        tiers = [tier if other is shard else other.tier for other in flat.shards]
-        what = "parameters" if shard is None else "optimizer state"
-        line = (
-            f"step {self._step}: {what} of {unit.name!r} ({size_text(self._bytes_of(flat, shard))}) "
-            f"from the {before.value} to the {tier.value}: {why}"
-        )
+        item.unit.finish_step()
+        if item.shard is None:
+            item.unit.close()  # peers may still be sent what moves
+        before = item.tier
+        what = f"step {self._step}: {'parameters' if item.shard is None else 'optimizer state'} of {item.unit.name!r}"
+        line = f"{what} ({size_text(item.nbytes(self._states))}) from the {before.value} to the {tier.value}: {why}"
         try:
-            flat.move(rest, tiers, self._sharded.optimizer, keep_full=unit.policy.keep_full)
+            item.move(tier, self._sharded.optimizer)
         except (TierError, ConfigError) as error:
             self._refused.add(tier)
-            line = f"step {self._step}: {what} of {unit.name!r} stays on the {before.value}: {error}"
+            line = f"{what} stays on the {before.value}: {error}"
         else:
             self.moves.append(line)
         print(f"hf_zero: rank {self._sharded.wire.rank}: {line}", file=sys.stderr)
@@ -193,20 +217,20 @@ class Monitor:
     def _shards(self) -> Iterator[Movable]:
         for unit in self._sharded.units:
             for flat in unit.trained:
-                for shard in flat.shards:
-                    yield unit, flat, shard
+                for index in range(len(flat.shards)):
+                    yield Movable(unit, flat, index)
 
     def _parameters(self) -> Iterator[Movable]:
         for unit in self._sharded.units:
             for flat in unit.flats:
                 if not flat.resident:
-                    yield unit, flat, None
+                    yield Movable(unit, flat)
 
-    def _planned_tier(self, flat: Flat, shard: Shard | None) -> Tier:
-        placement = self._sharded.plan.placements[flat.span.index]
-        if shard is None or not placement.optimizer:
+    def _planned_tier(self, item: Movable) -> Tier:
+        placement = self._sharded.plan.placements[item.flat.span.index]
+        if item.shard is None or not placement.optimizer:
             return placement.parameters
-        return placement.optimizer[flat.shards.index(shard)][0]
+        return placement.optimizer[item.shard][0]
 
     def resting_bytes(self, tier: Tier) -> int:
         """What this rank's parameters, gradients and optimizer state take in a tier between backward and step."""
@@ -215,19 +239,73 @@ class Monitor:
             for flat in unit.flats:
                 if flat.rest is tier:
                     total += flat.full_bytes if flat.resident else flat.span.slice_numel * flat.compute_dtype.itemsize
-                for shard in flat.shards:
-                    total += self._bytes_of(flat, shard) if shard.tier is tier else 0
+                for index, shard in enumerate(flat.shards):
+                    total += Movable(unit, flat, index).nbytes(self._states) if shard.tier is tier else 0
                     if flat.span.trainable and (shard.tier is tier or (tier is Tier.HOST and shard.tier is Tier.DISK)):
                         total += shard.numel * shard.dtype.itemsize
         return total
 
-    def _bytes_of(self, flat: Flat, shard: Shard | None) -> int:
-        """Master and optimizer state of one shard, or a span's parameters, where they are no master's memory."""
-        if shard is None:
-            return flat.span.slice_numel * flat.compute_dtype.itemsize
-        states = self._states if shard.master.requires_grad else 0
-        return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
+
+# Away for a while ---------------------------------------------------------------------------------------------------
 
 
-def _tier_of(flat: Flat, shard: Shard | None) -> Tier:
-    return flat.rest if shard is None else shard.tier
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one span: where `own` rests, and each shard."""
+
+    unit: Unit
+    flat: Flat
+    rest: Tier
+    tiers: tuple[Tier, ...]
+
+
+class Arrangement:
+    """The places of all spans at one time. Moves are made between steps, with nothing gathered or under way."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self._places = places
+        self._gradients: list[tuple[Flat, int, Tensor]] = []
+
+    @staticmethod
+    def of(units: Iterable[Unit]) -> Arrangement:
+        return Arrangement(
+            [
+                Place(unit, flat, flat.rest, tuple(shard.tier for shard in flat.shards))
+                for unit in units
+                for flat in unit.flats
+            ]
+        )
+
+    def leave(self, names: set[str], optimizer: torch.optim.Optimizer | None) -> None:
+        """What rests on the device and is of `names` (`parameters`, `gradients`, `optimizer`) goes to host memory."""
+        for place in self._places:
+            flat = place.flat
+            if "gradients" in names and "optimizer" not in names:
+                for index, shard in enumerate(flat.shards):
+                    if not shard.is_offloaded and (grad := shard.device_grad) is not None:
+                        shard.device_grad = None
+                        host = flat.storage.link.empty(grad.numel(), grad.dtype)
+                        flat.storage.link.down(grad, host).close()
+                        self._gradients.append((flat, index, host))
+                        flat.drop_bucket()
+            rest, tiers = place.rest, list(place.tiers)
+            if "parameters" in names:
+                rest = _below(rest)
+            if "optimizer" in names or ("parameters" in names and not flat.span.trainable):
+                tiers = [_below(tier) for tier in tiers]
+            if rest is not flat.rest and place.unit.policy.keep_full:
+                place.unit.state = State.SHARDED
+            flat.move(rest, tiers, optimizer)
+
+    def restore(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Everything is where it was when this was made."""
+        for place in self._places:
+            place.flat.move(place.rest, place.tiers, optimizer, keep_full=place.unit.policy.keep_full)
+        for flat, index, grad in self._gradients:
+            shard = flat.shards[index]
+            shard.device_grad = grad.to(shard.master.device, copy=True)
+        self._gradients.clear()
+
+
+def _below(tier: Tier) -> Tier:
+    return Tier.HOST if tier is Tier.DEVICE else tier
