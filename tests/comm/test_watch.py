@@ -198,7 +198,7 @@ def standing(rank: int, **what: object) -> Place:
             [standing(0, waits_for="the parameters of a"), standing(1, waits_for="the parameters of b")],
             "different parts",
         ),
-        ([standing(0, waits_for="x"), standing(1, phase="backward")], "different parts of one step"),
+        ([standing(0, waits_for="x"), standing(1, phase="backward", waits_for="y")], "different parts of one step"),
         ([standing(0, waits_for="x"), standing(1)], "rank 1 stands still"),
         ([standing(0), standing(1, ended=True, code="ValueError: y")], "rank 1 has ended before the others"),
     ],
