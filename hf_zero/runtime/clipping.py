@@ -36,8 +36,13 @@ def clip_norm(
 ) -> Tensor:
     """See `Engine.clip_grad_norm_`. `known` are the model's parameters."""
     pieces = _pieces(parameters, flats, known)
-    parts = [part for flat in flats for part in (grads_to_read(flat) if pieces is None else _of(flat, pieces))]
-    local = power_sum(parts, norm_type, flats[0].device if flats else torch.device("cpu"))
+    device = flats[0].device if flats else torch.device("cpu")
+    spans = [grads_to_read(flat) if pieces is None else _of(flat, pieces) for flat in flats]
+    if math.isinf(norm_type):
+        local = power_sum([part for parts in spans for part in parts], norm_type, device)
+    else:  # span by span: the last bit of the norm, and so of a clipped run, follows the order of these sums
+        sums = [power_sum(parts, norm_type, device) for parts in spans if parts]
+        local = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     if any(flat.span.shards > 1 for flat in flats):
         local = over_ranks(wire, local, norm_type)
     norm = root(local, norm_type).float()

@@ -142,6 +142,7 @@ def fork_ranks(
 def _run(words: list[str], out: str, err: str, environment: dict[str, str], folder: str) -> None:
     """One rank: as if `words` had been executed in `folder`."""
     os.setsid()
+    mp.current_process().name = "MainProcess"  # libraries ask whether they are in a data loader's worker
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
     os.environ.clear()
