@@ -162,6 +162,8 @@ class BackwardOrder:
     def reduce(self, trace: Trace) -> None:
         if self._frees:
             self._suspect(trace)
+        for flat in trace.unit.trained:  # there while those of the unit before are still on their way
+            flat.note_fresh()
         previous, self.reducing = self.reducing, trace
         if previous is not None:
             if previous.everywhere:

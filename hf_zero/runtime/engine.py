@@ -24,6 +24,7 @@ from ..core.precision import Precision, dtype_of, gathered_as
 from ..errors import ConfigError, LayoutError, ZeroError
 from ..plan.machine import Machine, device_bytes_in_use
 from ..plan.plan import Drafter, Plan, advice
+from ..plan.record import Recorder
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
@@ -43,7 +44,6 @@ from .offload import STATES, Offload
 from .optimizer import Binding, originals_of, state_tensors, take_state, with_closure_followed, with_closure_run
 from .overflow import Overflow
 from .ownership import refuse_owned
-from .record import Recorder
 from .schedule import Schedule
 from .sharded import Sharded
 from .state_dict import FullState
@@ -51,7 +51,7 @@ from .state_shard import Fields
 from .supported_optimizers import needs_wholes
 from .transports import Roads
 from .unit import Unit
-from .usage import report
+from .usage import Usage, report
 from .whole_matrices import WholeBinding
 from .write_watch import Edits
 
@@ -330,7 +330,7 @@ class Engine:
         """
         if self.recorder is not None:
             self.recorder.close()
-        self.recorder = Recorder(self, folder, first_step, self._recorder_closed)
+        self.recorder = Recorder(Usage(self), folder, first_step, self._recorder_closed)
         return self.recorder
 
     def _recorder_closed(self, recorder: Recorder) -> None:

@@ -76,6 +76,7 @@ class Flat:
         self.wholes: list[nn.Parameter] = []
         """By parameter, a view of the master of true shape, where the optimizer has those instead (see `whole_matrices`)."""
         self.device = storage.device
+        self._account = storage.ledger.device
         spec = span.spec
         self.compute_dtype, self.master_dtype = dtype_of(spec.compute_dtype), dtype_of(spec.master_dtype)
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
@@ -113,7 +114,12 @@ class Flat:
         self._is_fresh = False  # `printed` is of what the next gather brings
         self._versions = [param._version for param in self.params]
         self.note_place()
+        self._full_storage = self.full.untyped_storage()
         self.full_bytes = self.full.numel() * self.full.element_size()
+        self._gathered_bytes = 0  # of `full`, where it comes and goes: what the ledger has
+        if not self.resident and self._full_storage.nbytes():
+            self._count_gathered(self.full_bytes)
+        storage.ledger.places += 1
         self.guards = Guards(span, self.device)
         self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
         # Gradients of a low-precision copy must not add up in that precision: they wait in the bucket instead.
@@ -126,8 +132,14 @@ class Flat:
         shapes = [slot.spec.shape for slot in span.slots]
         self.handles = Handles(self, shapes, self.compute_dtype, self.device)
         self._bucket: Tensor | None = None
+        self._bucket_storage: torch.UntypedStorage | None = None
         self._bucket_views: list[Tensor] = []
         self._bucket_bytes = 0
+        self._bucket_kind = "communication"
+        """In the ledger: local gradients that are held, and on one rank the gradient itself, are gradients."""
+        self._bucket_is_there = False
+        self.fresh_bytes = span.used_numel * self.compute_dtype.itemsize
+        self._loose_kind, self._loose_bytes = "communication", 0  # gradients beside the bucket that the ledger has
 
     def _settle_in(
         self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], fields: Fields, at_rest: Records | None
@@ -279,16 +291,27 @@ class Flat:
             for shard, at, numel in cut(self.shards, start - low, stop - start):
                 yield shard, at, numel, low + shard.start + at - slot.offset
 
-    def open(self) -> None:
-        """Give `full` its storage back; a gather fills it."""
-        self.full.untyped_storage().resize_(self.full_bytes)
+    def open(self, use: str) -> None:
+        """Give `full` its storage back; a gather fills it. `use`: what for, if there is no memory."""
+        size = self.full_bytes
+        self.storage.allocate("gathered", use, size, partial(self._full_storage.resize_, size))
+        self._gathered_bytes = size
 
     def close(self) -> None:
         if not self.resident:
-            self.full.untyped_storage().resize_(0)
+            self._full_storage.resize_(0)
+            self._count_gathered(0)
+
+    def _count_gathered(self, nbytes: int) -> None:
+        if nbytes != self._gathered_bytes:
+            self._account.add("gathered", nbytes - self._gathered_bytes)
+            self._gathered_bytes = nbytes
 
     def drop(self) -> None:
         """Give all memory back, whoever still refers to it: other flats hold the values."""
+        self._count_gathered(0)
+        self.drop_bucket()
+        self._count_loose("communication", 0)
         for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
@@ -389,6 +412,7 @@ class Flat:
             former = self.rest, self.resident, self._region
             self.resident = rest is Tier.DEVICE and (keep_full or self.span.shards == 1)
             if self.resident:
+                self._count_gathered(0)
                 self.full.untyped_storage().resize_(self.full_bytes)
                 self.stale = True
             self.rest, self._region = rest, None
@@ -399,6 +423,7 @@ class Flat:
                     self._region.close()
                 self.rest, self.resident, self._region = former
                 raise
+        self.storage.ledger.places += 1
         for shard, tier in zip(self.shards, tiers):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
@@ -410,15 +435,15 @@ class Flat:
                 shard.aliased = False  # what was read from its records rests elsewhere now
         if self.in_memory is False:
             self.drop_bucket()
-            self._bucket = None
+            self._bucket = self._bucket_storage = None
         if not moves:
             if self.printed is None:
                 self.note_place()
             return
         if region is not None:
             region.close()
-        if isinstance(before, Tensor) and not self.resident:
-            self.full.untyped_storage().resize_(0)
+        if isinstance(before, Tensor):
+            self.close()
 
     def values(self, device: torch.device | None = None) -> Tensor:
         """The slice in the master dtype, 1-D on the span's device (or `device`); a view where it rests there in one piece."""
@@ -511,6 +536,8 @@ class Flat:
                 grad.local = None
             else:
                 param.grad = None
+        if self._loose_bytes:
+            self._count_loose("communication", 0)
         if not local:
             self.handles.drop()
             self.present = self._all
@@ -521,12 +548,38 @@ class Flat:
     def hold(self) -> None:
         """Between backwards of one step, without a reduce: keep the local gradients, in float32 at least."""
         if self._holds:
-            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype))
+            self.note_fresh()
+            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype), "gradients")
             self._held = True
+            self._count_loose("communication", 0)
+        elif self.has_grads():  # they add up where they are
+            self._count_loose("gradients", self.fresh_bytes)
 
-    def _gather_local(self, grads: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
+    def note_fresh(self) -> None:
+        """The ledger has the gradients that backward has just made; where they add up in place, it has them already."""
+        if self._loose_bytes:
+            if self._loose_kind != "communication":
+                self._count_loose("communication", self._loose_bytes)
+            return
+        for param in self.params:
+            if param.grad is not None:
+                self._loose_bytes = self.fresh_bytes
+                self._account.add("communication", self.fresh_bytes)
+                return
+
+    def _count_loose(self, kind: str, nbytes: int) -> None:
+        """Gradients of this span beside its bucket: all that there are now."""
+        if self._loose_bytes:
+            self._account.add(self._loose_kind, -self._loose_bytes)
+        if nbytes:
+            self._account.add(kind, nbytes)
+        self._loose_kind, self._loose_bytes = kind, nbytes
+
+    def _gather_local(
+        self, grads: list[Tensor | None], dtype: torch.dtype | None = None, kind: str = "communication"
+    ) -> Tensor:
         if not self._held:
-            bucket, views = self.bucket(dtype)
+            bucket, views = self.bucket(dtype, kind)
             _fill(views, grads)
             return bucket
         _add(self._bucket_views, grads)
@@ -586,31 +639,35 @@ class Flat:
                 return True
         return False
 
-    def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
-        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
+    def bucket(self, dtype: torch.dtype | None = None, kind: str = "communication") -> tuple[Tensor, list[Tensor]]:
+        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views.
+
+        `kind`: what the ledger counts it as.
+        """
         wanted = dtype or self.reduce_dtype
-        if self._bucket is None or self._bucket.dtype != wanted:
-            self._bucket = self.allocate(self.span.numel, wanted)
+        if self._bucket is None or self._bucket_storage is None or self._bucket.dtype != wanted:
+            self.drop_bucket()
+            self._bucket = self.allocate(self.span.numel, wanted, kind)
+            self._bucket_storage = self._bucket.untyped_storage()
             self._bucket_views = self._cut(self._bucket)
             self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
-        else:
-            self._reserve(self._bucket_bytes, partial(self._bucket.untyped_storage().resize_, self._bucket_bytes))
+        elif not self._bucket_is_there:
+            self._allocate(self._bucket_bytes, partial(self._bucket_storage.resize_, self._bucket_bytes), kind)
+        self._bucket_kind, self._bucket_is_there = kind, True
         if self.span.used_numel < self.span.numel:
             self._bucket[self.span.used_numel :].zero_()
         return self._bucket, self._bucket_views
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Device memory for gradients, 1-D."""
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str = "communication") -> Tensor:
+        """Device memory for gradients, 1-D, undefined. The ledger has it as `kind`."""
+        return self._allocate(
+            numel * dtype.itemsize, partial(torch.empty, numel, dtype=dtype, device=self.device), kind
+        )
 
-        def make() -> Tensor:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-
-        return self._reserve(numel * dtype.itemsize, make)
-
-    def _reserve(self, bytes_: int, make: Callable[[], T]) -> T:
+    def _allocate(self, nbytes: int, make: Callable[[], T], kind: str) -> T:
         self._allocating = True
         try:
-            return self.storage.allocate(self._use, bytes_, make)
+            return self.storage.allocate(kind, self._use, nbytes, make)
         finally:
             self._allocating = False
 
@@ -620,8 +677,17 @@ class Flat:
         return self._held or self._allocating
 
     def drop_bucket(self) -> None:
-        if self._bucket is not None:
-            self._bucket.untyped_storage().resize_(0)
+        if self._bucket_is_there and self._bucket_storage is not None:
+            self._bucket_storage.resize_(0)
+            self._account.add(self._bucket_kind, -self._bucket_bytes)
+            self._bucket_is_there = False
+
+    def outgoing(self, wire: SoloWire) -> tuple[Tensor, Tensor]:
+        """What a reduce sends, and the memory that the mean comes back to. Both are there until `add_mean`."""
+        source = self.source(wire)
+        mean = self.allocate(self.span.slice_numel, self.master_dtype)
+        self._loose_bytes += mean.nbytes
+        return source, mean
 
     def source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype."""
@@ -632,13 +698,23 @@ class Flat:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous():
                 return grad.view(-1)
         bucket = self._gather_local(grads)
-        self._held = False
+        is_single = len(grads) == 1
+        del grads
+        if self._loose_bytes:
+            self._account.add("communication", -self._loose_bytes)
+            self._loose_bytes = 0
+        if self._held:  # no longer
+            self._held = False
+            self._account.add("gradients", -self._bucket_bytes)
+            self._account.add("communication", self._bucket_bytes)
+            self._bucket_kind = "communication"
         if bucket.dtype != self.reduce_dtype:
             sent = self.allocate(self.span.numel, self.reduce_dtype).copy_(bucket)
+            self._loose_bytes += sent.nbytes
             self.drop_bucket()
             bucket = sent
         # Every rank must send as much as its peers wait for, whether it has a gradient or not.
-        return bucket[: self.span.used_numel] if wire.ragged and len(grads) == 1 else bucket
+        return bucket[: self.span.used_numel] if wire.ragged and is_single else bucket
 
     @property
     def in_memory(self) -> bool:
@@ -655,21 +731,31 @@ class Flat:
             _fill(views, grads)
             self.add_reduced(bucket)
             self.drop_bucket()
-            return
-        shard = self.shards[0]
-        grad = shard.device_grad
-        if grad is None:
-            bucket, views = self.bucket()
-            _fill(views, grads)
-            shard.device_grad = bucket
-            return
-        if self._bucket is None or grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
-            shard.device_grad = self.bucket()[0].copy_(grad)
-        _add(self._bucket_views, grads)
+        else:
+            shard = self.shards[0]
+            grad = shard.device_grad
+            bucket, views = self.bucket(kind="gradients")
+            if grad is None:
+                _fill(views, grads)
+            else:
+                if grad.data_ptr() != bucket.data_ptr():  # it has been elsewhere meanwhile
+                    bucket.copy_(grad)
+                _add(views, grads)
+            shard.use_bucket(bucket)
+        self._count_loose("communication", 0)
+
+    def add_mean(self, mean: Tensor) -> None:
+        """A reduce is over: its result goes to the shards, and what it sent goes away."""
+        self._account.add("communication", -self._loose_bytes)
+        self._loose_bytes = 0
+        self.add_reduced(mean)
+        self.drop_bucket()
 
     def add_reduced(self, mean: Tensor) -> None:
-        if self.in_memory and self.shards[0].master.grad is None:
-            self.shards[0].device_grad = mean
+        """Add a gradient of this rank's slice, 1-D on the device; it may become a shard's own memory."""
+        first = self.shards[0]
+        if first is self.shards[-1] and first.tier is Tier.DEVICE and first.master.grad is None:
+            first.device_grad = mean
             return
         for shard in self.shards:
             shard.add(mean[shard.start : shard.stop])
@@ -686,7 +772,7 @@ class Flat:
     def some_grad(self, wire: SoloWire) -> None:
         """Zeros, from now on, for shards that have no gradient."""
         if self.in_memory and wire.size == 1 and self.shards[0].device_grad is None:
-            self.shards[0].device_grad = self.bucket()[0].detach().zero_()
+            self.shards[0].use_bucket(self.bucket(kind="gradients")[0].detach().zero_())
         for shard in self.shards:
             shard.some_grad()
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from .slices import Slice, SliceKeeper
 MASTER = "master"
 """The field of a record that holds the master."""
 
+B = TypeVar("B", Tensor, None)
 Fields = tuple[tuple[str, torch.dtype], ...]
 """Element-wise states of an optimizer group: name, type."""
 
@@ -78,6 +79,7 @@ class Shard:
         self._travels = travels
         self._grad: Tensor | None = None  # on the host, for all tiers but DEVICE
         self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
+        self._counted_bytes = 0  # of the gradient on the device, in the ledger
         self._move: Inflight | None = None
         self._landing: Tensor | None = None
         self.shown: Slice | None = None
@@ -219,9 +221,18 @@ class Shard:
 
     @device_grad.setter
     def device_grad(self, grad: Tensor | None) -> None:
+        nbytes = 0 if grad is None else grad.nbytes
+        if nbytes != self._counted_bytes:
+            self.storage.ledger.device.add("gradients", nbytes - self._counted_bytes)
+            self._counted_bytes = nbytes
         self.master.grad = grad
         if self.shown is not None:
             self.shown.local = None
+
+    def use_bucket(self, grad: Tensor) -> None:
+        """As `device_grad = grad`, of memory that the span's bucket has and the ledger counts as that."""
+        self.device_grad = None
+        self.master.grad = grad
 
     @property
     def has_grad(self) -> bool:
@@ -307,11 +318,9 @@ class Shard:
         self.coefficient = coefficient.to("cpu", self.dtype)
 
     def drop_grad(self) -> None:
-        self.master.grad = None
-        if self.shown is not None:
-            self.shown.local = None
-            if sys.getrefcount(self.shown) > self._alone:  # somebody keeps it: it is no later step's gradient
-                self.shown = None
+        self.device_grad = None
+        if self.shown is not None and sys.getrefcount(self.shown) > self._alone:
+            self.shown = None  # somebody keeps it: it is no later step's gradient
         if self._move is not None or self._landing is not None:
             self.land()
         self._grad = self.coefficient = None
@@ -319,7 +328,8 @@ class Shard:
     def release_buffer(self) -> None:
         """The gradient's memory goes, too."""
         self.drop_grad()
-        buffer, self._buffer = self._buffer, None
+        buffer = self._buffer
+        self._keep(None)
         if buffer is not None and self.storage.transient:
             self.storage.give_back(buffer)
 
@@ -394,15 +404,21 @@ class Shard:
     def _room(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None or self._buffer.dtype != dtype:
             new = self.storage.scratch if self.storage.transient else self.storage.link.empty
-            self._buffer = new(self.numel, dtype)
+            return self._keep(new(self.numel, dtype))
         return self._buffer
 
+    def _keep(self, buffer: B) -> B:
+        """The memory of a host gradient. Where it is lent by the pool, that has it in the ledger."""
+        if not self.storage.transient:
+            self.storage.ledger.host.add("gradients", (0 if buffer is None else buffer.nbytes) - self.grad_bytes)
+        self._buffer = buffer
+        return buffer
+
     def _widen(self, grad: Tensor) -> Tensor:
-        narrow, self._buffer = grad, None
-        wide = self._room(self.dtype).copy_(narrow)
+        wide = self._room(self.dtype).copy_(grad)
         self._set(wide)
         if self.storage.transient:
-            self.storage.give_back(narrow)
+            self.storage.give_back(grad)
         return wide
 
     def _set(self, grad: Tensor) -> None:
@@ -448,13 +464,13 @@ class Shard:
         if grad is not None:
             if tier is Tier.DEVICE:
                 self.device_grad = grad.to(self.storage.device)
-                self._buffer = None
+                self._keep(None)
             elif grad is not self._buffer:
                 self._set(self._room(self.dtype).copy_(grad))
             else:
                 self._set(grad)
         elif tier is Tier.DEVICE:
-            self._buffer = None
+            self._keep(None)
         if old is not None:
             old.close()
         self.note()

@@ -95,7 +95,7 @@ class Unit:
                     flat.guards.check(self.name)
         for flat in self.flats:
             if not flat.resident:
-                flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
+                flat.open(f"gathering unit {self.name!r}")
         for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
@@ -321,8 +321,7 @@ class Unit:
             if self.wire.size == 1:
                 flat.add_local()
                 continue
-            source = flat.source(self.wire)
-            mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
+            source, mean = flat.outgoing(self.wire)
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 
@@ -336,8 +335,7 @@ class Unit:
             return
         for flat, inflight, mean, _ in self._reduces:
             inflight.close()
-            flat.add_reduced(mean)
-            flat.drop_bucket()
+            flat.add_mean(mean)
         self._reduces.clear()
 
     def drop_grads(self, shards: bool) -> None:
