@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from .slices import Slice
 MASTER = "master"
 """The field of a record that holds the master."""
 
+B = TypeVar("B", Tensor, None)
 Fields = tuple[tuple[str, torch.dtype], ...]
 """Element-wise states of an optimizer group: name, type."""
 
@@ -79,6 +80,7 @@ class Shard:
         self._travels = travels
         self._grad: Tensor | None = None  # on the host, for all tiers but DEVICE
         self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
+        self._counted_bytes = 0  # of the gradient on the device, in the ledger
         self._move: Inflight | None = None
         self._landing: Tensor | None = None
         self.shown: Slice | None = None
@@ -221,9 +223,18 @@ class Shard:
 
     @device_grad.setter
     def device_grad(self, grad: Tensor | None) -> None:
+        nbytes = 0 if grad is None else grad.nbytes
+        if nbytes != self._counted_bytes:
+            self.storage.ledger.device.now["gradients"] += nbytes - self._counted_bytes
+            self._counted_bytes = nbytes
         self.master.grad, self._offered = grad, None
         if self.shown is not None:
             self.shown.local = None
+
+    def use_bucket(self, grad: Tensor) -> None:
+        """As `device_grad = grad`, of memory that the span's bucket has and the ledger counts as that."""
+        self.device_grad = None
+        self.master.grad = grad
 
     @property
     def has_grad(self) -> bool:
@@ -328,6 +339,8 @@ class Shard:
         return True
 
     def drop_grad(self) -> None:
+        self.storage.ledger.device.now["gradients"] -= self._counted_bytes
+        self._counted_bytes = 0
         self.master.grad = self._offered = None
         if self.shown is not None:
             self.shown.local = None
@@ -340,7 +353,8 @@ class Shard:
     def release_buffer(self) -> None:
         """The gradient's memory goes, too."""
         self.drop_grad()
-        buffer, self._buffer = self._buffer, None
+        buffer = self._buffer
+        self._keep(None)
         if buffer is not None and self.storage.transient:
             self.storage.give_back(buffer)
 
@@ -417,15 +431,21 @@ class Shard:
     def _room(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None or self._buffer.dtype != dtype:
             new = self.storage.scratch if self.storage.transient else self.storage.link.empty
-            self._buffer = new(self.numel, dtype)
+            return self._keep(new(self.numel, dtype))
         return self._buffer
 
+    def _keep(self, buffer: B) -> B:
+        """The memory of a host gradient. Where it is lent by the pool, that has it in the ledger."""
+        if not self.storage.transient:
+            self.storage.ledger.host.add("gradients", (0 if buffer is None else buffer.nbytes) - self.grad_bytes)
+        self._buffer = buffer
+        return buffer
+
     def _widen(self, grad: Tensor) -> Tensor:
-        narrow, self._buffer = grad, None
-        wide = self._room(self.dtype).copy_(narrow)
+        wide = self._room(self.dtype).copy_(grad)
         self._set(wide)
         if self.storage.transient:
-            self.storage.give_back(narrow)
+            self.storage.give_back(grad)
         return wide
 
     def _set(self, grad: Tensor) -> None:
@@ -471,13 +491,13 @@ class Shard:
         if grad is not None:
             if tier is Tier.DEVICE:
                 self.device_grad = grad.to(self.storage.device)
-                self._buffer = None
+                self._keep(None)
             elif grad is not self._buffer:
                 self._set(self._room(self.dtype).copy_(grad))
             else:
                 self._set(grad)
         elif tier is Tier.DEVICE:
-            self._buffer = None
+            self._keep(None)
         if old is not None:
             old.close()
         self.note()

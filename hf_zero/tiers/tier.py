@@ -64,11 +64,14 @@ def padded(nbytes: int) -> int:
 
 @dataclass(slots=True)
 class Count:
-    """One road since the last reset: transfers asked for, their bytes, and how long the host stood waiting for them."""
+    """One road since the last reset: transfers asked for, their bytes, and how long the host stood waiting for them; of that,
+    how long the thread that steps over offloaded state did, beside training.
+    """
 
     calls: int = 0
     bytes: int = 0
     wait_s: float = 0.0
+    stepper_wait_s: float = 0.0
 
 
 class Meter:
@@ -77,6 +80,8 @@ class Meter:
     def __init__(self) -> None:
         self.kinds = {kind: Count() for kind in ("down", "up", "read", "write")}
         self._lock = threading.Lock()
+        self.stepper_thread: int | None = None
+        """The identifier of the thread that steps over offloaded state."""
 
     def __getitem__(self, kind: str) -> Count:
         return self.kinds[kind]
@@ -89,12 +94,14 @@ class Meter:
     def waited(self, kind: str, wait_s: float) -> None:
         with self._lock:
             self.kinds[kind].wait_s += wait_s
+            if threading.get_ident() == self.stepper_thread:
+                self.kinds[kind].stepper_wait_s += wait_s
 
     def reset(self) -> None:
         with self._lock:
             for count in self.kinds.values():
                 count.calls = count.bytes = 0
-                count.wait_s = 0.0
+                count.wait_s = count.stepper_wait_s = 0.0
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         with self._lock:

@@ -562,7 +562,7 @@ def test_every_thread_counts(disk: Disk) -> None:
         assert count.wait_s > 0
     disk.meter.reset()
     assert disk.meter.to_dict() == {
-        kind: {"calls": 0, "bytes": 0, "wait_s": 0.0} for kind in ("down", "up", "read", "write")
+        kind: {"calls": 0, "bytes": 0, "wait_s": 0.0, "stepper_wait_s": 0.0} for kind in ("down", "up", "read", "write")
     }
 
 
