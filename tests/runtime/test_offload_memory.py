@@ -274,7 +274,7 @@ def off_plan(rank: int, world: int, cases: list[Case], folder: str) -> list[str]
         wrong += [
             f"rank {rank}: {case}: peak {row.tier} {row.kind}: planned {row.predicted_peak}, found {row.measured_peak}"
             for row in last.tiers
-            if not is_on_the_bar(row.predicted_peak, row.measured_peak, unit, allowed[row.tier])
+            if not is_on_the_bar(row.kind, row.predicted_peak, row.measured_peak, unit, allowed[row.tier])
         ]
         spared = unpadded_bytes(engine) * case.accumulation
         wrong += [
