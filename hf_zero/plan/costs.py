@@ -340,8 +340,12 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], set
 
 
 def _look_at_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
-    """Two units are read at a time. Gradients land in one buffer after the other, or stay in them until they are stepped."""
+    """Two units are read at a time, and one buffer is still there that was too small, or has not been given back.
+
+    Gradients land in one buffer after the other, or stay in them until they are stepped.
+    """
     reads = max((a.reads + b.reads + a.cast for a, b in _neighbours(units)), default=0)
+    reads += max((unit.reads for unit in units), default=0)
     buffers = [nbytes for unit in units for nbytes in unit.down]
     if setup.step_in_backward and setup.backward_per_step == 1:
         sums = [sum(unit.down) for unit in units]
