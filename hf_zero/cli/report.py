@@ -1,6 +1,6 @@
 """A run's steps as they were measured, against what was predicted: read from its files, summed up, and what to change.
 
-A run's file (`recorder.Recorder` writes it) has one JSON object per line: facts, then steps. Every start of training appends
+A run's file (`plan.record.Recorder` writes it) has one JSON object per line: facts, then steps. Every start of training appends
 facts of its own; the last start is reported.
 """
 
@@ -17,9 +17,8 @@ from typing import Any
 from ..config import size_text
 from ..errors import ConfigError
 from ..plan.costs import KINDS, TIERS
-from ..plan.work import ROADS
-from ..runtime.record import FORMAT
-from ..runtime.usage import WAITS
+from ..plan.record import FORMAT
+from ..plan.work import CHANNELS, ROADS, WAITS
 
 OFF = 0.05
 """A prediction that is further off is warned of, from `SMALL_BYTES` on."""
@@ -27,31 +26,6 @@ SMALL_BYTES = 1 << 20
 WAITED = 0.2
 """Share of the step that may be waiting for one thing."""
 SLOWEST = 5
-WAIT_NAMES = {
-    "gather": "waiting for gathers",
-    "reduce": "waiting for reduces",
-    "scalar": "waiting for norms and flags",
-    "agree": "waiting for word of which units take part",
-    "down": "waiting for the link, to the host",
-    "up": "waiting for the link, to the device",
-    "read": "waiting for disk reads",
-    "write": "waiting for disk writes",
-    "optimizer": "waiting for the step over offloaded state",
-}
-_ADVICE = {
-    "gather": "more tokens per step on each rank (batch, accumulation); stage 2, where parameters are not gathered in "
-    "every pass; or a faster network",
-    "reduce": "more tokens per step on each rank (batch; accumulation at stage 1 sends once); reduce_dtype='bfloat16'; "
-    "or a faster network",
-    "scalar": "ranks arrive at different times: even out their batches, look for a slow rank",
-    "agree": "ranks arrive at different times: even out their batches, look for a slow rank",
-    "down": "more tokens per step (batch), or less state on the host (a higher device_memory with offload_optimizer='auto')",
-    "up": "more tokens per step (batch), or parameters on the device (offload_params='none' or 'auto')",
-    "read": "parameters on the host (offload_params='cpu' or 'auto'), or a faster disk for offload_dir",
-    "write": "less state on disk ('cpu' or 'auto'), or a faster disk for offload_dir",
-    "optimizer": "more tokens per step (batch, accumulation); step_in_backward=True where nothing is clipped; less "
-    "offloaded state (offload_optimizer='auto'); for state on disk, a faster disk for offload_dir",
-}
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -237,7 +211,7 @@ def _off(told: float, found: float) -> float | None:
 
 def parts_of(step: dict[str, Any]) -> dict[str, float]:
     """Seconds of one step by what they went to; they add up to the step."""
-    waits = {WAIT_NAMES[road]: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
+    waits = {CHANNELS[road].label: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
     between = float(step["between_s"])
     rest = max(0.0, step["seconds"] - between - sum(waits.values()))
     return {"computing and the rest": rest, **waits, "between steps (data, evaluation, saving)": between}
@@ -278,7 +252,7 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
         )
     for road, waited in time["wait_s"].items():
         if waited > WAITED * time["step_s"]:
-            yield f"{waited / time['step_s']:.0%} of the step is {WAIT_NAMES[road]}. What helps: {_ADVICE[road]}"
+            yield f"{waited / time['step_s']:.0%} of the step is {CHANNELS[road].label}. What helps: {CHANNELS[road].advice}"
 
 
 def _at(values: dict[str, Any], keys: Sequence[str]) -> float:

@@ -17,8 +17,8 @@ from ..errors import needs
 from ..plan.costs import KINDS, STATES, TIERS
 from ..plan.machine import Machine, host_name
 from ..plan.plan import Plan
-from ..plan.work import ROADS
-from .report import WAIT_NAMES, Run, parts_of
+from ..plan.work import CHANNELS, ROADS
+from .report import Run, parts_of
 
 Row = Sequence[str]
 
@@ -253,7 +253,7 @@ def report(out: dict[str, Any], console: Console | None = None) -> None:
         table(console, "sent and moved per step (median)", against, rows)
     spent = out["time"]
     parts = {"computing and the rest": spent["rest_s"]}
-    parts |= {WAIT_NAMES[road]: waited for road, waited in spent["wait_s"].items() if waited > 0}
+    parts |= {CHANNELS[road].label: waited for road, waited in spent["wait_s"].items() if waited > 0}
     parts["between steps (data, evaluation, saving)"] = spent["between_s"]
     whole = spent["step_s"]
     told = "" if spent["predicted_step_s"] is None else f", predicted {spent['predicted_step_s']:.4f}"

@@ -186,8 +186,6 @@ class Visit:
     unit: int
     is_embedding: bool = False
     """Its inputs are indices: its backward needs no weights, and nothing tells when it is over but the end of backward."""
-    follows: bool = True
-    """Its input is the very output of the visit before it, with no operation of the model's own between the two."""
     inner: tuple[Visit, ...] = ()
     """Visits that happen inside this one."""
 

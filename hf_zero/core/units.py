@@ -62,11 +62,7 @@ def find_groups(model: nn.Module) -> list[Group]:
 
 
 def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
-    """A pass forward as registration order shows it: each group's hosts, and what runs inside which.
-
-    A single module that is no block (a head) is taken to get its input through an operation of its model, as heads of causal
-    models do, which cut the positions out that they need.
-    """
+    """A pass forward as registration order shows it: each group's hosts, and what runs inside which."""
     unit_of = {host: place for place, group in enumerate(groups) for host in group.hosts}
     known: set[nn.Module] = set()
 
@@ -76,8 +72,7 @@ def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
         known.add(module)
         inner = (visit for child in module.children() for visit in visits(child))
         if module in unit_of:
-            follows = any(True for _ in module.children())
-            yield Visit(unit_of[module], is_plain_embedding(module), follows, tuple(inner))
+            yield Visit(unit_of[module], is_plain_embedding(module), tuple(inner))
         else:
             yield from inner
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..config import StagePolicy
 from ..core.layout import Layout, Span, UnitLayout, Visit, itemsize
+from ..tiers.pool import KEPT_BUFFERS
 from ..tiers.tier import SIZES, Sizes, Tier, padded
-from .passes import High, Manner, SpanBytes, UnitBytes, play
 
+T = TypeVar("T")
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "staging", "activations")
 STATES = ("parameters", "gradients", "optimizer")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
@@ -177,71 +179,253 @@ def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
     return itemsize(span.spec.master_dtype)
 
 
-def of_passes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> High:
-    """What comes and goes: gathered units, gradients on their way, buffers of the host."""
-    copies = tied_copies(layout)
-    tied = [nbytes * copies for nbytes in tied_bytes(layout)]
-    units = [_unit_bytes(unit, tied_, placements, setup) for unit, tied_ in zip(layout.units, tied)]
-    return play(layout.visits, units, _manner(layout, placements, setup))
+# What comes and goes ------------------------------------------------------------------------------------------------
 
 
-def _manner(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Manner:
-    return Manner(
-        frees=not setup.policy.keep_full,
-        defers=setup.world_size > 1 and not setup.policy.reduce_each_backward,
-        alone=setup.world_size == 1,
-        consumes=setup.step_in_backward and setup.backward_per_step == 1,
-        backwards=setup.backward_per_step,
-    )
+@dataclass(slots=True)
+class Use:
+    """When a pass forward uses one unit, on a clock that counts where modules begin and end. 0: not at all."""
+
+    first: int = 0
+    """Its first use begins."""
+    read: int = 0
+    """Its first use whose backward needs the weights begins: an embedding's does not."""
+    last: int = 0
+    """Its last use ends."""
+    is_reached: bool = False
+    """Backward comes to a use of its weights."""
 
 
-def _unit_bytes(unit: UnitLayout, tied: int, placements: Sequence[Placement], setup: Setup) -> UnitBytes:
-    moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
-    trained = [span for span in unit.spans if span.is_updated]
-    return UnitBytes(
-        full=sum(span.numel * itemsize(span.spec.compute_dtype) for span in moved),
-        reads=tuple(
-            _read_bytes(span, placements[span.index], setup)
-            for span in moved
-            if placements[span.index].parameters is Tier.DISK
-        ),
-        spans=tuple(_span_bytes(span, placements[span.index], setup) for span in trained),
-        tied=tied,
-        is_trained=bool(trained),
-    )
+def uses_of(layout: Layout) -> list[Use]:
+    """By unit."""
+    seen: list[tuple[Visit, int, int]] = []  # begin and end
+
+    def walk(visits: Sequence[Visit], clock: int) -> int:
+        for visit in visits:
+            begin = clock
+            clock = walk(visit.inner, begin + 1) + 1
+            seen.append((visit, begin, clock - 1))
+        return clock
+
+    end = walk(layout.visits, 1)
+    trained = {at for at, unit in enumerate(layout.units) if any(span.is_updated for span in unit.spans)}
+    start = min((begin for visit, begin, _ in seen if visit.unit in trained), default=end)
+    out = [Use() for _ in layout.units]
+    for visit, begin, stop in seen:
+        use = out[visit.unit]
+        use.first = min(use.first or begin, begin)
+        use.last = max(use.last, stop)
+        if not visit.is_embedding:
+            use.read = min(use.read or begin, begin)
+            use.is_reached = use.is_reached or begin >= start
+    return out
 
 
-def tied_bytes(layout: Layout) -> list[int]:
-    """By unit: fresh gradients of parameters that an embedding has and another module, too."""
-    kinds: list[set[bool]] = [set() for _ in layout.units]
-    for visit in every(layout.visits):
-        kinds[visit.unit].add(visit.is_embedding)
-    return [
-        sum(
-            slot.spec.numel * itemsize(slot.spec.compute_dtype)
-            for span in unit.spans
-            if span.is_updated
-            for slot in span.slots
-            if len(slot.spec.names) > 1
-        )
-        if len(of) > 1
-        else 0
-        for unit, of in zip(layout.units, kinds)
-    ]
+@dataclass(frozen=True, slots=True)
+class _UnitBytes:
+    """What one unit brings in and makes in a pass."""
+
+    full: int
+    """Gathered, of spans that come and go."""
+    fresh: int
+    """Gradients as backward leaves them, beside those that add up in place."""
+    copying: int
+    """The most that is there, of these and of their copies, while they are copied."""
+    moving: int
+    """Copies and means, until the next unit's reduce begins."""
+    kept: int
+    """At rest on the device."""
+    held: int
+    """Local gradients between backwards, where a stage sends them with the last one only."""
+    tied: int
+    """Fresh gradients that autograd keeps until it has those of an embedding with the same weights."""
+    reads: int
+    """Host buffers that spans on disk are read to."""
+    cast: int
+    """The largest second one, of values that are cast."""
+    down: tuple[int, ...]
+    """Gradients that go down to host memory through a buffer each."""
 
 
-def tied_copies(layout: Layout) -> int:
-    """Of such a gradient, beside the one that stays, when it is added up: the other one, and their sum. Under autocast the one
-    that waits has come through a cast, and is added to in place.
+@dataclass(slots=True)
+class Passing:
+    """The highest of what comes and goes in a step's passes; `scratch` is host memory."""
+
+    gathered: int = 0
+    communication: int = 0
+    gradients: int = 0
+    moment: int = 0
+    """Gathered and communication at one moment."""
+    device: int = 0
+    """All three at one moment."""
+    scratch: int = 0
+    resting_scratch: int = 0
+    """What the pool keeps of it between backward and step."""
+
+
+def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Passing:
+    """What comes and goes: gathered units, gradients on their way, landing buffers of the host.
+
+    A unit is gathered from its first use to its last, and with it the one that comes next. In backward its fresh gradients are
+    there beside buckets and means of the unit before it (docs/PLAN.md).
     """
-    return 1 if any(span.spec.compute_dtype != span.spec.dtype for span in layout.spans) else 2
+    uses = uses_of(layout)
+    units = [_unit_bytes(unit, use, placements, setup) for unit, use in zip(layout.units, uses)]
+    out = Passing()
+    used = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
+    _look_at_forward(out, [(uses[at], units[at]) for at in used])
+    _look_at_backward(out, [(uses[at], units[at]) for at in reversed(used)], setup)
+    _look_at_host(out, [units[at] for at in used], setup)
+    return out
 
 
-def every(visits: Sequence[Visit]) -> Iterator[Visit]:
-    """Inner ones, too."""
-    for visit in visits:
-        yield visit
-        yield from every(visit.inner)
+def _look_at_forward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]]) -> None:
+    """Units in the order of their first uses."""
+    events = [(use.first, True, place) for place, (use, _) in enumerate(units)]
+    events += [(use.last, False, place) for place, (use, _) in enumerate(units)]
+    there = 0
+    for _, begins, place in sorted(events):
+        full = units[place][1].full
+        there += full if begins else -full
+        ahead = units[place + 1][1].full if begins and place + 1 < len(units) else 0
+        out.gathered = max(out.gathered, there + ahead)
+    out.moment = out.gathered
+
+
+def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], setup: Setup) -> None:
+    """Units in the order of their reduces: those used first last."""
+    alone = setup.world_size == 1
+    walk = sorted((place for place, (use, _) in enumerate(units) if use.is_reached), key=lambda at: -units[at][0].last)
+    enter, gradients, leave = 0, 1, 2
+    events = [(-units[place][0].last, enter, place) for place in walk]
+    events += [(-units[place][0].read, leave, place) for place in walk]
+    events += [(-use.first, gradients, place) for place, (use, unit) in enumerate(units) if unit.fresh or unit.held]
+    following = dict(zip(walk, walk[1:]))
+    there = ahead = waiting = moving = coming = 0
+    adds = setup.backward_per_step > 1 and not _defers(setup)
+    kept = sum(unit.kept for _, unit in units) if adds else 0
+    held = sum(unit.held for _, unit in units)
+
+    def look(passing: int, gone: int = 0) -> None:
+        gathered = there + ahead - gone
+        out.gathered = max(out.gathered, gathered)
+        out.communication = max(out.communication, passing)
+        out.gradients = max(out.gradients, kept + held)
+        out.moment = max(out.moment, gathered + passing)
+        out.device = max(out.device, gathered + passing + kept + held)
+
+    look(0)
+    out.device = max(out.device, out.gathered + kept + held)
+    for _, what, place in sorted(events):
+        use, unit = units[place]
+        if what == enter:
+            there += unit.full
+            ahead = units[following[place]][1].full if place in following else 0
+            look(moving + waiting)
+        elif what == leave:
+            there -= unit.full
+            waiting += unit.tied
+        else:
+            look(unit.fresh + moving + waiting)
+            kept += 0 if adds else (unit.kept if alone else coming)
+            held -= unit.held
+            look(unit.copying + waiting, unit.full if use.is_reached and use.read == use.first else 0)
+            moving, coming = unit.moving, unit.kept
+            waiting -= unit.tied if use.is_reached and use.read > use.first else 0
+    kept += 0 if adds or alone else coming
+    look(0)
+
+
+def _look_at_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
+    """Two units are read at a time, and one buffer is still there that was too small, or has not been given back.
+
+    Gradients land in one buffer after the other, or stay in them until they are stepped.
+    """
+    reads = max((a.reads + b.reads + a.cast for a, b in _neighbours(units)), default=0)
+    reads += max((unit.reads for unit in units), default=0)
+    buffers = [nbytes for unit in units for nbytes in unit.down]
+    if setup.step_in_backward and setup.backward_per_step == 1:
+        sums = [sum(unit.down) for unit in units]
+        landing = max((sum(sums[at : at + 3]) for at in range(len(sums))), default=0)
+    else:
+        landing = max((a + b for a, b in _neighbours(buffers)), default=0)
+    out.scratch = reads + landing
+    singles = sorted([*buffers, *(unit.reads for unit in units)], reverse=True)
+    out.resting_scratch = min(out.scratch, sum(singles[:KEPT_BUFFERS]))
+
+
+def _neighbours(items: Sequence[T]) -> Iterator[tuple[T, T]]:
+    """Each with the one behind it; the last with itself."""
+    return zip(items, [*items[1:], *items[-1:]])
+
+
+def _defers(setup: Setup) -> bool:
+    """Gradients of several backwards stay on this rank until the last one."""
+    return setup.world_size > 1 and not setup.policy.reduce_each_backward and setup.backward_per_step > 1
+
+
+def _unit_bytes(unit: UnitLayout, use: Use, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
+    moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
+    on_disk = [span for span in moved if placements[span.index].parameters is Tier.DISK]
+    reads = [_read_bytes(span, placements[span.index], setup) for span in on_disk]
+    full = sum(span.numel * itemsize(span.spec.compute_dtype) for span in moved)
+    trained = [span for span in unit.spans if span.is_updated]
+    own = [span.used_numel * itemsize(span.spec.compute_dtype) for span in trained]
+    left, copying, moving, kept, held, fresh, tied = sum(own), 0, 0, 0, 0, 0, 0
+    for span, nbytes in zip(trained, own):
+        placement, master = placements[span.index], itemsize(span.spec.master_dtype)
+        bucket = copies = _bucket_bytes(span, placement, setup)
+        if not _defers(setup):
+            fresh += nbytes
+        elif span.spec.compute_dtype == span.spec.master_dtype:  # they add up in place
+            held += nbytes
+        else:  # in a copy, which is copied once more where it is sent in a narrower type
+            wide = span.numel * max(itemsize(wire_dtype(span, setup)), min(master, 4))
+            fresh, held, copies = fresh + nbytes, held + wide, wide + (bucket if bucket < wide else 0)
+        copying = max(copying, left + moving + copies)
+        left -= nbytes
+        if setup.world_size > 1:
+            moving += (bucket or nbytes) + span.slice_numel * master
+        copying = max(copying, left + moving)
+        kept += placement.numel(Tier.DEVICE) * master
+        if use.read > use.first:
+            shared = (slot.spec.numel for slot in span.slots if len(slot.spec.names) > 1)
+            tied += sum(shared) * itemsize(span.spec.compute_dtype)
+    return _UnitBytes(
+        full,
+        fresh,
+        copying,
+        moving,
+        kept,
+        held,
+        tied,
+        reads=sum(first for first, *_ in reads),
+        cast=max((second for _, *rest in reads for second in rest), default=0),
+        down=tuple(nbytes for span in trained for nbytes in _landing_bytes(span, placements[span.index], setup)),
+    )
+
+
+def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+    """The copy of fresh gradients that is sent; 0 where they are sent as they are, or are copied to where they rest."""
+    compute = itemsize(span.spec.compute_dtype)
+    if setup.world_size == 1:
+        return 0 if placement.numel(Tier.DEVICE) == span.slice_numel else span.numel * compute
+    if setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup):
+        return 0
+    return span.numel * itemsize(wire_dtype(span, setup))
+
+
+def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
+    """Buffers for gradients on their way to host memory, by shard below the device; none where they land where they rest."""
+    arriving = itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
+    steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
+    adds = setup.backward_per_step > 1 and not _defers(setup)
+    return [
+        numel * arriving
+        for tier, numel in below
+        if steps_at_once or adds or arriving < gradient_itemsize(span, tier, setup)
+    ]
 
 
 def _read_bytes(span: Span, placement: Placement, setup: Setup) -> tuple[int, ...]:
@@ -256,31 +440,6 @@ def _read_bytes(span: Span, placement: Placement, setup: Setup) -> tuple[int, ..
 def stored_itemsize(span: Span, placement: Placement, setup: Setup) -> int:
     """Of parameters on disk."""
     return itemsize(span.spec.master_dtype if is_in_files(span, placement, setup) else span.spec.compute_dtype)
-
-
-def _span_bytes(span: Span, placement: Placement, setup: Setup) -> SpanBytes:
-    compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
-    reduced = itemsize(wire_dtype(span, setup))
-    is_kept = len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DEVICE
-    below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
-    alone = setup.world_size == 1
-    defers = not alone and not setup.policy.reduce_each_backward and setup.backward_per_step > 1
-    holds = defers and span.spec.compute_dtype != span.spec.master_dtype
-    is_sent_whole = setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup)
-    arriving = compute if alone else master
-    rests = gradient_itemsize(span, Tier.HOST, setup)
-    bucket = span.numel * (compute if alone else reduced)
-    return SpanBytes(
-        fresh=span.used_numel * compute,
-        bucket=0 if (is_kept if alone else is_sent_whole) else bucket,
-        mean=0 if alone else span.slice_numel * master,
-        kept=placement.numel(Tier.DEVICE) * master,
-        is_kept=is_kept,
-        held=span.numel * max(reduced, min(master, 4)) if holds else 0,
-        sent=span.numel * reduced if holds else 0,
-        down=tuple(numel * arriving for numel in below),
-        lands=arriving < rests,
-    )
 
 
 def wire_dtype(span: Span, setup: Setup) -> str:
@@ -340,18 +499,17 @@ def memory_of(
     for span, placement in zip(layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():
             rest[tier][kind] += value
-    high = of_passes(layout, placements, setup)
+    high = passing_bytes(layout, placements, setup)
     blocks = scratch_bytes(layout, placements, setup) + ring_bytes(layout, placements, setup)
     rest[Tier.HOST]["staging"] = blocks + high.resting_scratch
     peak = {tier: dict(kinds) for tier, kinds in rest.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
-    host["staging"] = max(high.scratch, blocks + high.later_scratch)
+    host["staging"] = blocks + high.scratch
     device["activations"], host["activations"] = activations
     most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
-    most[Tier.HOST] += blocks + high.later_scratch - host["staging"]
     highest = dict(most)
-    most[Tier.DEVICE] += high.passing - high.gathered - high.communication
+    most[Tier.DEVICE] += high.moment - high.gathered - high.communication
     highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + high.device + device["activations"]
     return Memory(rest, peak, highest, most)
 

@@ -76,11 +76,11 @@ def visits_by_name(units: Units) -> list[Visit]:
     embeddings = [name for name in outside if _EMBEDDING.search(name)]
     heads = [place_of[name] for name in outside if name not in embeddings]
     blocks = sorted({place_of[name] for name in names if _BLOCK.match(name)})
-    out = [Visit(place_of[name], is_embedding=True, follows=False) for name in embeddings]
+    out = [Visit(place_of[name], is_embedding=True) for name in embeddings]
     out += [Visit(place) for place in blocks]
-    out += [Visit(place, follows=False) for place in dict.fromkeys(heads) if place not in blocks]
+    out += [Visit(place) for place in dict.fromkeys(heads) if place not in blocks]
     tied = [place for place, (_, specs) in enumerate(units) if any(len(spec.names) > 1 for spec in specs)]
-    return out + [Visit(place, follows=False) for place in tied]
+    return out + [Visit(place) for place in tied]
 
 
 def _split(specs: Iterable[ParamSpec], small: int, nearest: list[ParamSpec]) -> Units:

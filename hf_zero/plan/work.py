@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from ..core.layout import Layout, Span, itemsize
 from ..tiers.tier import Tier
-from .costs import Placement, Setup, gradient_itemsize, stored_itemsize, wire_dtype
+from .costs import Placement, Setup, gradient_itemsize, stored_itemsize, uses_of, wire_dtype
 from .machine import Machine
-from .passes import Manner, UnitBytes, play
 
 PASSES, STEP, AFTER = "passes", "step", "after"
 """Forwards and backwards; the optimizer's step; the gathers that stages 1 and 2 wait for after it."""
@@ -19,7 +18,80 @@ Work = dict[tuple[str, str], float]
 """(phase, road) -> bytes. Roads: `gather` and `reduce` as sent, `down` and `up` the link, `read` and `write` the disk, and
 `device` and `host`: what the optimizer reads and writes in these memories."""
 
-ROADS = ("gather", "reduce", "down", "up", "read", "write")
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One thing that a step moves bytes by, or stands still for."""
+
+    label: str
+    """Of waiting for it."""
+    advice: str
+    """What helps where waiting for it takes long."""
+    speed: str = ""
+    """The field of `Machine` with its bytes per second; empty: its time is not predicted."""
+    resource: str = ""
+    """What it occupies: channels of one resource take turns, others go on at the same time."""
+    moves_bytes: bool = True
+
+
+_UNEVEN = "ranks arrive at different times: even out their batches, look for a slow rank"
+CHANNELS: Mapping[str, Channel] = {
+    "gather": Channel(
+        "waiting for gathers",
+        "more tokens per step on each rank (batch, accumulation); stage 2, where parameters are not gathered in every pass; "
+        "or a faster network",
+        "collective",
+        "collective",
+    ),
+    "reduce": Channel(
+        "waiting for reduces",
+        "more tokens per step on each rank (batch; accumulation at stage 1 sends once); reduce_dtype='bfloat16'; or a faster "
+        "network",
+        "collective",
+        "collective",
+    ),
+    "scalar": Channel("waiting for norms and flags", _UNEVEN),
+    "agree": Channel("waiting for word of which units take part", _UNEVEN),
+    "down": Channel(
+        "waiting for the link, to the host",
+        "more tokens per step (batch), or less state on the host (a higher device_memory with offload_optimizer='auto')",
+        "link_down",
+        "down",
+    ),
+    "up": Channel(
+        "waiting for the link, to the device",
+        "more tokens per step (batch), or parameters on the device (offload_params='none' or 'auto')",
+        "link_up",
+        "up",
+    ),
+    "read": Channel(
+        "waiting for disk reads",
+        "parameters on the host (offload_params='cpu' or 'auto'), or a faster disk for offload_dir",
+        "disk_read",
+        "read",
+    ),
+    "write": Channel(
+        "waiting for disk writes",
+        "less state on disk ('cpu' or 'auto'), or a faster disk for offload_dir",
+        "disk_write",
+        "write",
+    ),
+    "optimizer": Channel(
+        "waiting for the step over offloaded state",
+        "more tokens per step (batch, accumulation); step_in_backward=True where nothing is clipped; less offloaded state "
+        "(offload_optimizer='auto'); for state on disk, a faster disk for offload_dir",
+        moves_bytes=False,
+    ),
+    "device": Channel("", "", "device_bandwidth", "optimizer"),
+    "host": Channel("", "", "host_bandwidth", "optimizer"),
+}
+"""By name. The optimizer's own reads and writes in device and host memory are the last two."""
+COLLECTIVES = ("gather", "reduce", "scalar", "agree")
+LINKS = ("down", "up", "read", "write")
+ROADS = ("gather", "reduce", *LINKS)
+"""Channels whose bytes are predicted."""
+WAITS = (*COLLECTIVES, *LINKS, "optimizer")
+"""What training stands still for; `optimizer`: the thread that steps over offloaded state."""
 
 
 def uses(layout: Layout, setup: Setup) -> list[int]:
@@ -28,9 +100,9 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
     begins, and an embedding's backward needs no weights.
     """
-    trained = [UnitBytes(0, is_trained=any(span.is_updated for span in unit.spans)) for unit in layout.units]
-    manner = Manner(frees=True, defers=False, alone=True, consumes=False, backwards=1)
-    return [setup.backward_per_step * count for count in play(layout.visits, trained, manner).gathers]
+    of = uses_of(layout)
+    end = max((use.last for use in of), default=0)
+    return [setup.backward_per_step * (1 + (use.is_reached and use.last < end)) if use.first else 0 for use in of]
 
 
 def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
@@ -117,29 +189,16 @@ class Traffic:
 
 
 def speed(machine: Machine, road: str) -> float | None:
-    """Bytes per second on a road; None: not known."""
-    return {
-        "gather": machine.collective,
-        "reduce": machine.collective,
-        "down": machine.link_down,
-        "up": machine.link_up,
-        "read": machine.disk_read,
-        "write": machine.disk_write,
-        "device": machine.device_bandwidth,
-        "host": machine.host_bandwidth,
-    }[road]
+    """Bytes per second on a channel; None: not known."""
+    rate: float | None = getattr(machine, CHANNELS[road].speed)
+    return rate
 
 
 def resource(road: str, machine: Machine) -> str:
-    """What a road occupies: roads of one resource take turns, others go on at the same time.
-
-    On a CPU everything but the disk is the processor's work. The optimizer works on the device, then on the host.
-    """
-    if road in ("read", "write"):
-        return road
-    if machine.shares_memory:
+    """What a channel (or `compute`) occupies. On a CPU everything but the disk is the processor's work."""
+    if machine.shares_memory and road not in ("read", "write"):
         return "processor"
-    return {"gather": "collective", "reduce": "collective", "device": "optimizer", "host": "optimizer"}.get(road, road)
+    return CHANNELS[road].resource if road in CHANNELS else road
 
 
 def phase_of(phase: str, setup: Setup) -> str:

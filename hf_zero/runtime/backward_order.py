@@ -167,6 +167,7 @@ class BackwardOrder:
     def reduce(self, trace: Trace) -> None:
         if self._frees:
             self._suspect(trace)
+        trace.unit.count_local()
         previous, self.reducing = self.reducing, trace
         if previous is not None:
             if previous.everywhere:
@@ -202,6 +203,8 @@ class BackwardOrder:
             self.reducing = None
         for trace in late:
             self._finish_reduce(trace)
+        if late:  # all gradients are at rest now
+            late[-1].unit.look()
 
     def finish(self) -> None:
         """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""

@@ -32,6 +32,10 @@ class SpanGradients:
     Attributes:
         arrived: by parameter, this rank has had a gradient of it since `drop_master_grad`.
         present: the same on any rank, after a backward.
+        local_bytes: what a backward leaves on the parameters.
+        moving_bytes: beside the bucket, what the ledger has of this span as communication: local gradients, the mean, a copy of
+            the bucket in the type that is sent.
+        waiting_bytes: local gradients that add up on the parameters between backwards; gradients in the ledger.
         shards: this rank's slice, in one stretch or several; the reduced gradients are theirs.
     """
 
@@ -54,8 +58,14 @@ class SpanGradients:
         self._held = self._allocating = False
         self._use = f"gradients of {span.spec.name!r} and what is with it"
         self._bucket: Tensor | None = None
+        self._bucket_storage: torch.UntypedStorage | None = None
         self._bucket_views: list[Tensor] = []
-        self._bucket_bytes = 0
+        self._bucket_bytes = self._bucket_there_bytes = 0
+        self._bucket_kind = "communication"
+        """In the ledger. Local gradients that wait for the last backward are gradients, and so is the gradient on one rank."""
+        self.local_bytes = span.used_numel * self.compute_dtype.itemsize
+        self.moving_bytes = self.waiting_bytes = 0
+        self.account = storage.ledger.device
 
     def cut_up(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.span.slots]
@@ -91,6 +101,8 @@ class SpanGradients:
                 param.grad.local = None
             else:
                 param.grad = None
+        if self.moving_bytes or self.waiting_bytes:
+            self.drop_moving()
         if not local:
             self.handles.drop()
             self.present = self._all
@@ -101,12 +113,38 @@ class SpanGradients:
     def hold(self) -> None:
         """Between backwards of one step, without a reduce: keep the local gradients, in float32 at least."""
         if self.compute_dtype != self.master_dtype:
-            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype))
+            if not self.moving_bytes:
+                self.count_local()
+            self._gather_local(self.take(), Precision.hold_dtype(self.reduce_dtype), "gradients")
             self._held = True
+            self.drop_moving()
+        elif not self.waiting_bytes and self.has_grads():  # they add up where they are
+            self.waiting_bytes = self.local_bytes
+            self.account.add("gradients", self.local_bytes)
 
-    def _gather_local(self, grads: list[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
+    def count_local(self) -> None:
+        """The ledger has what backward has just left on the parameters."""
+        now = self.account.now
+        if self.waiting_bytes:
+            now["gradients"] -= self.waiting_bytes
+            self.waiting_bytes = 0
+        for param in self.params:
+            if param.grad is not None:
+                self.moving_bytes = self.local_bytes
+                now["communication"] += self.local_bytes
+                return
+
+    def drop_moving(self) -> None:
+        """What is beside the bucket has gone."""
+        self.account.now["communication"] -= self.moving_bytes
+        self.account.now["gradients"] -= self.waiting_bytes
+        self.moving_bytes = self.waiting_bytes = 0
+
+    def _gather_local(
+        self, grads: list[Tensor | None], dtype: torch.dtype | None = None, kind: str = "communication"
+    ) -> Tensor:
         if not self._held:
-            bucket, views = self.bucket(dtype)
+            bucket, views = self.bucket(dtype, kind)
             _fill(views, grads)
             return bucket
         _add(self._bucket_views, grads)
@@ -166,31 +204,34 @@ class SpanGradients:
                 return True
         return False
 
-    def bucket(self, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
-        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views."""
+    def bucket(self, dtype: torch.dtype | None = None, kind: str = "communication") -> tuple[Tensor, list[Tensor]]:
+        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views.
+
+        `kind`: what the ledger has it as.
+        """
         wanted = dtype or self.reduce_dtype
-        if self._bucket is None or self._bucket.dtype != wanted:
-            self._bucket = self.allocate(self.span.numel, wanted)
+        if self._bucket is None or self._bucket_storage is None or self._bucket.dtype != wanted:
+            self.drop_bucket()
+            self._bucket = self.allocate(self.span.numel, wanted, kind)
+            self._bucket_storage = self._bucket.untyped_storage()
             self._bucket_views = self.cut_up(self._bucket)
-            self._bucket_bytes = self._bucket.numel() * self._bucket.element_size()
-        else:
-            self._reserve(self._bucket_bytes, partial(self._bucket.untyped_storage().resize_, self._bucket_bytes))
+            self._bucket_bytes = self._bucket.nbytes
+        elif not self._bucket_there_bytes:
+            self._reserve(self._bucket_bytes, partial(self._bucket_storage.resize_, self._bucket_bytes), kind)
+        self._bucket_kind, self._bucket_there_bytes = kind, self._bucket_bytes
         if self.span.used_numel < self.span.numel:
             self._bucket[self.span.used_numel :].zero_()
         return self._bucket, self._bucket_views
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Device memory for gradients, 1-D."""
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str = "communication") -> Tensor:
+        """Device memory for gradients, 1-D, undefined. The ledger has it as `kind`."""
+        make = partial(torch.empty, numel, dtype=dtype, device=self.device)
+        return self._reserve(numel * dtype.itemsize, make, kind)
 
-        def make() -> Tensor:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-
-        return self._reserve(numel * dtype.itemsize, make)
-
-    def _reserve(self, bytes_: int, make: Callable[[], T]) -> T:
+    def _reserve(self, nbytes: int, make: Callable[[], T], kind: str) -> T:
         self._allocating = True
         try:
-            return self.storage.allocate(self._use, bytes_, make)
+            return self.storage.allocate(kind, self._use, nbytes, make)
         finally:
             self._allocating = False
 
@@ -200,8 +241,15 @@ class SpanGradients:
         return self._held or self._allocating
 
     def drop_bucket(self) -> None:
-        if self._bucket is not None:
-            self._bucket.untyped_storage().resize_(0)
+        if self._bucket_there_bytes and self._bucket_storage is not None:
+            self._bucket_storage.resize_(0)
+            self.account.now[self._bucket_kind] -= self._bucket_there_bytes
+            self._bucket_there_bytes = 0
+
+    def give_bucket_up(self) -> None:
+        """As `drop_bucket`; the next one is other memory."""
+        self.drop_bucket()
+        self._bucket = self._bucket_storage = None
 
     def source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype."""
@@ -212,13 +260,23 @@ class SpanGradients:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous():
                 return grad.view(-1)
         bucket = self._gather_local(grads)
-        self._held = False
+        is_single = len(grads) == 1
+        del grads  # copied: they go
+        now = self.account.now
+        now["communication"] -= self.moving_bytes
+        self.moving_bytes = 0
+        if self._held:
+            self._held = False
+            now["gradients"] -= self._bucket_there_bytes
+            now["communication"] += self._bucket_there_bytes
+            self._bucket_kind = "communication"
         if bucket.dtype != self.reduce_dtype:
             sent = self.allocate(self.span.numel, self.reduce_dtype).copy_(bucket)
+            self.moving_bytes = sent.nbytes
             self.drop_bucket()
             bucket = sent
         # Every rank must send as much as its peers wait for, whether it has a gradient or not.
-        return bucket[: self.span.used_numel] if wire.ragged and len(grads) == 1 else bucket
+        return bucket[: self.span.used_numel] if wire.ragged and is_single else bucket
 
     @property
     def in_memory(self) -> bool:
@@ -235,19 +293,22 @@ class SpanGradients:
             _fill(views, grads)
             self.add_reduced(bucket)
             self.drop_bucket()
+            self.drop_moving()
             return
         shard = self.shards[0]
         grad = shard.device_grad
+        bucket, views = self.bucket(kind="gradients")
         if grad is None:
-            bucket, views = self.bucket()
             _fill(views, grads)
-            shard.device_grad = bucket
-            return
-        if self._bucket is None or grad.data_ptr() != self._bucket.data_ptr():  # it has been elsewhere meanwhile
-            shard.device_grad = self.bucket()[0].copy_(grad)
-        _add(self._bucket_views, grads)
+        else:
+            if grad.data_ptr() != bucket.data_ptr():  # it has been elsewhere meanwhile
+                bucket.copy_(grad)
+            _add(views, grads)
+        shard.use_bucket(bucket)
+        self.drop_moving()
 
     def add_reduced(self, mean: Tensor) -> None:
+        """Add a gradient of this rank's slice, 1-D on the device; it may become a shard's own memory."""
         if self.in_memory and self.shards[0].master.grad is None:
             self.shards[0].device_grad = mean
             return
@@ -266,7 +327,7 @@ class SpanGradients:
     def some_grad(self, wire: SoloWire) -> None:
         """Zeros, from now on, for shards that have no gradient."""
         if self.in_memory and wire.size == 1 and self.shards[0].device_grad is None:
-            self.shards[0].device_grad = self.bucket()[0].detach().zero_()
+            self.shards[0].use_bucket(self.bucket(kind="gradients")[0].detach().zero_())
         for shard in self.shards:
             shard.some_grad()
 

@@ -24,6 +24,7 @@ from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, LayoutError, RankMismatchError, ZeroError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, Plan
+from ..plan.record import Recorder
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
@@ -41,13 +42,12 @@ from .moves import Monitor
 from .offload import STATES, Offload
 from .optimizer import Binding, WholeBinding, take_state, with_closure_followed, with_closure_run
 from .ownership import refuse_owned
-from .record import Recorder
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
 from .transports import Roads
-from .usage import report
+from .usage import Usage, report
 from .writes import WriteWatch
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
@@ -349,7 +349,7 @@ class Engine:
         """
         if self.recorder is not None:
             self.recorder.close()
-        self.recorder = Recorder(self, folder, first_step, self._recorder_closed)
+        self.recorder = Recorder(Usage(self), folder, first_step, self._recorder_closed)
         return self.recorder
 
     def _recorder_closed(self, recorder: Recorder) -> None:

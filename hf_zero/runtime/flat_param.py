@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -150,7 +151,11 @@ class Flat(SpanGradients):
         self._is_fresh = False  # `printed` is of what the next gather brings
         self._versions = [param._version for param in self.params]
         self.note_place()
+        self._full_storage = self.full.untyped_storage()
         self.full_bytes = self.full.numel() * self.full.element_size()
+        self._gathered_bytes = 0 if self.resident else self._full_storage.nbytes()  # what the ledger has of `full`
+        self.account.add("gathered", self._gathered_bytes)
+        storage.ledger.places += 1
         self.guards = Guards(span, self.device)
 
     def _settle_in(self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], at_rest: DiskArray | None) -> None:
@@ -286,16 +291,23 @@ class Flat(SpanGradients):
         """What was written to a parameter in place so far is known."""
         self._versions[index] = self.params[index]._version
 
-    def open(self) -> None:
-        """Give `full` its storage back; a gather fills it."""
-        self.full.untyped_storage().resize_(self.full_bytes)
+    def open(self, use: str) -> None:
+        """Give `full` its storage back; a gather fills it. `use`: what for, if there is no memory."""
+        self.storage.allocate("gathered", use, self.full_bytes, partial(self._full_storage.resize_, self.full_bytes))
+        self._gathered_bytes = self.full_bytes
 
     def close(self) -> None:
         if not self.resident:
-            self.full.untyped_storage().resize_(0)
+            self._full_storage.resize_(0)
+            self.account.now["gathered"] -= self._gathered_bytes
+            self._gathered_bytes = 0
 
     def drop(self) -> None:
         """Give all memory back, whoever still refers to it: other flats hold the values."""
+        self.account.now["gathered"] -= self._gathered_bytes
+        self._gathered_bytes = 0
+        self.drop_bucket()
+        self.drop_moving()
         for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
@@ -396,7 +408,9 @@ class Flat(SpanGradients):
             former = self.rest, self.resident, self._region
             self.resident = rest is Tier.DEVICE and (keep_full or self.span.shards == 1)
             if self.resident:
-                self.full.untyped_storage().resize_(self.full_bytes)
+                self.account.now["gathered"] -= self._gathered_bytes
+                self._gathered_bytes = 0
+                self._full_storage.resize_(self.full_bytes)
                 self.stale = True
             self.rest, self._region = rest, None
             try:
@@ -406,6 +420,7 @@ class Flat(SpanGradients):
                     self._region.close()
                 self.rest, self.resident, self._region = former
                 raise
+        self.storage.ledger.places += 1
         for index, (shard, tier) in enumerate(zip(self.shards, tiers)):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
@@ -414,16 +429,15 @@ class Flat(SpanGradients):
             elif moves:
                 shard.rest_on(alias)
         if self.in_memory is False:
-            self.drop_bucket()
-            self._bucket = None
+            self.give_bucket_up()
         if not moves:
             if self.printed is None:
                 self.note_place()
             return
         if region is not None:
             region.close()
-        if isinstance(before, Tensor) and not self.resident:
-            self.full.untyped_storage().resize_(0)
+        if isinstance(before, Tensor):
+            self.close()
 
     def values(self, device: torch.device | None = None) -> Tensor:
         """The slice in the master dtype, 1-D on the span's device (or `device`); a view where it rests there in one piece."""

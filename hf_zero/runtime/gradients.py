@@ -572,11 +572,6 @@ class Handles(Generic[F]):
         return self.flat.span.slots[index].spec.name
 
 
-def is_new(grad: Tensor | None) -> bool:
-    """Whether `.grad` holds something that this rank's backward has made, and nobody has taken."""
-    return grad is not None and (not isinstance(grad, Gradient) or grad.local is not None)
-
-
 def is_of(grad: Tensor | None, handles: Handles[Any], index: int) -> bool:
     """Whether it stands for this very gradient (`p.grad = p.grad.detach()` changes nothing)."""
     return isinstance(grad, Gradient) and grad.handles() is handles and grad.index == index and not grad.chain

@@ -91,6 +91,7 @@ class Stepper:
     Attributes:
         failure: what broke a step; nothing is updated after it until `recover`.
         wait_s: how long others have waited for the thread.
+        memory_bytes: host memory of the ring and the blocks, in use or not.
     """
 
     def __init__(self, storage: Storage, threads: int | None) -> None:
@@ -98,6 +99,7 @@ class Stepper:
         self._sizes = storage.sizes
         self.failure: BaseException | None = None
         self.wait_s = 0.0
+        self.memory_bytes = 0
         # A function that knows nothing of this object: an idle thread must not keep it.
         start = partial(torch.set_num_threads, threads) if threads is not None else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=start)
@@ -113,14 +115,12 @@ class Stepper:
         self._scratch: Tensor | None = None
         self._lanes: list[Tensor] = []
         self._lanes_made = 0
-        self._lane_bytes = 0
         self._current: Step | None = None
 
-    @property
-    def memory_bytes(self) -> int:
-        """Host memory of the ring and the blocks, in use or not."""
-        scratch = 0 if self._scratch is None else self._scratch.untyped_storage().nbytes()
-        return self._made * self._slab_bytes + self._lanes_made * self._lane_bytes + scratch
+    def _own(self, nbytes: int) -> None:
+        """Buffers were made; negative: given up."""
+        self.memory_bytes += nbytes
+        self.storage.ledger.host.add("staging", nbytes)
 
     def begin(self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, twin: Twin, after: Any) -> None:
         """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
@@ -166,6 +166,7 @@ class Stepper:
 
     @torch.no_grad()
     def _run(self, step: Step) -> None:
+        self.storage.meter.stepper_thread = threading.get_ident()
         try:
             if self.failure is not None:
                 raise self.failure
@@ -293,6 +294,7 @@ class Stepper:
 
     def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self._scratch is None or self._scratch.dtype != dtype:
+            self._own(self._sizes.block_numel * dtype.itemsize - (0 if self._scratch is None else self._scratch.nbytes))
             self._scratch = torch.empty(self._sizes.block_numel, dtype=dtype)
         out = self._scratch[: grad.numel()]
         if coefficient is None:
@@ -362,8 +364,10 @@ class Stepper:
             if slab.numel() >= self._slab_bytes:
                 return slab
             self._made -= 1
+            self._own(-slab.numel())
         if self._made < self._sizes.slabs:
             self._made += 1
+            self._own(self._slab_bytes)
             return self.storage.link.empty(self._slab_bytes, torch.uint8)
         return None
 
@@ -390,10 +394,10 @@ class Stepper:
         if self._lanes and self._lanes[0].dtype == dtype:
             return self._lanes.pop(0)
         if self._lanes:
-            self._lanes.pop(0)
+            self._own(-self._lanes.pop(0).nbytes)
         else:
             self._lanes_made += 1
-        self._lane_bytes = self._sizes.block_numel * dtype.itemsize
+        self._own(self._sizes.block_numel * dtype.itemsize)
         return self.storage.link.empty(self._sizes.block_numel, dtype)
 
     def _leave(
@@ -432,6 +436,7 @@ class Stepper:
         self._slabs.clear()
         self._lanes.clear()
         self._made = self._lanes_made = 0
+        self._own((0 if self._scratch is None else self._scratch.nbytes) - self.memory_bytes)
 
 
 def _own_copy(value: Any) -> Any:

@@ -19,7 +19,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from .slices import Slice
 
 MASTER = "master"
 """What the values themselves are called among a shard's arrays on disk, and in checkpoints."""
+
+B = TypeVar("B", Tensor, None)
 Claim = tuple[Tensor, Tensor | None, Inflight | None]
 """A gradient for a step: its values, a factor they are still to be multiplied by, and what to wait for before."""
 
@@ -69,6 +71,7 @@ class Shard(ABC):
         self.shown: Slice | None = None
         self.coefficient: Tensor | None = None
         self._travels = travels
+        self._counted_bytes = 0  # of the gradient on the device, in the ledger
         self._references = 0  # to `shown`, while nobody but this shard and the master keep it
         self._offered: Tensor | None = None  # what the master shows of a gradient that does not rest on the device
 
@@ -191,9 +194,18 @@ class Shard(ABC):
 
     @device_grad.setter
     def device_grad(self, grad: Tensor | None) -> None:
+        nbytes = 0 if grad is None else grad.nbytes
+        if nbytes != self._counted_bytes:
+            self.storage.ledger.device.now["gradients"] += nbytes - self._counted_bytes
+            self._counted_bytes = nbytes
         self.master.grad, self._offered = grad, None
         if self.shown is not None:
             self.shown.local = None
+
+    def use_bucket(self, grad: Tensor) -> None:
+        """As `device_grad = grad`, of memory that the span's bucket has and the ledger counts as that."""
+        self.device_grad = None
+        self.master.grad = grad
 
     @property
     @abstractmethod
@@ -234,6 +246,8 @@ class Shard(ABC):
         return False
 
     def drop_grad(self) -> None:
+        self.storage.ledger.device.now["gradients"] -= self._counted_bytes
+        self._counted_bytes = 0
         self.master.grad = self._offered = None
         if self.shown is not None:
             self.shown.local = None
@@ -340,6 +354,11 @@ class Shard(ABC):
         """`grad`, whole, of the shard that this one comes from."""
         if grad is not None:
             self._new_grad(grad)
+        former._keep(None)
+
+    def _keep(self, buffer: B) -> B:
+        """The memory of a gradient in host memory is this from now on."""
+        return buffer
 
 
 class DeviceShard(Shard):
@@ -522,7 +541,8 @@ class HostShard(Shard):
 
     def release_buffer(self) -> None:
         self.drop_grad()
-        buffer, self._buffer = self._buffer, None
+        buffer = self._buffer
+        self._keep(None)
         if buffer is not None and self.storage.transient:
             self.storage.give_back(buffer)
 
@@ -554,11 +574,17 @@ class HostShard(Shard):
     def _room(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None or self._buffer.dtype != dtype:
             new = self.storage.scratch if self.storage.transient else self.storage.link.empty
-            self._buffer = new(self.numel, dtype)
+            return self._keep(new(self.numel, dtype))
         return self._buffer
 
+    def _keep(self, buffer: B) -> B:
+        """The memory of a host gradient. Where it is lent by the pool, that has it in the ledger."""
+        if not self.storage.transient:
+            self.storage.ledger.host.add("gradients", (0 if buffer is None else buffer.nbytes) - self.grad_bytes)
+        self._buffer = buffer
+        return buffer
+
     def _widen(self, grad: Tensor) -> Tensor:
-        self._buffer = None
         wide = self._new_grad(grad)
         if self.storage.transient:
             self.storage.give_back(grad)

@@ -79,7 +79,7 @@ class Unit:
                     flat.guards.check(self.name)
         for flat in self.flats:
             if not flat.resident:
-                flat.storage.allocate(f"gathering unit {self.name!r}", flat.full_bytes, flat.open)
+                flat.open(f"gathering unit {self.name!r}")
         for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
@@ -290,6 +290,18 @@ class Unit:
         for flat in self.trained:
             flat.hold()
 
+    def count_local(self) -> None:
+        """The ledger has what backward has just left on the parameters, while what it left before is still on its way."""
+        for flat in self.trained:
+            if not flat.moving_bytes:  # else it has it already
+                flat.count_local()
+        if self.wire.size == 1:  # else whoever allocates or frees looks
+            self.look()
+
+    def look(self) -> None:
+        """The ledger's bytes on the device may be the highest now."""
+        self.trained[0].account.look()
+
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
         if torch.is_grad_enabled():  # a backward may be building a graph of itself
@@ -306,6 +318,7 @@ class Unit:
                 continue
             source = flat.source(self.wire)
             mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
+            flat.moving_bytes += mean.nbytes
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 
@@ -317,8 +330,12 @@ class Unit:
             with torch.no_grad():
                 self.finish_reduce()
             return
+        account = self.trained[0].account
+        account.look()
         for flat, inflight, mean, _ in self._reduces:
             inflight.close()
+            account.now["communication"] -= flat.moving_bytes
+            flat.moving_bytes = 0
             flat.add_reduced(mean)
             flat.drop_bucket()
         self._reduces.clear()
@@ -336,6 +353,8 @@ class Unit:
         """Nothing of this unit is on the move afterwards."""
         for inflight in chain(self._gathers, (move for _, move, _, _ in self._reduces)):
             inflight.close()
+        for flat, *_ in self._reduces:
+            flat.drop_moving()
         self._reduces.clear()
         if self.state is State.GATHERING:
             self.wait()

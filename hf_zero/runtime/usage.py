@@ -1,19 +1,23 @@
-"""What an engine takes now, measured: bytes by tier and kind, beside what the plan says. `record` follows the steps.
+"""What an engine takes now, measured: bytes by tier and kind, beside what the plan says; counters for `plan/record.py`.
 
 What is counted, in the words of `costs.Memory`:
 * parameters, gradients, optimizer: where they rest. Masters of a memory of their own are optimizer state.
-* gathered: whole spans that come and go. communication: gradients on their way to their owners, in buckets and means.
-  staging: the blocks, slabs and landing buffers of the host.
+* gathered: whole spans that come and go. communication: gradients on their way to their owners: as the engine takes them from
+  backward, in buckets, and as means. staging: the blocks, slabs and landing buffers of the host.
 * On disk regions count as taken, whole pages. Frozen parameters that stay in the model's own files take nothing.
-* Not counted: activations, what the transport itself takes, an optimizer's own temporaries.
+* Not counted: activations, gradients before their unit's backward is over, what the transport itself takes, an optimizer's own
+  temporaries.
+Parameters and optimizer state are looked up where they rest; all else is in the ledger of the engine's storage.
 On a CPU device both device and host are host memory, told apart by where a tensor is to rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,23 +28,16 @@ from ..core.layout import Layout
 from ..core.precision import Precision, dtype_name
 from ..plan.costs import KINDS, TIERS, Memory, Setup, memory_of
 from ..plan.plan import Plan
+from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from ..plan.work import Traffic, work_in_total
+from ..plan.work import CHANNELS, COLLECTIVES, LINKS, ROADS, WAITS, Traffic, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
+from ..version import __version__
 from .flat_param import Flat
-from .gradients import Gradient
 from .offload import Offload
 from .optimizer import state_tensors
-from .schedule import Schedule
 from .unit import Unit
-
-Table = dict[str, dict[str, int]]
-"""Tier -> kind -> bytes."""
-COLLECTIVES = ("gather", "reduce", "scalar", "agree")
-LINKS = ("down", "up", "read", "write")
-WAITS = (*COLLECTIVES, *LINKS, "optimizer")
-"""What training stands still for; `optimizer`: the thread that steps over offloaded state."""
 
 
 class Measurable(Protocol):
@@ -69,8 +66,6 @@ class Measurable(Protocol):
     @property
     def offload(self) -> Offload: ...
     @property
-    def schedule(self) -> Schedule: ...
-    @property
     def traffic(self) -> Counts: ...
 
 
@@ -94,14 +89,10 @@ class _Tally:
         self.table[tier.value][kind] += nbytes
 
 
-def measure(engine: Measurable) -> Table:
-    """Bytes of this rank now, by tier and kind; see the module's text for what counts as what. O(tensors)."""
+def at_rest(engine: Measurable) -> Table:
+    """Bytes of parameters and optimizer state, by tier and kind, where they rest. O(tensors)."""
     tally = _Tally()
-    transient = engine.config.step_in_backward
     for unit in engine.units:
-        for _, _, mean, source in unit._reduces:
-            tally.add(Tier.DEVICE, "communication", mean)
-            tally.add(Tier.DEVICE, "communication", source)
         for flat in unit.flats:
             _tally_parameters(tally, flat)
             for shard in flat.shards:
@@ -110,31 +101,16 @@ def measure(engine: Measurable) -> Table:
                     tally.add(shard.tier, "optimizer", values)
                 own = values.numel() * values.element_size() if shard.aliased else 0
                 tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.disk_bytes - own))
-                if shard.tier is Tier.DEVICE:
-                    if (reduced := shard.device_grad) is not None:
-                        tally.add(Tier.DEVICE, "gradients", reduced)
-                elif not transient:  # else it is of the scratch memory
-                    tally.add_bytes(Tier.HOST, "gradients", shard.grad_bytes)
-                for value in () if engine.optimizer is None else shard.entries(engine.optimizer).values():
-                    if isinstance(value, Tensor):
-                        tally.add(_tier_of(value, shard.tier, engine.device), "optimizer", value)
+                if engine.optimizer is not None:
+                    _tally_states(tally, shard.entries(engine.optimizer), shard.tier, engine.device)
             for entries in () if engine.optimizer is None else flat.whole_entries(engine.optimizer):
-                for value in entries.values():
-                    if isinstance(value, Tensor):
-                        tally.add(_tier_of(value, Tier.DEVICE, engine.device), "optimizer", value)
-            for grad in (param.grad for param in flat.params):
-                if isinstance(grad, Gradient):
-                    grad = grad.local
-                if grad is not None:
-                    tally.add(Tier.DEVICE, "gradients", grad)
-            if flat._bucket is not None:
-                tally.add(Tier.DEVICE, "gradients" if flat._held else "communication", flat._bucket)
-    tally.add_bytes(Tier.HOST, "staging", staging_bytes(engine))
+                _tally_states(tally, entries, Tier.DEVICE, engine.device)
     return tally.table
 
 
 def _tally_parameters(tally: _Tally, flat: Flat) -> None:
-    tally.add(Tier.DEVICE, "parameters" if flat.resident else "gathered", flat.full)
+    if flat.resident:
+        tally.add(Tier.DEVICE, "parameters", flat.full)
     if isinstance(flat.own, OnDisk):
         if not flat.in_files:
             nbytes = flat.own.numel() * flat.own.element_size()
@@ -143,14 +119,20 @@ def _tally_parameters(tally: _Tally, flat: Flat) -> None:
         tally.add(flat.rest, "parameters", flat.own)
 
 
-def _tier_of(value: Tensor, tier: Tier, device: torch.device) -> Tier:
-    """Step counts of a GPU's optimizer may be in host memory, those of records on disk are."""
-    return Tier.HOST if tier is Tier.DISK or value.device.type != device.type else tier
+def _tally_states(tally: _Tally, entries: Mapping[str, Any], tier: Tier, device: torch.device) -> None:
+    for value in entries.values():
+        if isinstance(value, Tensor):
+            # Step counts of a GPU's optimizer may be in host memory, those of records on disk are.
+            in_host = tier is Tier.DISK or value.device.type != device.type
+            tally.add(Tier.HOST if in_host else tier, "optimizer", value)
 
 
-def staging_bytes(engine: Measurable) -> int:
-    stepper = engine.offload.stepper
-    return engine.offload.storage.scratch_bytes + (0 if stepper is None else stepper.memory_bytes)
+def measure(engine: Measurable) -> Table:
+    """Bytes of this rank now, by tier and kind. O(tensors)."""
+    table, ledger = at_rest(engine), engine.offload.storage.ledger
+    table[Tier.DEVICE.value] |= ledger.device.now
+    table[Tier.HOST.value] |= ledger.host.now
+    return table
 
 
 def process_bytes(engine: Measurable) -> dict[str, int]:
@@ -169,6 +151,82 @@ def process_bytes(engine: Measurable) -> dict[str, int]:
         out["device allocated"] = torch.cuda.memory_allocated(engine.device)
         out["device allocated peak"] = torch.cuda.max_memory_allocated(engine.device)
     return out
+
+
+class Usage:
+    """An engine's counters, for a `Recorder`."""
+
+    def __init__(self, engine: Measurable) -> None:
+        self.rank = engine.rank
+        self._engine = engine
+        self._resting: Table = {}
+        self._known: tuple[int, int] | None = None
+        self._looks = 0
+
+    def counters(self) -> Counters:
+        engine, storage = self._engine, self._engine.offload.storage
+        links = {link: storage.meter[link] for link in LINKS}
+        meter = engine.offload.storage.meter
+        stepper, monitor = engine.offload.stepper, engine.offload.monitor
+        wait_s = {kind: engine.traffic[kind].wait_s for kind in COLLECTIVES}
+        wait_s |= {link: count.wait_s - meter.stepper_wait_s[link] for link, count in links.items()}
+        wait_s["optimizer"] = 0.0 if stepper is None else stepper.wait_s
+        sent = {kind: engine.traffic[kind].bytes for kind in COLLECTIVES}
+        sent |= {link: count.bytes for link, count in links.items()}
+        moves = () if monitor is None else tuple(monitor.moves)
+        return Counters(self._peak(), sent, wait_s, moves, process_bytes(engine))
+
+    def _peak(self) -> Table:
+        """What rests now, and with it the highest of all that came and went."""
+        engine, ledger = self._engine, self._engine.offload.storage.ledger
+        known = ledger.places, 0 if engine.optimizer is None else len(engine.optimizer.state)
+        self._looks += 1
+        if known != self._known or self._looks <= 4:  # an optimizer makes its state in its first steps
+            self._known, self._resting = known, at_rest(engine)
+        table = {tier: dict(kinds) for tier, kinds in self._resting.items()}
+        for kinds in table.values():
+            kinds["all"] = sum(kinds.values())
+        for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
+            table[tier.value] |= account.peak
+            table[tier.value]["all"] += account.peak_total
+        ledger.begin_step()
+        return table
+
+    def facts(self, backward_per_step: int) -> dict[str, Any]:
+        """What ran where, and what was predicted."""
+        engine = self._engine
+        memory, traffic = predicted(engine, backward_per_step)
+
+        def table(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
+            return {tier.value: dict(kinds) for tier, kinds in by_tier.items()}
+
+        return {
+            "version": __version__,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "rank": engine.rank,
+            "world_size": engine.world_size,
+            "stage": engine.config.stage,
+            "precision": str(engine.precision),
+            "parameters": engine.layout.numel,
+            "trainable": engine.layout.trainable_numel,
+            # A run's folder may be shared: no names of hosts or folders.
+            "config": {name: value for name, value in engine.config.to_dict().items() if name != "offload_dir"},
+            "machine": {
+                "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
+                "cores": os.cpu_count() or 1,
+                "torch": torch.__version__,
+            },
+            "predicted": {
+                "backward_per_step": backward_per_step,
+                "rest": table(memory.rest),
+                "peak": table(memory.peak),
+                "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
+                "traffic": {road: getattr(traffic, road) for road in ROADS},
+                "step_s": engine.plan.step_s,
+                "parts_s": dict(engine.plan.parts),
+                "reasons": list(engine.plan.reasons),
+            },
+        }
 
 
 # Predicted ----------------------------------------------------------------------------------------------------------
@@ -202,7 +260,7 @@ def _names_in_files(engine: Measurable) -> Iterator[str]:
 # Report -------------------------------------------------------------------------------------------------------------
 
 
-def report(engine: Measurable, recorder: Measured | None) -> Report:
+def report(engine: Measurable, recorder: Recorder | None) -> Report:
     """Predicted beside measured, of this rank, now; peaks, traffic and waits where a `Recorder` is at work."""
     memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
     now = measure(engine)
@@ -217,7 +275,7 @@ def report(engine: Measurable, recorder: Measured | None) -> Report:
             total["parameters"], total["gradients"], total["optimizer"], memory.peak[Tier.DEVICE]["gathered"]
         ),
         data_parallel=data_parallel(engine.layout, state_tensors(engine.optimizer)),
-        measured=in_sum(now),
+        measured=_in_sum(now),
         traffic=engine.traffic.to_dict(),
         units=unit_rows(engine.layout),
         tiers=_tier_rows(memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
@@ -229,7 +287,7 @@ def report(engine: Measurable, recorder: Measured | None) -> Report:
     )
 
 
-def in_sum(table: Table) -> dict[str, int]:
+def _in_sum(table: Table) -> dict[str, int]:
     """Parameters (gathered ones too), gradients and optimizer state over all tiers."""
     sums = {kind: sum(kinds[kind] for kinds in table.values()) for kind in KINDS}
     return {
@@ -243,6 +301,7 @@ def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow,
     rows = []
     for tier in TIERS:
         name = tier.value
+        found = {} if peak is None else peak[name]
         kinds = [
             TierRow(
                 name,
@@ -250,43 +309,25 @@ def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow,
                 memory.rest[tier][kind],
                 now[name][kind],
                 memory.peak[tier][kind],
-                None if peak is None or kind == "activations" else peak[name].get(kind, 0),
+                None if peak is None or kind == "activations" else found.get(kind, 0),
             )
             for kind in KINDS
-            if memory.peak[tier][kind] or now[name][kind] or (peak is not None and peak[name].get(kind))
+            if memory.peak[tier][kind] or now[name][kind] or found.get(kind)
         ]
         if kinds:
-            rows += kinds
-            rows.append(
-                TierRow(
-                    name,
-                    "all",
-                    memory.at_rest(tier),
-                    sum(now[name].values()),
-                    memory.at_peak(tier),
-                    None if peak is None else peak[name]["all"],
-                )
+            total = sum(now[name].values())
+            all_kinds = TierRow(
+                name, "all", memory.at_rest(tier), total, memory.at_peak(tier), None if peak is None else found["all"]
             )
+            rows += [*kinds, all_kinds]
     return tuple(rows)
 
 
-class Measured(Protocol):
-    """What a recorder answers."""
-
-    recorded: int
-    peak: Table
-
-    @property
-    def forwards_per_step(self) -> int: ...
-
-    def median(self, *keys: str) -> float | None: ...
-
-
-def _road_rows(traffic: Traffic, recorder: Measured) -> tuple[RoadRow, ...]:
+def _road_rows(traffic: Traffic, recorder: Recorder) -> tuple[RoadRow, ...]:
     rows = []
     for road in WAITS:
         told: int | None = getattr(traffic, road, None)
-        moved = recorder.median("bytes", road) if road in (*COLLECTIVES, *LINKS) and recorder.recorded else None
+        moved = recorder.median("bytes", road) if CHANNELS[road].moves_bytes and recorder.recorded else None
         waited = recorder.median("wait_s", road)
         if told or moved or waited:
             rows.append(RoadRow(road, told, moved, waited))

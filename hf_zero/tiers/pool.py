@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import OutOfMemoryError
 from .disk import Disk
 from .host import Link
+from .ledger import Ledger
 from .tier import SIZES, Meter, Sizes
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class Storage:
 
     Attributes:
         meter: bytes moved and time waited, by road.
+        ledger: bytes that are allocated, by tier and kind.
         sizes: of blocks and slabs, the same on all ranks.
         wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
         uses_disk: something may rest on disk, here or on another rank; the same on all of them.
@@ -53,6 +55,7 @@ class Storage:
         self.device = device
         self.sizes = sizes
         self.meter = Meter()
+        self.ledger = Ledger()
         self.link = open_link(device, self.meter)
         self.wide = False
         self.uses_disk = False
@@ -62,9 +65,6 @@ class Storage:
         self._disk: Disk | None = None
         self._landing: Landing | None = None
         self._free: list[Tensor] = []
-        self._lent: dict[int, int] = {}  # address -> bytes
-        self.scratch_peak_bytes = 0
-        """The highest of `scratch_bytes`, until someone sets it back."""
         self._lock = threading.Lock()
         self.make_room: Callable[[int], None] = lambda bytes_: None
         """Asked to free device memory before an allocation is tried a second time."""
@@ -84,18 +84,27 @@ class Storage:
     def has_disk(self) -> bool:
         return self._disk is not None
 
-    def allocate(self, what: str, bytes_: int, make: Callable[[], T]) -> T:
-        """`make()`, which allocates device memory; once more, after making room, where there was none.
+    def allocate(self, kind: str, what: str, bytes_: int, make: Callable[[], T]) -> T:
+        """`make()`, which allocates `bytes_` of device memory; once more, after making room, where there was none.
+
+        The ledger has them as `kind` then; who frees them takes them off it.
 
         Raises:
             OutOfMemoryError: there is none.
         """
         try:
-            return make()
+            made = make()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             self.make_room(bytes_)
+            made = self._allocate_again(what, bytes_, make)
+        account = self.ledger.device
+        account.now[kind] += bytes_
+        account.look()
+        return made
+
+    def _allocate_again(self, what: str, bytes_: int, make: Callable[[], T]) -> T:
         try:
             return make()
         except RuntimeError as error:
@@ -121,25 +130,22 @@ class Storage:
                 self._free = [other for other in self._free if other is not memory]
         if memory is None:
             memory = self.link.empty(needed, torch.uint8)
-        with self._lock:
-            self._lent[memory.data_ptr()] = memory.numel()
-            self.scratch_peak_bytes = max(self.scratch_peak_bytes, self.scratch_bytes)
+            self.ledger.host.add("staging", needed)
         return memory[:needed].view(dtype)
 
     def give_back(self, memory: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         with self._lock:  # the largest stay: they fit whatever comes
-            self._lent.pop(whole.data_ptr(), None)
-            self._free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)[:KEPT_BUFFERS]
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Lent or free."""
-        return sum(memory.numel() for memory in self._free) + sum(self._lent.values())
+            free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)
+            self._free = free[:KEPT_BUFFERS]
+        for memory in free[KEPT_BUFFERS:]:
+            self.ledger.host.add("staging", -memory.numel())
 
     def close(self) -> None:
         """The file goes away. What rests in it is lost."""
         if self._disk is not None:
             self._disk.close()
             self._disk = None
+        for memory in self._free:
+            self.ledger.host.add("staging", -memory.numel())
         self._free.clear()

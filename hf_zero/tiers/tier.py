@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,3 +62,15 @@ class Meter(Counters):
     """Counters of one engine: `down` (device to host), `up` (host to device), `read` and `write` (disk)."""
 
     KINDS = ("down", "up", "read", "write")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepper_thread: int | None = None
+        """The identifier of the thread that steps over offloaded state."""
+        self.stepper_wait_s = dict.fromkeys(self.KINDS, 0.0)
+        """Of the time waited, what that thread has, beside training."""
+
+    def waited(self, kind: str, wait_s: float) -> None:
+        super().waited(kind, wait_s)
+        if threading.get_ident() == self.stepper_thread:
+            self.stepper_wait_s[kind] += wait_s

@@ -231,3 +231,12 @@ def nameless_files(folder: str | os.PathLike[str]) -> int:
             path = os.readlink(f"/proc/self/fd/{fd}")
             count += path.startswith(f"{os.fspath(folder)}/") and path.endswith(" (deleted)")
     return count
+
+
+def is_on_the_bar(kind: str, told: int, found: int, unit_bytes: int, beside_bytes: int = 0) -> bool:
+    """Whether a peak of this kind was predicted to 3 % and one unit; of all kinds together, to a unit and its gradients.
+
+    `beside_bytes`: what no formula counts.
+    """
+    allowed = 2 * unit_bytes if kind == "all" else unit_bytes
+    return found <= 1.03 * told + allowed + beside_bytes and told <= 1.03 * found + allowed

@@ -189,7 +189,7 @@ def scarce(engine: zero.Engine, every: int) -> None:
     storage, count = engine.offload.storage, itertools.count(1)
     plain = storage.allocate
 
-    def allocate(what: str, bytes_: int, make: Callable[[], Any]) -> Any:
+    def allocate(kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
         left = [next(count) % every == 0]
 
         def first() -> Any:
@@ -197,7 +197,7 @@ def scarce(engine: zero.Engine, every: int) -> None:
                 raise torch.OutOfMemoryError("none, says the test")
             return make()
 
-        return plain(what, bytes_, first)
+        return plain(kind, what, bytes_, first)
 
     storage.allocate = allocate  # type: ignore[method-assign]
 
@@ -374,11 +374,11 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
         watch.watch(engine)
         plain = engine.offload.storage.allocate
 
-        def allocate(what: str, bytes_: int, make: Callable[[], Any]) -> Any:
+        def allocate(kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
             count[0] -= 1  # noqa: B023
             if count[0] == 0:  # noqa: B023
                 raise zero.OutOfMemoryError("none, says the test")
-            return plain(what, bytes_, make)  # noqa: B023
+            return plain(kind, what, bytes_, make)  # noqa: B023
 
         engine.offload.storage.allocate = allocate  # type: ignore[method-assign]
         for step in range(8):
