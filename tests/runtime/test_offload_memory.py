@@ -299,7 +299,7 @@ def planned_cases(world: int) -> list[Case]:
 
 
 def beyond_plan(rank: int, world: int, folder: str) -> None:
-    """How far the thread is that steps, nobody knows: what is measured is planned, and two units' gradients more at most."""
+    """How far the thread is that steps, nobody knows: what is measured is planned, and three units' gradients more at most."""
     for dtype, optimizer, params in (("no", "cpu", "cpu"), ("bf16", "disk", "disk"), ("bf16", "cpu", "none")):
         case = Case("llama", 3, dtype, offload_optimizer=optimizer, offload_params=params, step_in_backward=True)
         model = PLANNED[case.model]()
@@ -313,7 +313,7 @@ def beyond_plan(rank: int, world: int, folder: str) -> None:
         rows = {(row.tier, row.kind): row for row in engine.report().tiers}
         row = rows["host", "staging"]
         unit = max(sum(4 * span.slice_numel for span in unit.spans) for unit in engine.layout.units)
-        assert 0 <= row.predicted_peak - row.measured_peak <= 2 * unit, (case, row)
+        assert 0 <= row.predicted_peak - row.measured_peak <= 3 * unit, (case, row)
         engine.detach()
 
 
