@@ -3,8 +3,9 @@
 Before each blocking wait the wire stores one object, `Watch.at`; nothing else happens in a step. A daemon thread looks at it
 once a tick. Where a wait gets long, its rank asks through the process group's store; then every rank's thread publishes what
 its rank waits for, where its program stands, and whether it makes progress. A rank makes progress while its waits end, while
-it or its children use the processor, and while a debugger has stopped it. Where nobody has made any for `stall_s`, the ranks
-have diverged: the first rank to find that publishes a verdict, and every rank raises it as `StallError`.
+it or its children use the processor, and while a debugger has stopped it. Where all wait for others, and none has made any
+for `stall_s`, the ranks have diverged: the first rank to find that publishes a verdict, and every rank raises it as a
+`StallError`.
 
 What the verdict says of user code comes from the stack of the main thread: the innermost frame outside of this package,
 PyTorch, and what is built on them.
@@ -31,8 +32,8 @@ import psutil
 from ..errors import StallError
 
 SLOW = 10
-"""A rank that is at work in what may take long (a first step, a save, a load), and a wait in which all ranks stand together
-(a long transfer), are given this many times `stall_s`."""
+"""A rank that waits for no other, and a wait in which all ranks stand together (a long transfer), are given this many times
+`stall_s`: they may get further by themselves. The others say on stderr for whom they wait."""
 
 _TICKS = 12
 """Looks per `stall_s`."""
@@ -142,7 +143,7 @@ class Watch:
 
     def place(self, *, progress: int = 0, ended: bool = False) -> Place:
         at = self.at
-        waits_for = ""
+        waits_for = "" if ended else _torch_wait()
         if at is not None:
             waits_for = _WORDS.get(at.kind, "all ranks").format(self.units.get(at.tag, "a unit"))
         purpose = self._purposes[-1] if self._purposes else ""
@@ -272,7 +273,7 @@ class _Thread:
             and (other.waits_for, other.step, other.purpose) == (place.waits_for, place.step, place.purpose)
             for other in places
         )
-        may_be_slow = not place.waits_for and (place.purpose or place.step == 0)
+        may_be_slow = not place.waits_for  # its program does something else: it may read, load, or talk to a server
         # Ranks are looked at from a third of `stall_s` on, and at first each seems to have moved.
         return (SLOW if together or may_be_slow else 0.5) * self._stall_s
 
@@ -398,6 +399,13 @@ def user_code() -> str:
         return "an unknown place"
     code = innermost.f_code
     return f"{code.co_filename}:{innermost.f_lineno} in {code.co_name}"
+
+
+def _torch_wait() -> str:
+    """The call of torch.distributed that the main thread is in, if it is the program's own."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+    return f"torch.distributed, in {frame.f_code.co_name}" if frame is not None and inside else ""
 
 
 def _last_error() -> str:
