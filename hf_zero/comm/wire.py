@@ -132,8 +132,12 @@ class SoloWire:
         """A CPU wire of its own over the same ranks, for another thread. A collective."""
         return self
 
-    def start_watch(self, stall_s: float) -> None:
-        """Look out for waits that will not end; 0: do not. See `watch.Watch`."""
+    def start(self, stall_s: float) -> None:
+        """Before an engine's first message: tags that no other engine's messages have, and a watch. A collective.
+
+        Args:
+            stall_s: see `watch.Watch`; 0: waits are not watched.
+        """
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         """Sum of a 0-dim tensor over the ranks, in rank order."""
@@ -173,7 +177,6 @@ class _GroupWire(SoloWire):
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.watch = Watch(self.rank, self.size)
-        # Every rank opens the same wires in the same order: one that has not opened this one is missed by name.
         self.number = dist.distributed_c10d._get_default_store().add(f"{_WIRES}{self.rank}", 1)
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
@@ -240,10 +243,14 @@ class _GroupWire(SoloWire):
     def barrier(self) -> None:
         self._call(dist.barrier, self.group)
 
-    def start_watch(self, stall_s: float) -> None:
+    def start(self, stall_s: float) -> None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        # A wire that only some ranks have opened must not put the numbers, and so the message tags, of later ones apart.
+        numbers: list[int] = self.exchange(self.number)
+        store.add(f"{_WIRES}{self.rank}", max(numbers) - self.number)
+        self.number = max(numbers)
         if stall_s <= 0:
             return
-        store: Any = dist.distributed_c10d._get_default_store()
         clone = store.clone()  # a connection of its own: a call of the main thread would block the other
         interrupt = partial(_interrupt, self.group, self.device, (self.rank + 1) % self.size)
         self.watch.start(self, clone, f"{_WATCH}{self.number}", stall_s, interrupt)
@@ -280,8 +287,12 @@ class PairWire(_GroupWire):
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(device, group)
-        self._first_tag = self.number % _TAGS_WRAP * _TAGS_EACH
+        self._first_tag = 0
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def start(self, stall_s: float) -> None:
+        super().start(stall_s)
+        self._first_tag = self.number % _TAGS_WRAP * _TAGS_EACH
 
     def _message_tag(self, tag: int, kind: int) -> int:
         """What only this engine's message of this span, kind and step has.

@@ -112,7 +112,7 @@ class Engine:
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-        self._wire.start_watch(config.stall_s)
+        self._wire.start(config.stall_s)
 
         # The plan needs to know what the tiers have room for, and may be refused as well.
         self.units = self.sharded.units
