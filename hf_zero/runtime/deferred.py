@@ -47,6 +47,14 @@ def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * per_rank, numel), min((rank + 1) * per_rank, numel)
 
 
+def no_pickle() -> StateError:
+    """To be raised where a deferred parameter, or what its model refers to, is pickled."""
+    return StateError(
+        "a parameter that was born under zero.Init() cannot be pickled: each rank has only a part of it. Save "
+        "model.state_dict(), or shard the model and use engine.save()"
+    )
+
+
 def birth_of(param: Tensor) -> Birth | None:
     """How this parameter was born; None for any other, and once an engine holds it."""
     owner = OWNERS.get(param)
@@ -225,10 +233,7 @@ class Birth:
         return _closed(Birth(self.wire, own, origin, param.device), param.shape, param.requires_grad)
 
     def pickled(self, param: nn.Parameter) -> Any:
-        raise StateError(
-            "a parameter that was born under zero.Init() cannot be pickled: each rank has only a part of it. Save "
-            "model.state_dict(), or shard the model and use engine.save()"
-        )
+        raise no_pickle()
 
     # Between closed and open ------------------------------------------------------------------------------------------
 

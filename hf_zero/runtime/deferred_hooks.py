@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.wire import SoloWire
 from ..errors import StateError
-from .deferred import Birth, birth_of, opening_mode
+from .deferred import Birth, birth_of, no_pickle, opening_mode
 from .instance_methods import RESIZE, strip, wrapped
 from .state_dict import StateDictHooks
 
@@ -35,6 +35,10 @@ class DeferredHooks(StateDictHooks):
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredHooks:
         """Copies of a born module have the same ones."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A born model's pickle comes to its hooks before its parameters."""
+        raise no_pickle()
 
     def put_on(self, module: nn.Module) -> None:
         """Once a module, where it or one inside it has born parameters."""
