@@ -209,7 +209,11 @@ class _Thread:
         at = watch.at
         waited_s = 0.0 if at is None else time.perf_counter() - at.started
         asks = waited_s > min(self._stall_s / 3, _ENDED_S)
-        asked = self._store.add(self._key("asks"), 1 if asks else 0)
+        key = self._key("asks")
+        if not asks and not self._store.check([key]):
+            return
+        # Who does not ask writes nothing: a store that is a file would grow.
+        asked = self._store.add(key, 1) if asks else int(self._store.get(key))
         if asked == self._asked:
             return
         self._asked = asked

@@ -30,7 +30,7 @@ from .watch import Watch
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
-_WIRES, _WATCH = "hf_zero/wires/", "hf_zero/watch/"
+_ENGINES, _WATCH = "hf_zero/engines", "hf_zero/watch/"
 _STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
 _INTERRUPT_TAG = (1 << 31) - 1
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
@@ -177,7 +177,6 @@ class _GroupWire(SoloWire):
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.watch = Watch(self.rank, self.size)
-        self.number = dist.distributed_c10d._get_default_store().add(f"{_WIRES}{self.rank}", 1)
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
@@ -245,10 +244,7 @@ class _GroupWire(SoloWire):
 
     def start(self, stall_s: float) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
-        # A wire that only some ranks have opened must not put the numbers, and so the message tags, of later ones apart.
-        numbers: list[int] = self.exchange(self.number)
-        store.add(f"{_WIRES}{self.rank}", max(numbers) - self.number)
-        self.number = max(numbers)
+        self.number: int = self.exchange(store.add(_ENGINES, 1) if self.rank == 0 else None)[0]
         if stall_s <= 0:
             return
         clone = store.clone()  # a connection of its own: a call of the main thread would block the other

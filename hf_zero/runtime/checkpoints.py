@@ -131,8 +131,8 @@ def _put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]
         with naming(path):
             path.write_text(json.dumps(body, separators=(",", ":")))
         path = saving.folder / f"{_STATE}.safetensors"
-        with naming(path):
-            path.write_bytes(serialized(tensors, {"format": "pt"}))
+        with naming(path), open(path, "wb") as file:
+            file.write(serialized(tensors, {"format": "pt"}))
 
 
 def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:

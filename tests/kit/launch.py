@@ -20,9 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .pool import free_port
+import torch
 
-IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
+from .pool import IMPORTED, free_port
+
 JOBS = Path(__file__).parent / "jobs"
 
 
@@ -148,6 +149,7 @@ def _run(words: list[str], out: str, err: str, environment: dict[str, str], fold
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the process that was forked may have more
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")

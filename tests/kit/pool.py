@@ -12,6 +12,9 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
+"""What the one process imports that ranks are forked from. Whoever starts it first decides for the whole session."""
+
 
 class RankFailure(AssertionError):
     """A rank raised, or did not answer in time. Carries every rank's traceback, the first to fail first."""
@@ -80,7 +83,7 @@ class RankPool:
     def _start(self) -> None:
         context = mp.get_context("forkserver" if self._preload else "spawn")
         if self._preload:
-            context.set_forkserver_preload([*self._preload])
+            context.set_forkserver_preload([*IMPORTED, *self._preload])
         store = tempfile.mktemp(prefix="hf_zero_store_")
         for rank in range(self.world):
             here, there = context.Pipe()
