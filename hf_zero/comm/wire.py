@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -78,7 +79,10 @@ class Wait:
         try:
             self._call()
         except RuntimeError as error:
-            raise watch.explained(error) from error
+            explained = watch.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             watch.at = before
             watch.done += 1
@@ -244,10 +248,23 @@ class _GroupWire(SoloWire):
 
     def start(self, stall_s: float) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
-        self.number: int = self.exchange(store.add(_ENGINES, 1) if self.rank == 0 else None)[0]
-        if stall_s <= 0:
+        clone, fault = None, None
+        if stall_s > 0:
+            try:
+                clone = store.clone()  # a connection of its own: a call of the main thread would block the other
+            except RuntimeError as error:  # a file that may not grow, a server that takes no more connections
+                fault = f"rank {self.rank}: {error}"
+        told = self.exchange((store.add(_ENGINES, 1) if self.rank == 0 else None, fault))
+        self.number: int = told[0][0]
+        faults = [theirs for _, theirs in told if theirs is not None]
+        if faults and self.rank == 0:
+            # One rank alone without a watch would look like one that has ended.
+            warnings.warn(
+                f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
+                stacklevel=4,  # who called zero.shard
+            )
+        if clone is None or faults:
             return
-        clone = store.clone()  # a connection of its own: a call of the main thread would block the other
         interrupt = partial(_interrupt, self.group, self.device, (self.rank + 1) % self.size)
         self.watch.start(self, clone, f"{_WATCH}{self.number}", stall_s, interrupt)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
 """What the one process imports that ranks are forked from. Whoever starts it first decides for the whole session."""
@@ -20,14 +21,15 @@ class RankFailure(AssertionError):
     """A rank raised, or did not answer in time. Carries every rank's traceback, the first to fail first."""
 
 
-def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
         call = pipe.recv()
         if call is None:
@@ -50,6 +52,7 @@ class RankPool:
         self.world = world
         self._preload = preload
         self._ranks: list[tuple[Any, Any]] = []
+        self._store: Any = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`function(rank, world, *args)` on every rank; their results in rank order."""
@@ -84,10 +87,14 @@ class RankPool:
         context = mp.get_context("forkserver" if self._preload else "spawn")
         if self._preload:
             context.set_forkserver_preload([*IMPORTED, *self._preload])
-        store = tempfile.mktemp(prefix="hf_zero_store_")
+        port = 0
+        if self.world > 1:
+            # The store is here, not in rank 0: its port is free, because the store itself has opened it.
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
         for rank in range(self.world):
             here, there = context.Pipe()
-            process: Any = context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            process: Any = context.Process(target=_serve, args=(rank, self.world, port, there), daemon=True)
             process.start()
             there.close()
             self._ranks.append((process, here))
@@ -98,6 +105,7 @@ class RankPool:
         for process, _ in self._ranks:
             process.join(5)
         self._ranks = []
+        self._store = None
 
 
 def free_port() -> int:
