@@ -16,7 +16,7 @@ SOURCES := benchmarks hf_zero scripts tests
 
 .PHONY: help
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Made once; installed again only when what is installed has changed. pip goes first: an old one cannot install this.
 $(READY): pyproject.toml constraints.txt
@@ -52,6 +52,15 @@ lint: $(READY) ## look for mistakes and for unformatted files
 .PHONY: types
 types: $(READY) ## check types
 	$(BIN)/mypy
+
+.PHONY: docs
+docs: $(READY) ## build the documents as a site, in site/
+	$(BIN)/mkdocs build --quiet
+
+.PHONY: audit
+audit: $(READY) ## look the dependencies up in the advisory database (needs the network)
+	$(PIP) install --quiet pip-audit
+	$(BIN)/pip-audit --skip-editable --local
 
 .PHONY: style
 style: $(READY) ## format, and mend what can be mended without a person

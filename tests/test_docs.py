@@ -13,7 +13,7 @@ import pytest
 import hf_zero
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -65,7 +65,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_name_what_there_is(page: Path) -> None:
     """Scripts and targets of make, in code blocks and in code between the words."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     text = page.read_text(encoding="utf-8")
     scripts = set(re.findall(r"\b(?:scripts|benchmarks|tests)/[\w/]+\.py\b", text))
     assert not {script for script in scripts if not (ROOT / script).is_file()}
@@ -89,3 +89,14 @@ def test_every_setting_is_described() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_reference_has_every_public_name() -> None:
+    described = re.findall(r"^::: hf_zero\.(?:\w+\.)*(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M)
+    errors = {name for name in hf_zero.__all__ if hasattr(hf_zero.errors, name)}
+    assert {*described, *errors, "__version__"} == {*hf_zero.__all__, "errors"}
+
+
+def test_the_site_has_every_page() -> None:
+    named = set(re.findall(r"[\w.]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
