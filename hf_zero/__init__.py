@@ -36,7 +36,7 @@ from .params.access import (
 )
 from .params.init import Init
 from .plan.report import Report
-from .runtime.engine import Engine, engine_of, shard
+from .runtime.engine import Engine, engine_of, on_preemption, shard
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ __all__ = [
     "local_gradient",
     "local_optimizer_state",
     "local_parameter",
+    "on_preemption",
     "set_full_gradient",
     "set_full_optimizer_state",
     "set_full_parameter",

@@ -73,6 +73,7 @@ PUBLIC = [
     "local_gradient",
     "local_optimizer_state",
     "local_parameter",
+    "on_preemption",
     "set_full_gradient",
     "set_full_optimizer_state",
     "set_full_parameter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from ..checkpoint.hub import RunFacts, card_for
 from ..errors import ConfigError
-from ..runtime.engine import Engine, engine_of
+from ..runtime.engine import Engine, engine_of, on_preemption
+from ..runtime.preemption import Preemption
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -126,6 +129,49 @@ class ZeroCallback(TrainerCallback):
         print(report.comparison(), flush=True)
         if path is not None:
             print(f"hf-zero report {path.parent} shows every step", flush=True)
+
+
+class PreemptionCallback(TrainerCallback):
+    """`enable_jit_checkpoint=True`: SIGTERM or SIGUSR1 on any rank ends training with a checkpoint of the step under way.
+
+    In the place of transformers' own callback, in which each rank decides by its own clock when it saves: ranks in different
+    steps would wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._ends: Preemption | None = None
+
+    @classmethod
+    def take_over(cls, callbacks: list[TrainerCallback]) -> None:
+        """Where transformers' is among `callbacks`."""
+        for at, callback in enumerate(callbacks):
+            if isinstance(callback, JITCheckpointCallback):
+                if callback.jit_manager is not None:
+                    signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
+                callbacks[at] = cls()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        engine = _engine_in(kwargs)
+        self._ends = None if engine is None else on_preemption(engine)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._ends is not None and self._ends():
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # what sent the signal does not wait for long
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._ends is not None and self._ends():
+            control.should_save = control.should_evaluate = False  # it is saved already
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._ends is not None:
+            self._ends.close()
 
 
 def _engine_in(event: dict[str, Any]) -> Engine | None:

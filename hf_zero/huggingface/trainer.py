@@ -42,7 +42,7 @@ from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces
 from .arguments import TRAINING_ARGUMENTS, refuse
-from .callback import MeasuredLogs, calling_trainer, facts_of, write_card
+from .callback import MeasuredLogs, PreemptionCallback, calling_trainer, facts_of, write_card
 from .checkpoints import (
     MAX_SHARD_SIZE,
     CheckpointSeries,
@@ -164,6 +164,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
                     stacklevel=2,
                 )
         adopt_callbacks(self.callback_handler.callbacks)
+        PreemptionCallback.take_over(self.callback_handler.callbacks)
         self._zero_resuming = True
         try:
             out = super().train(resume_from_checkpoint, *args, **kwargs)

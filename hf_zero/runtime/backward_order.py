@@ -20,7 +20,7 @@ class BackwardOrder:
         ask, after_reduce: see `schedule.Callbacks`.
 
     Attributes:
-        answered: whether `ask` was true on any rank.
+        answers: which of what `ask` says was true on any rank.
         reducing: the unit whose gradients are on their way.
         blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
     """
@@ -29,7 +29,7 @@ class BackwardOrder:
         self,
         traces: Sequence[Trace],
         wire: SoloWire,
-        ask: Callable[[], bool],
+        ask: Callable[[], Sequence[bool]],
         after_reduce: Callable[[Unit], None] | None,
         *,
         frees: bool,
@@ -37,7 +37,7 @@ class BackwardOrder:
     ) -> None:
         self._traces, self._wire, self._frees, self._defers = traces, wire, frees, defers
         self._ask, self._after_reduce = ask, after_reduce
-        self.answered = False
+        self.answers: Sequence[bool] = ()
         self.blind: Trace | None = None
         self._sync = True
         self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
@@ -214,6 +214,7 @@ class BackwardOrder:
                     self.reduce(trace)
                 trace.unit.set_present(trace.unit.arrived(), 0)
             self._finish_reduces()
+            self.answers = self._ask()
         else:
             self.agreed()
             while self._walked < len(self._walk):
@@ -233,7 +234,7 @@ class BackwardOrder:
             flags: list[int] = [trace.unit.has_grads() for trace in self._traces]
             for trace in self._traces:
                 flags += trace.unit.arrived()
-            flags += (asked, 0 if blind is None else 1 + blind.at)
+            flags += (*asked, 0 if blind is None else 1 + blind.at)
             found = self._wire.start_maximum(flags)()
             more = [trace for trace in self._traces if found[trace.at]]
             if not more:
@@ -241,7 +242,7 @@ class BackwardOrder:
             for trace in more:
                 self.reduce(trace)
             self._finish_reduces()
-        self.answered = bool(found[-2])
+        self.answers = [answer > 0 for answer in found[-1 - len(asked) : -1]]
         if found[-1]:
             self.blind = self._traces[found[-1] - 1]
         start = len(self._traces)

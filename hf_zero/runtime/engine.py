@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from .moves import Monitor
 from .offload import STATES, Offload
 from .optimizer import Binding, WholeBinding, take_state, with_closure_followed, with_closure_run
 from .ownership import refuse_owned
+from .preemption import Preemption
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
@@ -90,6 +92,7 @@ class Engine:
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
+        self._preemption: Preemption | None = None
         self._patches = overrides.Patches()
 
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
@@ -170,7 +173,7 @@ class Engine:
                 before_forward=self._before_forward,
                 before_backward=self._before_backward,
                 after_reduce=(lambda unit: self.offload.step_unit(unit, self.optimizer)) if in_backward else None,
-                ask=self.buffers.changed,
+                ask=self._ask,
                 after_backward=self._after_backward,
             ),
         )
@@ -563,6 +566,8 @@ class Engine:
         if self.model.__dict__.get(_ENGINE) is not self:
             return
         self.quiesce()
+        if self._preemption is not None:
+            self._preemption.close()
         binding = self._binding
         state = None if binding is None else binding.plain_state()
         if self.recorder is not None:
@@ -575,6 +580,13 @@ class Engine:
         if binding is not None and state is not None:
             binding.unbind(state)
             self._binding = self.sharded.optimizer = None
+
+    def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
+        """See `on_preemption`."""
+        if self._preemption is not None:
+            self._preemption.close()
+        self._preemption = Preemption(signals)
+        return self._preemption
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -639,9 +651,15 @@ class Engine:
         if self.schedule.sync or self.policy.reduce_each_backward:
             self._gradients.hide()
 
+    def _ask(self) -> tuple[bool, bool]:
+        return self.buffers.changed(), self._preemption is not None and self._preemption.signalled
+
     def _after_backward(self) -> None:
+        buffers_changed, ends = self.schedule.order.answers or (False, False)
         if self.schedule.sync and self.buffers.watched:
-            self.buffers.agree(changed=self.schedule.order.answered)
+            self.buffers.agree(changed=buffers_changed)
+        if ends and self._preemption is not None:
+            self._preemption.agreed = True
         self.offload.agree_on_reads()
         if self.schedule.sync:
             self.offload.land()
@@ -758,6 +776,34 @@ def shard(
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     return Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
+
+
+def on_preemption(
+    model: nn.Module | Engine, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)
+) -> Preemption:
+    """From now on these signals ask the run to end after a whole step, on every rank, whichever of them receives one.
+
+        ends = zero.on_preemption(model)
+        for batch in loader:
+            ...
+            optimizer.step()
+            if ends():            # the same answer on every rank, of the last backward that reduces; no collective
+                engine.save("ckpt")
+                break
+
+    Between a signal and its answer lie one step at most, and what the program does between steps. A second signal does what it
+    would have done before. Call it on every rank that is to hear signals, in the main thread; `close()` gives them back.
+
+    Args:
+        model: a sharded model, or its engine.
+
+    Raises:
+        ConfigError: the model is not sharded, or this is not the main thread.
+    """
+    engine = model if isinstance(model, Engine) else engine_of(model)
+    if engine is None:
+        raise ConfigError(f"on_preemption: this {type(model).__name__} is not sharded; call zero.shard first")
+    return engine.end_on(signals)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -31,7 +31,7 @@ Everything here costs Python time per unit, never per parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,14 +95,14 @@ class Callbacks:
         before_forward: the model's forward begins, and no part of it is under way. The units may be cut anew in it.
         before_backward: the first event of a backward, before the ranks agree on its order.
         after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
-        ask: at the end of a backward that syncs, on every rank; `BackwardOrder.answered` says if any rank said yes.
+        ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answers` says what was true on any of them.
         after_backward: every owner's gradients are complete, and everything is released.
     """
 
     before_forward: Callable[[], None] = lambda: None
     before_backward: Callable[[], None] = lambda: None
     after_reduce: Callable[[Unit], None] | None = None
-    ask: Callable[[], bool] = lambda: False
+    ask: Callable[[], Sequence[bool]] = lambda: ()
     after_backward: Callable[[], None] = lambda: None
 
 

@@ -370,3 +370,17 @@ def test_resume_on_another_number_of_ranks(on_two_ranks: tuple[dict[str, Any], P
     assert len(resumed["loss"]) == 4
     assert resumed["loss"] == pytest.approx(whole["loss"], rel=2e-6)
     assert resumed["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-5)
+
+
+# ---- the end by a signal ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def preempted(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch("preemption_job", tmp_path_factory.mktemp("preempted"))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(preempted: Results, stage: int) -> None:
+    preempted(f"stage {stage}")

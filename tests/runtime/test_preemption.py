@@ -1,0 +1,105 @@
+"""A signal on one rank: every rank ends after the same step, and what it saves goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero as zero
+from tests.kit.common import batch, gpt2, optimizer_for
+
+STEPS = 5
+
+
+class Loop:
+    """Two micro-batches per step, the first of them inside `no_sync`."""
+
+    def __init__(self, stage: int, offload: str = "none") -> None:
+        self.model = gpt2()
+        self.optimizer = optimizer_for(self.model, 1)
+        config = zero.ZeroConfig(stage=stage, offload_optimizer=offload)
+        self.engine = zero.shard(self.model, self.optimizer, config)
+
+    def backward(self, step: int, micro: int, rank: int) -> None:
+        ids = batch(step, micro, rank)
+        self.model(input_ids=ids, labels=ids).loss.backward()
+
+    def train(self, step: int, rank: int) -> None:
+        with self.engine.no_sync():
+            self.backward(step, 0, rank)
+        self.backward(step, 1, rank)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [zero.full_parameter(parameter).clone() for parameter in self.model.parameters()]
+
+
+def interrupted(rank: int, world: int, stage: int, offload: str, folder: Path) -> tuple[int, bool, bool, bool]:
+    """The last rank gets SIGUSR1 in step 2, at another place of its program than the others are at."""
+    before = signal.getsignal(signal.SIGUSR1)
+    whole = Loop(stage, offload)
+    for step in range(STEPS):
+        whole.train(step, rank)
+    expected = whole.weights()
+    whole.engine.detach()
+
+    loop = Loop(stage, offload)
+    ends = zero.on_preemption(loop.model)
+    saved = -1
+    for step in range(STEPS):
+        if step == 2 and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        loop.train(step, rank)
+        if ends():
+            saved = step
+            loop.engine.save(folder / "saved")
+            break
+    ends.close()
+    given_back = signal.getsignal(signal.SIGUSR1) is before
+    loop.engine.detach()
+
+    again = Loop(stage, offload)
+    again.engine.load(folder / "saved")
+    for step in range(saved + 1, STEPS):
+        again.train(step, rank)
+    equal = all(torch.equal(one, other) for one, other in zip(expected, again.weights()))
+    again.engine.detach()
+    return saved, given_back, ends.signalled, equal
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")])
+def test_every_rank_ends_after_the_same_step(two, stage, offload, tmp_path):
+    found = two.run(interrupted, stage, offload, tmp_path)
+    assert [saved for saved, *_ in found] == [2, 2]
+    assert [signalled for _, _, signalled, _ in found] == [False, True]
+    assert all(given_back and equal for _, given_back, _, equal in found)
+
+
+def test_one_process(tmp_path):
+    assert interrupted(0, 1, 2, "none", tmp_path) == (2, True, True, True)
+
+
+def test_a_second_signal_does_what_it_did_before():
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        loop = Loop(2)
+        ends = zero.on_preemption(loop.engine, [signal.SIGUSR1])
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert ends.signalled
+        assert not ends()  # no backward yet
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    with pytest.raises(zero.ConfigError, match="is not sharded"):
+        zero.on_preemption(gpt2())
