@@ -3,57 +3,93 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import huggingface  # noqa: F401  (registers what knows transformers, and imports none of it yet)
-from .checkpoint.export import card_for, export
-from .checkpoint.folder import verify
-from .config import ZeroConfig
-from .errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    OutOfMemoryError,
-    RankMismatchError,
-    StallError,
-    StateError,
-    TierError,
-    UnsupportedOptimizerError,
-    ZeroError,
+from . import (  # noqa: F401  (`huggingface` registers what knows transformers; none loads torch)
+    config,
+    errors,
+    huggingface,
 )
-from .params.access import (
-    GatheredParameters,
-    full_gradient,
-    full_optimizer_state,
-    full_parameter,
-    local_gradient,
-    local_optimizer_state,
-    local_parameter,
-    set_full_gradient,
-    set_full_optimizer_state,
-    set_full_parameter,
-    set_local_gradient,
-    set_local_optimizer_state,
-    set_local_parameter,
-)
-from .params.init import Init
-from .plan.report import Report
-from .runtime.engine import Engine, engine_of, on_preemption, shard
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .checkpoint.export import card_for, export
+    from .checkpoint.folder import verify
+    from .config import ZeroConfig
+    from .errors import (
+        CheckpointError,
+        ConfigError,
+        LayoutError,
+        OutOfMemoryError,
+        RankMismatchError,
+        StallError,
+        StateError,
+        TierError,
+        UnsupportedOptimizerError,
+        ZeroError,
+    )
     from .huggingface.callback import ZeroCallback
     from .huggingface.plugin import ZeroAccelerator, ZeroPlugin
     from .huggingface.trainer import ZeroTrainer, zero_trainer_cls
     from .huggingface.training_arguments import ZeroTrainingArguments
+    from .params.access import (
+        GatheredParameters,
+        full_gradient,
+        full_optimizer_state,
+        full_parameter,
+        local_gradient,
+        local_optimizer_state,
+        local_parameter,
+        set_full_gradient,
+        set_full_optimizer_state,
+        set_full_parameter,
+        set_local_gradient,
+        set_local_optimizer_state,
+        set_local_parameter,
+    )
+    from .params.init import Init
+    from .plan.report import Report
+    from .runtime.engine import Engine, engine_of, on_preemption, shard
 
-# Loaded at first use: the engine works where accelerate and transformers are not installed.
-_WIRING = {
-    "ZeroAccelerator": "plugin",
-    "ZeroPlugin": "plugin",
-    "ZeroCallback": "callback",
-    "ZeroTrainer": "trainer",
-    "ZeroTrainingArguments": "training_arguments",
-    "zero_trainer_cls": "trainer",
+# Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
+_NAMES = {
+    "checkpoint.export": ("card_for", "export"),
+    "checkpoint.folder": ("verify",),
+    "config": ("ZeroConfig",),
+    "errors": (
+        "CheckpointError",
+        "ConfigError",
+        "LayoutError",
+        "OutOfMemoryError",
+        "RankMismatchError",
+        "StallError",
+        "StateError",
+        "TierError",
+        "UnsupportedOptimizerError",
+        "ZeroError",
+    ),
+    "huggingface.callback": ("ZeroCallback",),
+    "huggingface.plugin": ("ZeroAccelerator", "ZeroPlugin"),
+    "huggingface.trainer": ("ZeroTrainer", "zero_trainer_cls"),
+    "huggingface.training_arguments": ("ZeroTrainingArguments",),
+    "params.access": (
+        "GatheredParameters",
+        "full_gradient",
+        "full_optimizer_state",
+        "full_parameter",
+        "local_gradient",
+        "local_optimizer_state",
+        "local_parameter",
+        "set_full_gradient",
+        "set_full_optimizer_state",
+        "set_full_parameter",
+        "set_local_gradient",
+        "set_local_optimizer_state",
+        "set_local_parameter",
+    ),
+    "params.init": ("Init",),
+    "plan.report": ("Report",),
+    "runtime.engine": ("Engine", "engine_of", "on_preemption", "shard"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CheckpointError",
@@ -100,9 +136,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WIRING:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".huggingface.{_WIRING[name]}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

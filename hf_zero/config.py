@@ -20,6 +20,8 @@ _DTYPES = {
     "fp16": "float16",
     "torch.float16": "float16",
 }
+DTYPES = tuple(dict.fromkeys(_DTYPES.values()))
+"""Types of weights, gradients and files that settings name."""
 
 
 @dataclass(frozen=True, slots=True)

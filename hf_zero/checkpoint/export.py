@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..config import parse_bytes
+from ..config import DTYPES, parse_bytes
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
@@ -33,7 +33,6 @@ from .manifest import MANIFEST, Manifest, read_json
 from .safetensors import Stored, build_header, itemsize, read_fully, write_fully
 from .weights import WeightSet, find_weights, index_text
 
-DTYPES = ("float32", "bfloat16", "float16")
 MARKER = ".hf_zero_export.json"
 """In an exported folder, not on the Hub: names and sizes of what was written, so that a later export may replace it."""
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"}

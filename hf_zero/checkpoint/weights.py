@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..config import parse_bytes
 from ..core.layout import Extent
 from ..errors import CheckpointError
+from .formats import FORMATS
 from .hub import split_keys
 from .manifest import Manifest, check_name, check_segments, read_json
 from .safetensors import Header, Stored, itemsize, read_header
@@ -117,10 +118,6 @@ class WeightFormat(Protocol):
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """Without communication, the same answer on every rank: where the tensors of a folder belong."""
         ...
-
-
-FORMATS: list[Callable[[nn.Module], WeightFormat | None]] = []
-"""Who may know a format for a model, asked in order before the generic one; filled by integrations when imported."""
 
 
 def format_of(model: nn.Module) -> WeightFormat:

@@ -1,6 +1,6 @@
 """What knows accelerate, transformers and PEFT; the engine below imports none of them.
 
-Importing this package imports none of them either: it only registers who is asked once one of them is there.
+Importing this package imports none of them, and no torch either: it only registers who is asked once one of them is there.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ..checkpoint.weights import FORMATS
-from ..params.init import EXTENSIONS, Init
+from ..checkpoint.formats import FORMATS
+from ..params.extensions import EXTENSIONS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..checkpoint.weights import WeightFormat
+    from ..params.init import Init
 
 
 def _hub_format(model: nn.Module) -> WeightFormat | None:

@@ -17,7 +17,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,12 +34,9 @@ from ..errors import ConfigError
 from ..runtime.deferred import Birth, OpeningMode, birth_of, born, guard_owner, opening_mode, slice_bounds
 from ..runtime.deferred_hooks import DeferredHooks
 from ..runtime.ownership import OWNERS, adopt
+from .extensions import EXTENSIONS
 
 __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
-
-EXTENSIONS: list[Callable[[Init], AbstractContextManager[object] | None]] = []
-"""Asked with the outermost Init when it is entered; what they return is entered with it and left with it."""
-
 
 _TRIM_BYTES = 16 << 20  # most that closed parameters may leave in the allocator before it must give it back
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

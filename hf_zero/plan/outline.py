@@ -1,9 +1,9 @@
-"""Parameters of a model that is known by its files' headers, or by a number alone: enough for a layout and a plan."""
+"""Parameters of a model that is known by its files' headers, its shape, or a number alone: enough for a layout and a plan."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +12,7 @@ from ..checkpoint.safetensors import read_header
 from ..core.layout import ParamSpec, Visit
 from ..core.precision import Precision, dtype_name
 from ..errors import ConfigError
+from .shapes import Shape, tensors
 
 Units = list[tuple[str, list[ParamSpec]]]
 
@@ -24,14 +25,17 @@ _SMALL = 16
 
 
 def from_number(parameters: int, precision: Precision) -> Units:
-    """One unit, one span: for tables over model sizes."""
+    """One unit: too few parameters for blocks."""
     return [("parameters", [_spec("parameters", (parameters,), "float32", precision, castable=True)])]
 
 
-def from_files(path: Path, precision: Precision) -> Units:
-    """From the headers of one safetensors file, or of all in a folder. Units by name: `h.0.…` is of unit `h.0`.
+def from_shape(shape: Shape, precision: Precision) -> Units:
+    """In float32, as files of such a model would have it."""
+    return _units({name: ("float32", sizes) for name, sizes in tensors(shape)}, precision, shape.is_tied)
 
-    Matrices that are no embeddings are taken for those that autocast casts; types that are not floats for frozen.
+
+def from_files(path: Path, precision: Precision) -> Units:
+    """From the headers of one safetensors file, or of all in a folder.
 
     Raises:
         ConfigError: no such files.
@@ -43,12 +47,23 @@ def from_files(path: Path, precision: Precision) -> Units:
     shapes = {key: entry for file in files for key, entry in read_header(file).tensors.items()}
     if not shapes:
         raise ConfigError(f"{path}: its files hold no tensors")
+    return _units({name: (entry.dtype, entry.shape) for name, entry in shapes.items()}, precision)
+
+
+def _units(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]], precision: Precision, is_tied: bool | None = None
+) -> Units:
+    """Units by name: `h.0.…` is of unit `h.0`.
+
+    Matrices that are no embeddings are taken for those that autocast casts; types that are not floats for frozen.
+    `is_tied`: the largest embedding is the head, too; None: if no other matrix is behind the blocks.
+    """
     blocks: Units = []
     before: list[ParamSpec] = []
     after: list[ParamSpec] = []
     of: dict[str, list[ParamSpec]] = {}
     for name in sorted(shapes, key=_natural):
-        dtype, shape = shapes[name].dtype, shapes[name].shape
+        dtype, shape = shapes[name]
         is_embedding = _EMBEDDING.search(name) is not None
         spec = _spec(name, shape, dtype, precision, castable=len(shape) > 1 and not is_embedding)
         block = _BLOCK.match(name)
@@ -61,7 +76,9 @@ def from_files(path: Path, precision: Precision) -> Units:
             blocks.append((block[1], of[block[1]]))
     sizes = sorted(sum(spec.numel for spec in specs) for _, specs in blocks)
     small = sizes[len(sizes) // 2] // _SMALL if sizes else 0
-    if before and not any(len(spec.shape) > 1 for spec in after):  # the largest embedding is the head, too
+    if is_tied is None:
+        is_tied = not any(len(spec.shape) > 1 for spec in after)
+    if before and is_tied:
         at = max(range(len(before)), key=lambda place: before[place].numel)
         before[at] = replace(before[at], names=(before[at].name, _HEAD))
     large = _split(before, small, blocks[0][1] if blocks else [])

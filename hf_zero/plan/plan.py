@@ -18,6 +18,7 @@ from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import Group, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
+from .activations import Batch
 from .costs import KINDS, TIERS, Memory, Placement
 from .machine import Machine
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
@@ -170,12 +171,16 @@ def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
 
 
 def _what_fits(inputs: PlanInputs) -> Iterator[str]:
-    """Every budget that helps by growing alone; the first other setting, and the first number of ranks, that fit."""
+    """Every budget that helps by growing alone; the first smaller batch, other setting, and number of ranks that fit."""
     needed = needed_bytes(inputs)
     for name, _, limit in inputs.budgets.rows():
         if name in needed:
             more = max(0, needed[name] - limit)
             yield f"{NAMES[name]} of {size_text(needed[name], up=True)}, {size_text(more, up=True)} more"
+    for text, batch in _smaller_batches(inputs.batch):
+        if fits(replace(inputs, batch=batch)):
+            yield text
+            break
     for text, changes in ALTERNATIVES:
         if _would_fit(inputs, inputs.world_size, changes):
             yield text
@@ -185,6 +190,19 @@ def _what_fits(inputs: PlanInputs) -> Iterator[str]:
             if _would_fit(inputs, ranks, {}):
                 yield f"{ranks} ranks with the same budgets each"
                 break
+
+
+def _smaller_batches(batch: Batch | None) -> Iterator[tuple[str, Batch]]:
+    """What leaves less for backward, the cheapest first."""
+    if batch is None or batch.architecture is None:
+        return
+    checkpointed = replace(batch, checkpointing=True)
+    if not batch.checkpointing:
+        yield "gradient checkpointing", checkpointed
+    if batch.rows > 1:
+        one = replace(batch, rows=1)
+        yield f"1 row at a time instead of {batch.rows}, with more micro-batches", one
+        yield f"gradient checkpointing and 1 row at a time instead of {batch.rows}", replace(one, checkpointing=True)
 
 
 def _would_fit(inputs: PlanInputs, world_size: int, settings: Mapping[str, Any]) -> bool:

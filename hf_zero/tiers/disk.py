@@ -12,6 +12,7 @@ import fcntl
 import os
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -203,6 +204,19 @@ class _Descriptor:
         weakref.finalize(self, _discard, number, os.getpid()).atexit = False  # type: ignore[misc]
 
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+"""Folders that are memory."""
+
+
+def file_system(folder: str | os.PathLike[str]) -> str:
+    """The kind of file system that `folder` is on, or would be: `ext4`, `tmpfs`; empty where the system does not say."""
+    import psutil  # here: not every process that imports hf_zero asks
+
+    path = Path(os.path.realpath(folder))
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((kinds[str(place)] for place in (path, *path.parents) if str(place) in kinds), "")
+
+
 class Disk:
     """The file of one rank. It has no name from the start, so its space is free again however the process ends.
 
@@ -233,6 +247,15 @@ class Disk:
                 f"offload_dir {path} cannot be used on rank {rank}: {error.strerror or error}; expected a folder on a "
                 "local disk that this user may write to"
             ) from error
+        kind = file_system(path)
+        if kind in MEMORY_FILE_SYSTEMS:
+            default = ", the temporary folder, as no offload_dir is given" if folder is None else ""
+            warnings.warn(
+                f"rank {rank}: the disk tier is in {path}{default}: that is {kind}, which is memory. What is offloaded there "
+                "still takes memory; give offload_dir a folder on a disk, or offload to 'cpu'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._end = 0
         self._free: list[Region] = []  # in order of offset, no two adjacent, none at the end
         self._lock = threading.Lock()

@@ -452,7 +452,7 @@ def test_export_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["export", str(source), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert str(tmp_path / "out") in capsys.readouterr().out
     assert load_file(tmp_path / "out" / "model.safetensors")["transformer.ln_f.weight"].dtype == torch.bfloat16
-    assert cli.main(["export", str(source)]) == 1
+    assert cli.main(["export", str(source)]) == 2
     assert "neither" in capsys.readouterr().err
 
 

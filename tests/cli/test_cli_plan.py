@@ -41,16 +41,17 @@ def run(capsys, *arguments: object) -> str:
     return out.out
 
 
-def refused(capsys, *arguments: object) -> str:
-    assert cli.main([str(argument) for argument in arguments]) == 2
+def refused(capsys, *arguments: object, status: int = 2) -> str:
+    assert cli.main([str(argument) for argument in arguments]) == status
     return capsys.readouterr().err
 
 
 def test_one_stage_with_all_details(capsys, folder):
     out = run(capsys, "plan", folder, "--world-size", 2, "--zero-stage", 3, "--mixed-precision", "bf16",
               "--zero-offload-optimizer", "cpu", "--batch", 2, "--sequence", 16, "--host-memory", "1GiB")  # fmt: skip
-    for word in ("device", "host", "disk", "gathered", "communication", "staging", "activations (estimate)", "budget",
-                 "down", "up", "host optimizer", "offload_optimizer='cpu'", "an estimate for 2 x 16 tokens"):  # fmt: skip
+    for word in ("device", "host", "gathered", "communication", "staging", "activations (estimate)", "budget",
+                 "down", "up", "optimizer, on the host", "as --zero-offload-optimizer cpu says",
+                 "an estimate for 2 x 16 tokens"):  # fmt: skip
         assert word in out, word
 
 
@@ -71,7 +72,7 @@ def test_all_stages_side_by_side(capsys, folder):
     sizes = [made["states_bytes_per_rank"] for made in plans]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3]
     out = run(capsys, "plan", folder, "--world-size", 4, "--zero-offload-params", "cpu")
-    assert "stage 0: offload_params='cpu' needs stage 3" in out
+    assert "stage 0: --zero-offload-params cpu needs stage 3" in out
 
 
 def test_headers_alone_are_enough(capsys, folder, tmp_path):
@@ -115,7 +116,7 @@ def test_a_sweep_as_table_json_and_picture(capsys, tmp_path):
     picture = tmp_path / "sweep.png"
     out = run(capsys, "plan", "--parameters", "7.5B", "--mixed-precision", "bf16", "--sweep", "--plot", picture)
     assert "…" not in out  # no figure is cut off, however narrow
-    for cell in ("120", "31.4", "16.6", "1.9", "1,024", "disk"):
+    for cell in ("112 GiB", "29.2 GiB", "15.5 GiB", "1.75 GiB", "1,024", "disk", "141 GB"):
         assert cell in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(run(capsys, "plan", "--parameters", "7.5B", "--mixed-precision", "bf16", "--sweep", "--json"))
@@ -123,7 +124,7 @@ def test_a_sweep_as_table_json_and_picture(capsys, tmp_path):
     assert {row["offload"] for row in rows} == {"none", "cpu", "disk"}
     row = next(r for r in rows if (r["stage"], r["offload"], r["world_size"]) == (3, "disk", 64))
     assert row["states_bytes_by_tier"]["device"] == 0
-    assert row["states_bytes_by_tier"]["disk"] == pytest.approx(7.5e9 / 64 * 14, rel=1e-3)
+    assert row["states_bytes_by_tier"]["disk"] == pytest.approx(7.5e9 / 64 * 14, rel=5e-3)  # embeddings stay in float32
 
 
 def test_auto_for_a_machine_in_a_file(capsys, folder, tmp_path):
@@ -140,8 +141,8 @@ def test_auto_for_a_machine_in_a_file(capsys, folder, tmp_path):
 
 def test_what_does_not_fit_is_said(capsys, folder):
     error = refused(capsys, "plan", folder, "--world-size", 2, "--zero-stage", 2, "--zero-offload-optimizer", "auto",
-                    "--device-memory", "100KB", "--host-memory", "1GB")  # fmt: skip
-    assert "What would fit: device_memory of" in error
+                    "--device-memory", "100KB", "--host-memory", "1GB", status=1)  # fmt: skip
+    assert "What would fit: --device-memory of" in error
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,10 @@ def test_what_does_not_fit_is_said(capsys, folder):
         (("--parameters", "1B", "--plot", "x.png"), "add --sweep"),
         (("--parameters", "1B", "--world-size", "0"), "--world-size must be at least 1"),
         (("--parameters", "1B", "--machine", "/nowhere.json"), "no machine file"),
-        (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "device_memory"),
+        (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
+        (("--parameters", "1B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),
+        (("--parameters", "1B", "--sweep", "--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
+        (("--parameters", "-7B"), "expected a number such as 7.5B"),
     ],
 )
 def test_arguments_that_cannot_be(capsys, arguments, message):
@@ -164,6 +168,7 @@ def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
     assert before["step_s"] is None
     AcceleratorState._reset_state(True)  # the command is a process of its own; tests before this one were not
     GradientState._reset_state()
+    (tmp_path / "disk").mkdir()
     measured = json.loads(run(capsys, "probe", "--json", "--offload-dir", tmp_path / "disk"))
     assert measured["disk_read"] > 0
     (kept,) = cache.iterdir()
@@ -183,8 +188,9 @@ def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
         "--nproc-per-node",
         "2",
         "-m",
-        "hf_zero.cli.main",
+        "hf_zero",
     ]
+    (tmp_path / "disk").mkdir()
     out = subprocess.run(
         [*command, "probe", "--json", "--offload-dir", str(tmp_path / "disk")],
         check=True, capture_output=True, text=True, timeout=250,

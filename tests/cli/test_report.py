@@ -117,7 +117,7 @@ def test_pictures_need_an_extra(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what Python itself takes for "not to be found"
-    assert main(["report", str(recorded[0]), "--png", str(tmp_path / "a.png")]) == 1
+    assert main(["report", str(recorded[0]), "--png", str(tmp_path / "a.png")]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"
@@ -201,7 +201,7 @@ def test_no_run(
     content = {"no steps": [facts], "no facts": steps, "later": [{**facts, "format": 99}, *steps]}.get(case)
     if content is not None:
         write(tmp_path, content)
-    assert main(["report", str(folder)]) == 1
+    assert main(["report", str(folder)]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from safetensors.torch import save_file
 from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.errors import ConfigError, StateError, TierError
 from hf_zero.tiers.array import DiskArray, FileSource, OnDisk, fetch
-from hf_zero.tiers.disk import Disk, Region
+from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
 from tests.kit.common import nameless_files, used_bytes
@@ -343,6 +344,20 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=rf"offload_dir {tmp_path} cannot be used on rank 2: Read-only"),
     ):
         make(tmp_path, rank=2)
+
+
+@pytest.mark.skipif(file_system("/dev/shm") != "tmpfs", reason="no folder that is memory")
+def test_a_folder_that_is_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank: it is its own disk tier that takes memory. Not of a disk."""
+    with pytest.warns(RuntimeWarning, match=r"rank 3: the disk tier is in /dev/shm: that is tmpfs, which is memory"):
+        Disk("/dev/shm", 3, Meter()).close()
+    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+    with pytest.warns(RuntimeWarning, match="as no offload_dir is given"):
+        Disk(None, 0, Meter()).close()
+    if file_system(tmp_path) != "tmpfs":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Disk(str(tmp_path), 0, Meter()).close()
 
 
 def test_the_folder_is_made_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,188 @@
+"""`hf-zero doctor`: what this machine has, and what would get in the way of a training."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from ..config import size_text
+from ..plan.machine import busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
+from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
+from ..version import __version__
+from .asked import cache_folder
+from .commands import OK, WRONG, print_json
+from .options import DoctorOptions
+from .show import table
+
+GOOD, NOTE, BAD = "ok", "note", "wrong"
+_STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
+BUSY = 0.25
+"""Of the processors, in use by others: times that are measured now are too long."""
+TAKEN = 0.1
+"""Of a device's memory, taken by others."""
+LITTLE_BYTES = 10 << 30
+"""Of disk: less does not hold the state of a model of a billion parameters."""
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_ENGINES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the screen."""
+
+    what: str
+    found: str
+    verdict: str
+    advice: str = ""
+
+
+def run(options: DoctorOptions) -> int:
+    """Prints all checks; status 1 where one is wrong."""
+    found = list(checks(options.offload_dir))
+    is_well = all(check.verdict != BAD for check in found)
+    if options.json:
+        print_json({"well": is_well, "checks": [asdict(check) for check in found]})
+    else:
+        rows = [
+            (check.what, check.found, Text(check.verdict, style=_STYLES[check.verdict]), check.advice)
+            for check in found
+        ]
+        table(Console(), f"hf_zero {__version__} on {host_name()}", ("what", "found", "", "to do"), rows, left=4)
+    return OK if is_well else WRONG
+
+
+def checks(offload_dir: str | None) -> Iterator[Check]:
+    yield from _versions()
+    yield from _devices()
+    yield _memory()
+    yield _disk(offload_dir)
+    yield _busy()
+    yield _accelerate()
+    yield from _environment()
+    path = kept(cache_folder())
+    advice = "" if path.exists() else "without it plans have no times: hf-zero probe"
+    yield Check("measured speeds", str(path) if path.exists() else "none kept", GOOD if path.exists() else NOTE, advice)
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}", GOOD)
+    least = _least_versions()
+    for name in _PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name, "not installed", BAD, f"pip install {name}")
+            continue
+        wanted = least.get(name.replace("_", "-"), least.get(name, ""))
+        is_old = bool(wanted) and _numbers(version) < _numbers(wanted)
+        found = f"{version}, at least {wanted} is supported" if wanted else version
+        yield Check(name, found, BAD if is_old else GOOD, f"pip install '{name}>={wanted}'" if is_old else "")
+
+
+def _least_versions() -> dict[str, str]:
+    """What this package requires, from its own metadata; empty where it runs from a folder that is not installed."""
+    try:
+        required = importlib.metadata.requires("hf-zero") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (re.match(r"([A-Za-z0-9_.-]+)\s*>=\s*([0-9.]+)(?!.*extra)", line) for line in required)
+    return {match[1]: match[2] for match in found if match}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _devices() -> Iterator[Check]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        advice = "torch is built for GPUs and sees none: driver, CUDA_VISIBLE_DEVICES" if built else ""
+        cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} processors"
+        yield Check("devices", f"no GPU; CPU ranks over gloo, {cores}", NOTE if built else GOOD, advice)
+        return
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Check("backend", f"NCCL {version}, CUDA {torch.version.cuda}", GOOD)
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free = free_device_bytes(torch.device("cuda", index))
+        is_taken = free < (1 - TAKEN) * about.total_memory
+        advice = "another program uses its memory (nvidia-smi)" if is_taken else ""
+        found = f"{about.name}: {size_text(free)} of {size_text(about.total_memory)} free"
+        yield Check(f"GPU {index}", found, NOTE if is_taken else GOOD, advice)
+
+
+def _memory() -> Check:
+    free, total = free_host_bytes(), psutil.virtual_memory().total
+    limited = free < psutil.virtual_memory().available * (1 - TAKEN)
+    advice = "a control group or ulimit allows less than the machine has" if limited else ""
+    return Check("host memory", f"{size_text(free)} of {size_text(total)} free", NOTE if limited else GOOD, advice)
+
+
+def _disk(offload_dir: str | None) -> Check:
+    folder = Path(offload_dir or tempfile.gettempdir())
+    what = "disk tier" if offload_dir else "disk tier (temporary folder)"
+    if not folder.is_dir():
+        return Check(what, str(folder), BAD, "no such folder")
+    if not os.access(folder, os.W_OK):
+        return Check(what, str(folder), BAD, "this user may not write there")
+    kind, free = file_system(folder), free_disk_bytes(str(folder))
+    found = f"{folder}: {kind or 'unknown file system'}, {size_text(free)} free"
+    if kind in MEMORY_FILE_SYSTEMS:
+        advice = f"{kind} is memory: offloading there saves none; give --zero-offload-dir a folder on a disk"
+        return Check(what, found, BAD if offload_dir else NOTE, advice)
+    return Check(what, found, NOTE if free < LITTLE_BYTES else GOOD, "little space" if free < LITTLE_BYTES else "")
+
+
+def _busy() -> Check:
+    share, load = busy_share(), os.getloadavg()[0]
+    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
+    is_busy = share > BUSY
+    return Check(
+        "other programs", found, NOTE if is_busy else GOOD, "probe and benchmark when it is idle" if is_busy else ""
+    )
+
+
+def _accelerate() -> Check:
+    """What `accelerate launch` does without further flags."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    folder = Path(os.environ.get("HF_HOME") or cache) / "accelerate"
+    path = next(
+        (folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).exists()), None
+    )
+    what = "accelerate launch"
+    if path is None:
+        return Check(what, "no default configuration: all GPUs of this machine, else one process", GOOD)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return Check(what, str(path), BAD, f"cannot be read: {' '.join(str(error).split())}")
+    values = values if isinstance(values, dict) else {}
+    kind, count = str(values.get("distributed_type", "NO")), values.get("num_processes", 1)
+    if kind in _ENGINES:
+        return Check(
+            what,
+            f"{path}: {_ENGINES[kind]}, {count} processes",
+            BAD,
+            f"hf_zero takes its place: hf-zero migrate {path}, then distributed_type MULTI_GPU",
+        )
+    return Check(
+        what, f"{path}: {kind}, {count} processes, mixed precision {values.get('mixed_precision', 'no')}", GOOD
+    )
+
+
+def _environment() -> Iterator[Check]:
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
+        if os.environ.get(name, "").lower() in ("1", "true"):
+            yield Check("environment", f"{name}={os.environ[name]}", BAD, "another engine is asked for: unset it")

@@ -1,0 +1,142 @@
+"""What a model is called on the command line, and its units: a size, a built-in name, a folder, a file, a name on the Hub."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from ..core.layout import Layout
+from ..core.precision import Precision
+from ..errors import ConfigError
+from ..plan.activations import Architecture
+from ..plan.outline import Units, from_files, from_number, from_shape, visits_by_name
+from ..plan.plan import Drafter
+from ..plan.shapes import BUILT_IN, of_size
+
+_COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".yaml", ".yml")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's layouts, however it is known."""
+
+    name: str
+    """What it is called in titles."""
+    layout: Callable[[Precision, int], Layout]
+    """For a precision and a number of shards; each is made once."""
+    architecture: Architecture | None = None
+    """For activations; None where it is not known."""
+    source: str = ""
+    """What was assumed of its structure; empty where it is the model's own."""
+
+
+def find_model(given: str | None, parameters: str | None) -> Model:
+    """What `given` stands for: a path that is there, a size, a built-in name, at last a name on the Hub, which is never asked
+    for what looks like a path.
+
+    Raises:
+        ConfigError: none of these, or both or neither are given.
+    """
+    if (given is None) == (parameters is None):
+        raise ConfigError(
+            "plan needs either a model or --parameters N: hf-zero plan 7B, hf-zero plan out/checkpoint-500"
+        )
+    if given is None:
+        count = count_of(parameters or "")
+        if count is None:
+            raise ConfigError(f"--parameters: expected a number such as 7.5B or 124M, found {parameters!r}")
+        return _sized(f"{parameters} parameters", count)
+    path = Path(given).expanduser()
+    if path.exists():
+        return _local(given, path)
+    count = count_of(given)
+    if count is not None:
+        return _sized(given, count)
+    if given.lower() in BUILT_IN:
+        shape = BUILT_IN[given.lower()]
+        return replace(_of_units(given, lambda p: from_shape(shape, p)), architecture=shape.architecture)
+    if _is_path(given):
+        raise ConfigError(f"no such folder or file: {given}")
+    return _of_hub(given)
+
+
+def count_of(text: str) -> int | None:
+    """`7B`, `1.3b`, `350M`, `7_000_000`; None for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace(",", "").replace("_", ""))
+    return (round(float(match[1]) * _COUNT[match[2]]) or None) if match else None
+
+
+def _is_path(text: str) -> bool:
+    """Whether somebody who typed it meant a path: more than a name on the Hub has, or below a folder that is here."""
+    first = Path(text).parts[0] if text else ""
+    return _HUB_NAME.fullmatch(text) is None or text.lower().endswith(_FILES) or ("/" in text and Path(first).is_dir())
+
+
+def _sized(name: str, parameters: int) -> Model:
+    shape = of_size(parameters)
+    if shape is None:
+        source = "too few parameters for the blocks of a transformer: planned as one unit"
+        return replace(_of_units(name, lambda p: from_number(parameters, p)), source=source)
+    source = (
+        f"structure assumed: {shape.layers} blocks of width {shape.hidden:,}, as {shape.name} ({shape.source}); a config.json "
+        "gives the model's own"
+    )
+    made = _of_units(name, lambda p: from_shape(shape, p))
+    return replace(made, architecture=shape.architecture, source=source)
+
+
+def _of_units(name: str, units_of: Callable[[Precision], Units]) -> Model:
+    @cache
+    def layout(precision: Precision, shards: int) -> Layout:
+        units = units_of(precision)
+        return Layout.build(units, shards, visits_by_name(units))
+
+    return Model(name, layout)
+
+
+def _local(given: str, path: Path) -> Model:
+    if path.is_file() and path.suffix == ".safetensors":
+        return _of_units(given, lambda p: from_files(path, p))
+    if path.is_dir() and not (path / "config.json").exists():
+        return _of_units(given, lambda p: from_files(path, p))
+    if path.is_file() and path.suffix != ".json":
+        raise ConfigError(f"{given}: expected a config.json, a .safetensors file or a folder with one of them")
+    try:
+        return _of_config(given, str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given}: no model can be made of its configuration: {_first_line(error)}") from error
+
+
+def _of_hub(name: str) -> Model:
+    try:
+        return _of_config(name, name)
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(name.lower(), BUILT_IN, n=2)
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"no model {name!r}: it is no size (7B, 350M), no built-in name ({', '.join(BUILT_IN)}), nothing here has that "
+            f"name, and the Hub has not answered for it: {_first_line(error)}.{meant}"
+        ) from error
+
+
+def _of_config(name: str, place: str) -> Model:
+    from ..huggingface.models import empty_model
+
+    model = empty_model(place)
+
+    @cache
+    def layout(precision: Precision, shards: int) -> Layout:
+        drafter = Drafter(model, precision)
+        return drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), shards)
+
+    return Model(name, layout, Architecture.of(model.config, (key for key, _ in model.named_parameters())))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

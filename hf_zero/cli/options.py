@@ -1,0 +1,154 @@
+"""The options of every command: fields are flags, docstrings the help with examples. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..config import DTYPES, ZeroConfig
+from .commands import Options, argument, flag, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    """Memory per rank and tier, traffic and step time, before anything runs.
+
+    MODEL is a size (7B, 350M), a built-in name (gpt2, gpt2-xl, llama-3-8b), a local folder, config.json or .safetensors file,
+    or a name on the Hub. No weights are read. Without --zero-stage all stages side by side, and what to use.
+
+    \b
+    Examples:
+      hf-zero plan 7B --mixed-precision bf16
+      hf-zero plan llama-3-8b --world-size 4 --device-memory 24GiB --batch 4 --sequence 4096
+      hf-zero plan out/checkpoint-500 --zero-stage 3 --zero-offload-optimizer cpu
+      hf-zero plan gpt2-xl --sweep --plot sweep.png
+
+    Exit status 1: nothing fits the memory that was given.
+    """
+
+    model: str | None = argument("size, built-in name, folder, file or Hub id", default=None)
+    parameters: str | None = flag("in place of MODEL: a number of parameters, such as 7.5B", metavar="N")
+    world_size: int = flag("number of ranks", 8)
+    zero_stage: int | None = setting(
+        "stage", default=None, help="this stage alone, with all details", metavar="[0|1|2|3]"
+    )
+    mixed_precision: str = flag(default="no", choices=("no", "bf16", "fp16"))
+    zero_offload_optimizer: str = setting("offload_optimizer")
+    zero_offload_params: str = setting("offload_params")
+    zero_step_in_backward: bool = setting("step_in_backward", help="update offloaded units in backward")
+    zero_reduce_dtype: str | None = setting("reduce_dtype", metavar="DTYPE")
+    zero_full_precision: str = setting("full_precision", metavar="NAMES")
+    # No --zero: they are figures of the machine here, with or without `auto`.
+    device_memory: str | None = setting(
+        "device_memory", help="bytes per rank on the device, such as 24GiB", metavar="SIZE"
+    )
+    host_memory: str | None = setting("host_memory", help="bytes per rank of host memory", metavar="SIZE")
+    disk_space: str | None = flag("bytes per rank in the offload folder", metavar="SIZE")
+    optimizer_tensors: int = flag("state tensors per parameter; Adam has 2", 2)
+    batch: int | None = flag("sequences per rank and forward; counts activations", metavar="ROWS")
+    sequence: int = flag("with --batch", 2048, metavar="TOKENS")
+    accumulation: int = flag("micro-batches per step", 1, metavar="N")
+    gradient_checkpointing: bool = flag("keep only the blocks' inputs for backward", False)
+    offload_activations: bool = flag("checkpointed activations rest on the host", False)
+    machine: str | None = flag("sizes and speeds as `hf-zero probe --json` prints them", metavar="FILE")
+    sweep: bool = flag("1 to 1,024 ranks, all stages and tiers side by side", False)
+    plot: str | None = flag("with --sweep: a picture of it", metavar="FILE.png")
+
+    def config(self, stage: int, **changes: object) -> ZeroConfig:
+        """Of what was given for the fields of `ZeroConfig` that have a flag."""
+        given = {item.name.removeprefix("zero_"): getattr(self, item.name) for item in fields(self)}
+        known = {item.name: given[item.name] for item in fields(ZeroConfig) if item.name in given}
+        return ZeroConfig(**{**known, "stage": stage, **changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions(Options):
+    """Measure memory, disk, link and collectives of this machine.
+
+    It takes some seconds, on an idle machine. Under torchrun also the collectives between its ranks, all of them at the same
+    time. The result is kept for this machine: `hf-zero plan` reads it, and so does training where a tier is `auto`.
+
+    \b
+    Examples:
+      hf-zero probe --offload-dir /fast/disk
+      hf-zero probe --output machine.json
+      torchrun --nproc-per-node 8 -m hf_zero probe
+    """
+
+    offload_dir: str | None = flag("a folder on the disk to measure (default: the temporary folder)", metavar="DIR")
+    output: str | None = flag("write it there, and keep it nowhere else", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Options):
+    """Check every byte of a checkpoint against its manifest.
+
+    \b
+    Examples:
+      hf-zero verify out/checkpoint-500
+
+    Exit status 0: it is whole; 1: stderr names the file that is missing, short or altered.
+    """
+
+    folder: str = argument("checkpoint folder, with zero_manifest.json", metavar="DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """Make a clean model folder of a checkpoint, here or on the Hub.
+
+    Weights, configuration, tokenizer, code and model card, without optimizer and training state. The checkpoint is verified
+    first.
+
+    \b
+    Examples:
+      hf-zero export out/checkpoint-500 --output model --dtype bfloat16
+      hf-zero export out/checkpoint-500 --push-to-hub user/model --private
+    """
+
+    folder: str = argument("checkpoint folder, or any folder that from_pretrained loads", metavar="DIR")
+    output: str | None = flag("where to; one that an earlier export made is replaced", metavar="DIR")
+    push_to_hub: str | None = flag("upload; made where it is not there", metavar="USER/REPO")
+    dtype: str | None = flag("cast the weights (default: as they are)", choices=DTYPES)
+    max_shard_size: str = flag("most bytes per weight file", "50GB", metavar="SIZE")
+    private: bool = flag("a repository that is made is private", False)
+    revision: str | None = flag("branch to upload to; made where it is not there", metavar="BRANCH")
+    commit_message: str | None = flag(metavar="TEXT")
+    overwrite: bool = flag("replace whatever is at --output", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrateOptions(Options):
+    """Settings of DeepSpeed or FSDP as settings of hf_zero.
+
+    FILE is a DeepSpeed JSON, an accelerate YAML (DeepSpeed or FSDP), or the Trainer's fsdp_config. Each setting is named, with
+    what becomes of it.
+
+    \b
+    Examples:
+      hf-zero migrate ds_config.json
+      hf-zero migrate ~/.cache/huggingface/accelerate/default_config.yaml
+      hf-zero migrate fsdp_config.json --json
+
+    Exit status 1: something that mattered has no equivalent, or is not known.
+    """
+
+    file: str = argument("DeepSpeed JSON, accelerate YAML or fsdp_config", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Options):
+    """What this machine has, and what would get in the way of a training.
+
+    Devices and backend, versions, the offload folder's disk, free memory, other programs, accelerate's configuration.
+
+    \b
+    Examples:
+      hf-zero doctor
+      hf-zero doctor --offload-dir /fast/disk
+
+    Exit status 1: something has to be mended first.
+    """
+
+    offload_dir: str | None = flag(
+        "the folder that the disk tier would use (default: the temporary folder)", metavar="DIR"
+    )

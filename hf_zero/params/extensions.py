@@ -1,0 +1,10 @@
+"""Who takes part in `zero.Init`; filled by `huggingface`, without torch, before anything asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+EXTENSIONS: list[Callable[[Any], AbstractContextManager[object] | None]] = []
+"""Asked with the outermost Init when it is entered; what they return is entered with it and left with it."""

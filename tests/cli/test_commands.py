@@ -1,0 +1,183 @@
+"""The command line itself: help without torch, exit statuses, one-line errors in the words that were typed, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+
+from hf_zero.cli.commands import USAGE, WRONG, Options, add, typed
+from hf_zero.cli.main import main
+from hf_zero.cli.options import DoctorOptions, ExportOptions, MigrateOptions, PlanOptions, ProbeOptions, VerifyOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("plan", "probe", "verify", "export", "report", "migrate", "doctor")
+LIGHT = """
+import sys, time
+from hf_zero.cli.main import main
+status = main(sys.argv[1:])
+heavy = [name for name in ("torch", "numpy", "rich", "transformers", "accelerate", "scipy") if name in sys.modules]
+print("LOADED", status, time.process_time(), *heavy)
+"""
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("--help",), *((name, "--help") for name in COMMANDS)], ids=" ".join
+)
+def test_help_loads_no_torch(arguments: tuple[str, ...]) -> None:
+    ended = python("-c", LIGHT, *arguments)
+    status, spent_s, *heavy = ended.stdout.rpartition("LOADED")[2].split()
+    assert status == "0", ended.stderr
+    assert heavy == []
+    assert float(spent_s) < 0.5  # of a processor, not of time: the machine's load does not matter
+    assert all(len(line) <= 100 for line in ended.stdout.splitlines())
+
+
+def test_it_runs_as_a_module() -> None:
+    ended = python("-m", "hf_zero", "--version")
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", ended.stdout)
+
+
+def test_a_shell_completes_commands_and_choices() -> None:
+    typed_so_far = {"COMP_WORDS": "hf-zero pl", "COMP_CWORD": "1"}
+    ended = python("-c", "from hf_zero.cli.main import main\nmain()", _HF_ZERO_COMPLETE="complete_bash", **typed_so_far)
+    assert ended.stdout.split() == ["plan"]
+
+
+def examples(command: str) -> list[list[str]]:
+    ended = python("-m", "hf_zero", command, "--help")
+    return [
+        shlex.split(line.strip()) for line in ended.stdout.splitlines() if re.match(r"  +(hf-zero|torchrun) ", line)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("plan", PlanOptions), ("probe", ProbeOptions), ("verify", VerifyOptions), ("export", ExportOptions),
+        ("migrate", MigrateOptions), ("doctor", DoctorOptions),
+    ],
+)  # fmt: skip
+def test_examples_of_the_help_are_taken(command: str, options: type[Options]) -> None:
+    """Each is parsed to the end by the command itself, which only notes that it was called."""
+    shown = examples(command)
+    assert shown
+    for words in shown:
+        called: list[Options] = []
+        app = typer.Typer(callback=lambda: None)
+        add(app, command, options, lambda given, called=called: called.append(given))
+        with pytest.raises(SystemExit) as end:
+            app(words[words.index(command) :], prog_name="hf-zero")
+        assert end.value.code == 0
+        assert len(called) == 1
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(list(arguments))
+    return status, capsys.readouterr().err
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(3)}, tmp_path / "model" / "model.safetensors")
+    return tmp_path / "model"
+
+
+def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path) -> None:
+    """docs/USAGE.md has this table. What was typed cannot be: 2. Looked, and something is wrong: 1."""
+    table = (tmp_path / "table.csv").write_text("a,b\n") and str(tmp_path / "table.csv")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("x")
+    for arguments, status, words in (
+        (("verify", str(tmp_path / "gone")), USAGE, "no such folder"),
+        (("verify", table), USAGE, "table.csv is a file: expected a checkpoint's folder"),
+        (("verify", str(model_folder)), WRONG, "is a model folder without zero_manifest.json"),
+        (("export", str(model_folder)), USAGE, "--push-to-hub"),
+        (("export", str(tmp_path / "gone"), "--output", str(tmp_path / "out")), USAGE, "no such folder"),
+        (("export", str(model_folder), "--output", table), USAGE, "table.csv is a file, expected a folder"),
+        (("export", str(model_folder), "--output", str(full)), USAGE, "or --overwrite"),
+        (
+            ("export", str(model_folder), "--output", str(tmp_path / "o"), "--max-shard-size", "-5GB"),
+            USAGE,
+            "a size such as",
+        ),
+        (("report", str(tmp_path)), USAGE, "zero_steps"),
+        (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "there is no folder /nowhere"),
+        (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "no such folder"),
+        (("probe", "--output", "/nowhere/m.json"), USAGE, "there is no folder /nowhere"),
+        (("migrate", str(tmp_path / "gone.json")), USAGE, "cannot be read"),
+    ):
+        found, text = said(capsys, *arguments)
+        assert (found, text.count("\n")) == (status, 1), (arguments, text)
+        assert words in text, (arguments, text)
+        assert "Errno" not in text
+        assert "=True" not in text
+    assert not (tmp_path / "typo").exists()  # a probe makes no folder
+
+
+def test_a_traceback_only_with_debug(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, text = said(capsys, "verify", str(tmp_path / "gone"))
+    assert "Traceback" not in text
+    status, text = said(capsys, "verify", str(tmp_path / "gone"), "--debug")
+    assert status == USAGE
+    assert "Traceback" in text
+    assert text.splitlines()[-1].startswith("hf-zero: no such folder")
+
+
+def test_an_export_as_json(capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path) -> None:
+    assert main(["export", str(model_folder), "--output", str(tmp_path / "out"), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["output"] == str(tmp_path / "out")
+    assert "nothing vouches" in values["notes"][0]
+
+
+def test_a_verification_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(ROOT / "tests/kit/golden/adamw_bf16/whole"), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["whole"]
+    assert values["files"] > 1
+    assert values["facts"]["world_size"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("or overwrite=True", "or --overwrite"),
+        ("an output folder or push_to_hub, found neither", "an output folder or --push-to-hub, found neither"),
+        ("expected dtype float32", "expected dtype float32"),
+        ("/data/push_to_hub/x and max_shard_size: a", "/data/push_to_hub/x and --max-shard-size: a"),
+        ("a private folder", "a private folder"),
+    ],
+)
+def test_words_of_an_export(text: str, wanted: str) -> None:
+    assert typed(text, ExportOptions) == wanted
+
+
+def test_words_of_a_plan() -> None:
+    text = "offload_optimizer='auto' and stage=3, or device_memory of 5 GiB; stage 2"
+    assert (
+        typed(text, PlanOptions)
+        == "--zero-offload-optimizer auto and --zero-stage 3, or --device-memory of 5 GiB; stage 2"
+    )

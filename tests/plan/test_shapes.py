@@ -1,0 +1,97 @@
+"""Published sizes against the real models, and sizes made for a number of parameters."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, LlamaConfig
+
+from hf_zero.core.layout import Layout
+from hf_zero.core.precision import Precision
+from hf_zero.plan.activations import Architecture
+from hf_zero.plan.outline import from_shape, visits_by_name
+from hf_zero.plan.shapes import BUILT_IN, Shape, of_size
+
+BF16 = Precision.of("bf16", None)
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def built(auto: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def architecture_of(model: Any) -> Architecture | None:
+    """As many key and value heads as heads is the same as none said."""
+    found = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
+    return replace(found, key_value_heads=None) if found and found.key_value_heads == found.heads else found
+
+
+def numel_of(model: Any) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-124m", "bert-tiny", "bert-110m"])
+def test_the_scripts_names_mean_the_scripts_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of shapes and the scripts' configurations know nothing of each other; here they are held together."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.delitem(sys.modules, "finetune_models", raising=False)
+    import finetune_models
+
+    assert set(finetune_models.BUILT_IN) <= set(BUILT_IN)
+    config = finetune_models.BUILT_IN[name]()
+    model = built(AutoModelForMaskedLM if name.startswith("bert") else AutoModelForCausalLM, config)
+    assert BUILT_IN[name].numel == numel_of(model)
+    assert BUILT_IN[name].architecture == architecture_of(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gpt2-xl", GPT2Config(n_embd=1600, n_layer=48, n_head=25)),
+        ("llama-7b", LlamaConfig(tie_word_embeddings=False)),
+        (
+            "llama-3-8b",
+            LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, tie_word_embeddings=False),
+        ),
+    ],
+)
+def test_numbers_of_parameters(name: str, config: Any) -> None:
+    model = built(AutoModelForCausalLM, config)
+    assert BUILT_IN[name].numel == numel_of(model)
+    assert BUILT_IN[name].architecture == architecture_of(model)
+
+
+@pytest.mark.parametrize(
+    "parameters", [1_000_000, 10_000_000, 124_439_808, 350_000_000, 1_300_000_001, 7 * 10**9, 10**12]
+)
+def test_a_number_has_blocks(parameters: int) -> None:
+    shape = of_size(parameters)
+    assert isinstance(shape, Shape)
+    assert shape.numel == parameters
+    units = from_shape(shape, BF16)
+    assert sum(spec.numel for _, unit in units for spec in unit) == parameters
+    largest = max(sum(spec.numel for spec in unit) for _, unit in units)
+    assert len(units) > shape.layers  # each block and the embedding
+    assert largest < parameters if parameters < 10**8 else largest < parameters / 3
+    assert Layout.build(units, 8, visits_by_name(units)).numel == parameters
+    assert 0.4 <= shape.intermediate / shape.hidden / 4 <= 2 or parameters < 10**8
+
+
+def test_a_published_number_is_near_the_published_shape() -> None:
+    for name in ("llama-7b", "llama-13b", "gpt2-medium"):
+        published = BUILT_IN[name]
+        made = of_size(published.numel)
+        assert made is not None
+        assert made.layers == published.layers
+        assert made.hidden == pytest.approx(published.hidden, rel=0.05)
+        assert made.intermediate == pytest.approx(published.intermediate, rel=0.1)
+
+
+def test_too_few() -> None:
+    assert of_size(1000) is None
