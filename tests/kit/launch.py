@@ -99,11 +99,12 @@ def fork_ranks(
     *,
     folder: Path | None = None,
     timeout: float,
+    grace_s: float = 5,
 ) -> list[int | None]:
     """Run a Python file with arguments on as many ranks as there are `outputs`: files for stdout and stderr, appended to.
 
     Returns:
-        Exit codes by rank. A rank that does not end in time, or not soon after another has failed, is killed.
+        Exit codes by rank. A rank that does not end in time, or not `grace_s` after another has failed, is killed.
     """
     context = forking()
     for path in {path for pair in outputs for path in pair}:
@@ -120,7 +121,7 @@ def fork_ranks(
     try:
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             if any(process.exitcode for process in processes):
-                deadline = min(deadline, time.monotonic() + 5)  # the others would wait for the one that failed
+                deadline = min(deadline, time.monotonic() + grace_s)  # the others would wait for the one that failed
             processes[-1].join(0.05)
             time.sleep(0.02)
     finally:

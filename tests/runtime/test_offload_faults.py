@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import hf_zero as zero
-from tests.kit.common import batch, used_bytes
+from tests.kit.common import batch, holders, nameless_files
 from tests.kit.offloading import Run
 from tests.kit.pool import RankFailure, RankPool
 
@@ -364,19 +364,13 @@ def test_a_folder_that_cannot_be_used(two, tmp_path):
 # Death ----------------------------------------------------------------------------------------------------------------
 
 
-BALLAST_BYTES = 256 << 20
-"""Taken by each rank beside its few MiB, so that what it leaves shows among what others write to the same disk."""
-
-
 def killed(rank: int, world: int, folder: Path, at: int, victims: tuple[int, ...]) -> None:
     run = Run("disk", "no", rank, str(folder / "tier"), seed=0)
     run.train(0, 1)
     run.save(folder / "saved")
 
-    run.engine.offload.storage.disk.take(BALLAST_BYTES)
-
     def die(real: Any, args: Any) -> int:
-        (folder / f"used{rank}").write_text(str(used_bytes(folder)))
+        (folder / f"held{rank}").write_text(str(nameless_files(folder / "tier")))
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
@@ -416,8 +410,8 @@ def test_killed_in_mid_step(two, tmp_path, at, victims):
             pool.run(killed, tmp_path, at, victims, timeout_s=60)
         pool.stop()
         assert os.listdir(tmp_path / "tier") == []
-        used = max(int(path.read_text()) for path in tmp_path.glob("used*"))
-        assert used - used_bytes(tmp_path) > 2 * BALLAST_BYTES * 3 // 4  # the rest is left to who else writes there
+        assert [path.read_text() for path in tmp_path.glob("held*")] == ["1"] * len(victims)
+        assert holders(tmp_path / "tier") == 0
         assert pool.run(resumed, tmp_path) == expected
     finally:
         pool.stop()

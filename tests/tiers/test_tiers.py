@@ -32,7 +32,7 @@ from hf_zero.tiers.array import DiskArray, FileSource, OnDisk, fetch
 from hf_zero.tiers.disk import Disk, Region
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
-from tests.kit.common import nameless_files, used_bytes
+from tests.kit.common import holders, nameless_files
 from tests.kit.injection import Forked, calls
 
 CPU = torch.device("cpu")
@@ -373,17 +373,14 @@ def test_the_folder_is_removed_while_in_use(tmp_path: Path) -> None:
 # Beginning and end of a process ---------------------------------------------------------------------------------------
 
 
-HELD_BYTES = 256 << 20
+HELD_BYTES = 8 << 20
 
 
 def _gives_back(folder: Path, end: Callable[[], object]) -> None:
-    """`end()` frees `HELD_BYTES`, less what others write to the same file system meanwhile."""
-    before = used_bytes(folder)
+    """`end()` closes the one file in the folder, which has no name."""
+    assert (holders(folder), os.listdir(folder)) == (1, [])
     end()
-    deadline = time.monotonic() + 20
-    while (freed := before - used_bytes(folder)) < HELD_BYTES * 3 // 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert freed >= HELD_BYTES * 3 // 4
+    assert (holders(folder), os.listdir(folder)) == (0, [])
 
 
 def without_tmpfile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,14 +431,12 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     os.close(there)
     assert os.read(ready, 1) == b"!"
     os.close(ready)
-    assert os.listdir(tmp_path) == []
 
     def kill() -> None:
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait()[0] == -signal.SIGKILL
 
     _gives_back(tmp_path, kill)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_is_closed_once_its_transfers_were_waited_for(tmp_path: Path) -> None:
@@ -481,7 +476,6 @@ def test_a_child_that_skips_exit_handlers_leaves_nothing(tmp_path: Path, method:
         assert child.exitcode == 0
 
     _gives_back(tmp_path, end)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("ending", ["close", "collected"])
