@@ -19,55 +19,43 @@ import pytest
 
 import hf_zero as zero
 from tests.kit.common import batch, holders, nameless_files
+from tests.kit.injection import Answer, fails, instead
 from tests.kit.offloading import Run
 from tests.kit.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.gloo
 
-Answer = Callable[[Callable[..., int], Any], int]
-"""What the disk does instead of a call: gets the real one and its arguments."""
-
 
 @contextlib.contextmanager
 def disk(kind: str, at: int | None = None, answer: Answer | None = None) -> Iterator[list[int]]:
     """The disk tier's calls of a kind (`preadv`, `pwritev`) are counted; number `at` (None: every one) gets this answer."""
-    real, count, lock = getattr(os, kind), [0], threading.Lock()
+    count, lock = [0], threading.Lock()
 
-    def call(fd: int, buffers: Any, offset: int) -> int:
+    def call(real: Any, fd: int, buffers: Any, offset: int) -> int:
         if os.fstat(fd).st_nlink:  # the disk tier's file is the one without a name
             return real(fd, buffers, offset)
         with lock:
             number, count[0] = count[0], count[0] + 1
         if answer is None or at not in (None, number):
             return real(fd, buffers, offset)
-        return answer(real, (fd, buffers, offset))
+        return int(answer(real, fd, buffers, offset))
 
-    setattr(os, kind, call)
-    try:
+    with instead(os, **{kind: call}):
         yield count
-    finally:
-        setattr(os, kind, real)
 
 
-def fails(code: int) -> Answer:
-    def answer(real: Any, args: Any) -> int:
-        raise OSError(code, os.strerror(code))
-
-    return answer
-
-
-def ends(real: Any, args: Any) -> int:
+def ends(*_: Any) -> int:
     return 0
 
 
-def short(real: Any, args: Any) -> int:
+def short(real: Any, fd: int, buffers: Any, offset: int) -> int:
     """By half, in whole blocks of the disk."""
-    fd, [buffer], offset = args
+    [buffer] = buffers
     half = max(4096, len(buffer) // 2 // 4096 * 4096)
     return real(fd, [buffer[:half]], offset)
 
 
-def slow(real: Any, args: Any) -> int:
+def slow(real: Any, *args: Any) -> int:
     time.sleep(0.003)
     return real(*args)
 
@@ -286,20 +274,13 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
     if rank == 0:
         plain.touch()
 
-    @contextlib.contextmanager
-    def read_only() -> Iterator[None]:
-        real = os.open
-
-        def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+    def read_only() -> contextlib.AbstractContextManager[None]:
+        def refuse(real: Any, path: Any, flags: int, *args: Any, **options: Any) -> int:
             if flags & os.O_RDWR and str(path).startswith(str(folder / "tier")):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-            return real(path, flags, *args, **options)
+            return int(real(path, flags, *args, **options))
 
-        os.open = refuse  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            os.open = real
+        return instead(os, open=refuse)
 
     @contextlib.contextmanager
     def limited() -> Iterator[None]:
@@ -311,20 +292,13 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    @contextlib.contextmanager
-    def full() -> Iterator[None]:
-        real = os.posix_fallocate
-
-        def refuse(fd: int, offset: int, nbytes: int) -> None:
+    def full() -> contextlib.AbstractContextManager[None]:
+        def refuse(real: Any, fd: int, offset: int, nbytes: int) -> None:
             if offset + nbytes > 1 << 16:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             real(fd, offset, nbytes)
 
-        os.posix_fallocate = refuse  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            os.posix_fallocate = real
+        return instead(os, posix_fallocate=refuse)
 
     for fault, path in (
         (contextlib.nullcontext, plain),
@@ -369,7 +343,7 @@ def killed(rank: int, world: int, folder: Path, at: int, victims: tuple[int, ...
     run.train(0, 1)
     run.save(folder / "saved")
 
-    def die(real: Any, args: Any) -> int:
+    def die(*_: Any) -> int:
         (folder / f"held{rank}").write_text(str(nameless_files(folder / "tier")))
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
