@@ -3,6 +3,7 @@
 PYTHON ?= python3
 STAGE ?= 3
 N ?= 1000
+WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -33,8 +34,8 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 	--nproc-per-node "$$ranks" scripts/finetune.py --zero-stage $(STAGE) $(ARGS)
 
 .PHONY: test
-test: $(READY) ## run the tests (ARGS='-k name' for some)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one process)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(READY) ## run the long tests, which `make test` leaves out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ import torch
 from tests.kit.pool import RankPool
 
 torch.set_num_threads(1)
+LONG = ("runtime", "scripts")
+"""Folders with the longest files. They come first, so that several pytest processes end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
 
 
 @pytest.fixture(scope="session")

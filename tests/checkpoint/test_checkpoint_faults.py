@@ -158,8 +158,8 @@ def killed_alone(rank: int, world: int, place: Path, old: bool, behind: bool, st
 
 
 @pytest.mark.parametrize(("old", "behind", "stride"), [(True, False, 1), (False, False, 1), (True, True, 2)])
-def test_one_rank_killed_at_any_call(pools, fast, old, behind, stride):
-    pools[1].run(killed_alone, fast, old, behind, stride)
+def test_one_rank_killed_at_any_call(small, fast, old, behind, stride):
+    small.run(killed_alone, fast, old, behind, stride)
 
 
 def member(rank: int, store: Path, folder: Path, victims: list[int], k: int, behind: bool) -> list[Call] | str:
@@ -209,8 +209,8 @@ def killed_together(rank: int, world: int, place: Path) -> None:
     assert seen == {1, 2}
 
 
-def test_ranks_killed_while_others_save(pools, fast):
-    pools[1].run(killed_together, fast)
+def test_ranks_killed_while_others_save(small, fast):
+    small.run(killed_together, fast)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, digest_file, digest_of, share
 from hf_zero.errors import CheckpointError
+from tests.kit.injection import instead
 
 FILES = {
     "model.safetensors": 3000,
@@ -175,17 +176,15 @@ def test_a_manifest_too_large_is_not_read(tmp_path):
         Manifest.read(tmp_path, most_bytes=100)
 
 
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
+def test_an_unreadable_file_is_named(tmp_path):
     make(tmp_path)
-    reads = os.preadv
 
-    def fail(fd: int, views: Any, at: int) -> int:
+    def fail(real: Any, fd: int, views: Any, at: int) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith("exp_avg.safetensors") and at:
             raise OSError(5, "Input/output error")
-        return reads(fd, views, at)
+        return real(fd, views, at)
 
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match=r"exp_avg\.safetensors: reading .* failed"):
+    with instead(os, preadv=fail), pytest.raises(CheckpointError, match=r"exp_avg\.safetensors: reading .* failed"):
         verify(tmp_path)
 
 

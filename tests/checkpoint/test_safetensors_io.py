@@ -24,6 +24,7 @@ from hf_zero.checkpoint.safetensors import (
     write_fully,
 )
 from hf_zero.errors import CheckpointError
+from tests.kit.injection import fails, instead
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",
@@ -190,31 +191,28 @@ def file(tmp_path):
     os.close(fd)
 
 
-def test_short_reads_and_writes_go_on(file, monkeypatch):
+def test_short_reads_and_writes_go_on(file):
     fd, path = file
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:3], at))
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
-    write_fully(fd, memoryview(b"x" * 50), 20, path)
     out = memoryview(bytearray(60))
-    read_fully(fd, out, 15, path)
+    with instead(
+        os,
+        pwrite=lambda real, fd, data, at: real(fd, data[:3], at),
+        preadv=lambda real, fd, views, at: real(fd, [views[0][:7]], at),
+    ):
+        write_fully(fd, memoryview(b"x" * 50), 20, path)
+        read_fully(fd, out, 15, path)
     assert bytes(out) == bytes(range(15, 20)) + b"x" * 50 + bytes(range(70, 75))
 
 
-def test_failed_reads_and_writes_name_the_file_and_the_bytes(file, monkeypatch):
+def test_failed_reads_and_writes_name_the_file_and_the_bytes(file):
     fd, path = file
     with pytest.raises(CheckpointError, match="bytes is cut short: 20 bytes expected at 90, 10 are there"):
         read_fully(fd, memoryview(bytearray(20)), 90, path)
-    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    with pytest.raises(CheckpointError, match="bytes: writing 5 bytes at 3 made no progress"):
-        write_fully(fd, memoryview(b"xxxxx"), 3, path)
-
-    def fail(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match="bytes: writing 5 bytes at 3 failed: .*No space"):
-        write_fully(fd, memoryview(b"xxxxx"), 3, path)
-    with pytest.raises(CheckpointError, match="bytes: reading 5 bytes at 3 failed"):
-        read_fully(fd, memoryview(bytearray(5)), 3, path)
+    with instead(os, pwrite=lambda *_: 0):
+        with pytest.raises(CheckpointError, match="bytes: writing 5 bytes at 3 made no progress"):
+            write_fully(fd, memoryview(b"xxxxx"), 3, path)
+    with instead(os, pwrite=fails(28), preadv=fails(28)):
+        with pytest.raises(CheckpointError, match="bytes: writing 5 bytes at 3 failed: .*No space"):
+            write_fully(fd, memoryview(b"xxxxx"), 3, path)
+        with pytest.raises(CheckpointError, match="bytes: reading 5 bytes at 3 failed"):
+            read_fully(fd, memoryview(bytearray(5)), 3, path)

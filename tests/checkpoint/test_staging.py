@@ -100,8 +100,8 @@ NAMES = {"old": OLD, "new": NEW, "newer": NEW}
 
 
 @pytest.mark.parametrize("start", ["nothing", "empty", "old and files of others"])
-def test_killed_anywhere_it_is_the_old_folder_or_the_new_one(start, fast, pools):
-    pools[1].run(kill_anywhere, start, fast)  # there, because hundreds of forks of pytest's own process take a minute
+def test_killed_anywhere_it_is_the_old_folder_or_the_new_one(start, fast, small):
+    small.run(kill_anywhere, start, fast)
 
 
 def kill_anywhere(rank: int, world: int, start: str, fast: Path) -> None:

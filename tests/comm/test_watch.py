@@ -101,7 +101,7 @@ def diverge(rank: int, world: int, stage: int, case: str, folder: Path) -> tuple
 @pytest.fixture
 def pool() -> Iterator[RankPool]:
     """Ranks of their own: their connections are broken afterwards."""
-    ranks = RankPool(2, preload=("tests.comm.test_watch",))
+    ranks = RankPool(2)
     yield ranks
     ranks.stop()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ from hf_zero.errors import ConfigError, LayoutError, ZeroError
 from hf_zero.params.init import Init, birth_of, slice_bounds
 from tests.huggingface.test_weights import FAMILIES, build
 from tests.kit.pool import RankPool
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    worlds = {world: RankPool(world) for world in (2, 3)}
-    yield worlds
-    for pool in worlds.values():
-        pool.stop()
 
 
 def differences(model: Any, stock: Any) -> list[str]:

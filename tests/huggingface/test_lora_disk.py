@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,6 @@ pytestmark = pytest.mark.gloo
 VOCAB = 500
 STEPS = 3
 IDS = torch.randint(0, VOCAB, (1, 8), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    worlds = {world: RankPool(world) for world in (1, 2)}
-    yield worlds
-    for pool in worlds.values():
-        pool.stop()
 
 
 def llama(layers: int, width: int) -> nn.Module:

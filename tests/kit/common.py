@@ -217,20 +217,26 @@ def differences(ours: Result, reference: Result) -> tuple[float, float]:
     return (gaps.abs().max().item(), gaps.square().mean().sqrt().item()) if bool(gaps.isfinite().all()) else worst
 
 
-def used_bytes(folder: str | os.PathLike[str]) -> int:
-    """In use on the folder's file system, by whoever."""
-    about = os.statvfs(folder)
-    return (about.f_blocks - about.f_bfree) * about.f_frsize
+def holders(folder: str | os.PathLike[str]) -> int:
+    """Processes that have a file of the folder open. The kernel frees a file that has neither a name nor a holder.
+
+    Free space would say it too, but is everybody's.
+    """
+    return sum(bool(_open_in(folder, process)) for process in os.listdir("/proc") if process.isdigit())
 
 
 def nameless_files(folder: str | os.PathLike[str]) -> int:
     """Files in the folder that this process has open and that have no name (any more)."""
-    count = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            path = os.readlink(f"/proc/self/fd/{fd}")
-            count += path.startswith(f"{os.fspath(folder)}/") and path.endswith(" (deleted)")
-    return count
+    return sum(path.endswith(" (deleted)") for path in _open_in(folder, "self"))
+
+
+def _open_in(folder: str | os.PathLike[str], process: str) -> list[str]:
+    paths = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended meanwhile; another user's
+        for fd in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                paths.append(os.readlink(f"/proc/{process}/fd/{fd}"))
+    return [path for path in paths if path.startswith(f"{os.fspath(folder)}/")]
 
 
 def is_on_the_bar(kind: str, told: int, found: int, unit_bytes: int, beside_bytes: int = 0) -> bool:

@@ -13,6 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 KINDS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
@@ -53,6 +55,30 @@ def calls(before: Callable[[int, Call, Any], Any] = lambda *_: None) -> Iterator
         builtins.open = real_open
         for kind, function in real.items():
             setattr(os, kind, function)
+
+
+Answer = Callable[..., Any]
+"""What is called instead of a function of the system: gets the real one before its arguments."""
+
+
+@contextmanager
+def instead(of: ModuleType, **answers: Answer) -> Iterator[None]:
+    """In this process, functions of `os` or another module of the system give these answers: `instead(os, fsync=...)`."""
+    real = {name: getattr(of, name) for name in answers}
+    try:
+        for name, answer in answers.items():
+            setattr(of, name, partial(answer, real[name]))
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(of, name, function)
+
+
+def fails(errno: int) -> Answer:
+    def answer(real: Any, *args: Any, **options: Any) -> Any:
+        raise OSError(errno, os.strerror(errno))
+
+    return answer
 
 
 def kill_at(index: int) -> Callable[[int, Call, Any], None]:

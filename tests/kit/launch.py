@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .pool import IMPORTED, free_port
+from .pool import forking, free_port
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -99,35 +99,29 @@ def fork_ranks(
     *,
     folder: Path | None = None,
     timeout: float,
+    grace_s: float = 5,
 ) -> list[int | None]:
     """Run a Python file with arguments on as many ranks as there are `outputs`: files for stdout and stderr, appended to.
 
     Returns:
-        Exit codes by rank. A rank that does not end in time, or not soon after another has failed, is killed.
+        Exit codes by rank. A rank that does not end in time, or not `grace_s` after another has failed, is killed.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED])
+    context = forking()
     for path in {path for pair in outputs for path in pair}:
         path.write_text("")
     ranks = len(outputs)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    before = dict(os.environ)
     processes: list[Any] = []
-    try:
-        os.environ.update(environment)  # what is imported before the fork reads it, too
-        for rank, (out, err) in enumerate(outputs):
-            own = {**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment
-            arguments = ([*words], str(out), str(err), dict(own), str(folder or Path.cwd()))
-            processes.append(context.Process(target=_run, args=arguments))
-            processes[-1].start()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    for rank, (out, err) in enumerate(outputs):
+        own = {**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment
+        arguments = ([*words], str(out), str(err), dict(own), str(folder or Path.cwd()))
+        processes.append(context.Process(target=_run, args=arguments))
+        processes[-1].start()
     deadline = time.monotonic() + timeout
     try:
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             if any(process.exitcode for process in processes):
-                deadline = min(deadline, time.monotonic() + 5)  # the others would wait for the one that failed
+                deadline = min(deadline, time.monotonic() + grace_s)  # the others would wait for the one that failed
             processes[-1].join(0.05)
             time.sleep(0.02)
     finally:

@@ -8,13 +8,33 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
 
 from torch.distributed import TCPStore
 
 IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
-"""What the one process imports that ranks are forked from. Whoever starts it first decides for the whole session."""
+"""What the one process imports that ranks are forked from: 4 s of a core, which every rank would need for itself."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+"""What libraries read when they are imported, in that process and in every rank."""
+
+
+def forking() -> Any:
+    """The context whose processes are forked from one that has imported `IMPORTED` and has done nothing else."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
 
 
 class RankFailure(AssertionError):
@@ -22,7 +42,7 @@ class RankFailure(AssertionError):
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ.update(ENVIRONMENT)
     import torch
     import torch.distributed as dist
 
@@ -43,14 +63,14 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
 
 class RankPool:
-    """`world` processes. A failure or a timeout ends them all; the next call starts fresh ones.
+    """`world` processes. A failure or a timeout ends them all; the next call starts new ones, at once.
 
-    With `preload`, they are forked from one process that has imported those modules: fresh ones start at once.
+    `executed`: they are not forked, but execute Python anew, so that what the environment tells the C library holds.
     """
 
-    def __init__(self, world: int, preload: tuple[str, ...] = ()) -> None:
+    def __init__(self, world: int, executed: bool = False) -> None:
         self.world = world
-        self._preload = preload
+        self._executed = executed
         self._ranks: list[tuple[Any, Any]] = []
         self._store: Any = None
 
@@ -84,9 +104,7 @@ class RankPool:
         return [value for _, value in answers]
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver" if self._preload else "spawn")
-        if self._preload:
-            context.set_forkserver_preload([*IMPORTED, *self._preload])
+        context = mp.get_context("spawn") if self._executed else forking()
         port = 0
         if self.world > 1:
             # The store is here, not in rank 0: its port is free, because the store itself has opened it.

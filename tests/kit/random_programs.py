@@ -286,7 +286,7 @@ class Runner:
 
     def __init__(self, limit_s: float = 30.0, pools: dict[int, RankPool] | None = None) -> None:
         self.limit_s = limit_s
-        self._pools = pools or {world: RankPool(world, preload=("tests.kit.random_programs",)) for world in (1, 2, 3)}
+        self._pools = pools or {world: RankPool(world) for world in (1, 2, 3)}
         self.refusals: Counter[str] = Counter()
 
     def check(self, case: Case, expected: Case | None = None) -> str:

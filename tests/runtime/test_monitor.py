@@ -19,6 +19,7 @@ from hf_zero.runtime.moves import CALM_STEPS, MOVES_PER_STEP
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Tier
 from tests.kit.common import batch, gpt2, optimizer_for
+from tests.kit.injection import instead
 from tests.kit.offloading import SMALL_ROADS, equal
 
 pytestmark = pytest.mark.gloo
@@ -119,19 +120,16 @@ def test_what_moves_under_pressure_changes_no_result(pools, tmp_path, world, eve
 @contextlib.contextmanager
 def failing_writes(after: int) -> Iterator[None]:
     """The disk takes so many writes."""
-    plain, left = os.pwritev, [after]
+    left = [after]
 
-    def write(*args: Any) -> int:
+    def write(real: Any, *args: Any) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return plain(*args)
+        return real(*args)
 
-    os.pwritev = write
-    try:
+    with instead(os, pwritev=write):
         yield
-    finally:
-        os.pwritev = plain
 
 
 def refused(rank: int, world: int, folder: str, params: str, after: int) -> None:

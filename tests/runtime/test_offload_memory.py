@@ -541,7 +541,7 @@ def trains_within(folder: str, layers: int, width: int, limit: int | None, room:
     config = Case(stage=3, offload_optimizer="disk", offload_params="disk", step_in_backward=True).config()
     said = foreseen(config, 2, layers, width).memory
     without = foreseen(Case(stage=3).config(), 2, layers, width).memory
-    pool = RankPool(2)
+    pool = RankPool(2, executed=True)
     try:
         answers = pool.run(limited, folder, layers, width, limit, room, timeout_s=timeout_s)
     finally:

@@ -17,6 +17,7 @@ from hf_zero.runtime.state_shard import MASTER, SHARDS, DiskShard, Shard, new_sh
 from hf_zero.tiers.array import OnDisk, fetch
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Sizes, Tier, padded
+from tests.kit.injection import instead
 from tests.kit.offloading import same
 
 NUMEL = 5000
@@ -145,23 +146,20 @@ def test_moves(storage: Storage, origin: Tier, tier: Tier) -> None:
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 @pytest.mark.parametrize("origin", [Tier.DEVICE, Tier.HOST])
-def test_a_move_that_the_disk_refuses(
-    storage: Storage, origin: Tier, allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_that_the_disk_refuses(storage: Storage, origin: Tier, allowed: int) -> None:
     """There is room for some of the arrays only: everything is where it was, and no space is taken."""
     shard, optimizer = made(storage, origin)
     shard.add(random(5))
     assert storage.disk.nbytes == 0
-    real, calls = os.posix_fallocate, []
+    calls: list[int] = []
 
-    def allocate(fd: int, offset: int, nbytes: int) -> None:
+    def allocate(real: Any, fd: int, offset: int, nbytes: int) -> None:
         calls.append(nbytes)
         if len(calls) > allowed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(fd, offset, nbytes)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", allocate)
+    with instead(os, posix_fallocate=allocate):
         with pytest.raises(TierError, match="No space left"):
             shard.move(Tier.DISK, optimizer)
     assert len(calls) == allowed + 1

@@ -53,12 +53,16 @@ def test_measures_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_memory_and_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    ["ddp", pytest.param("zero3", marks=pytest.mark.slow)],  # ddp's launches are among those of any other engine
+)
+def test_memory_and_calls(tmp_path: Path, engine: str) -> None:
     output = tmp_path / "benchmark.json"
     toy = ["--model-size", "tiny", "--device", "cpu", "--world-size", "1", "--sequence", "16", "--steps", "1"]
-    done = run("compare.py", *toy, "--engines", "zero3", "--measure", "memory", "calls", "--output", str(output))
+    done = run("compare.py", *toy, "--engines", engine, "--measure", "memory", "calls", "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
-    row = json.loads(output.read_text())["results"]["zero3"]
+    row = json.loads(output.read_text())["results"][engine]
     for malloc in ("pinned", "default"):
         assert 0 < row[f"memory_{malloc}"]["steady"] <= row[f"memory_{malloc}"]["peak"]
     assert 0 < row["python_calls"] <= 8_000

@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: real processes, real launchers, two CPU ranks, a few steps.
+"""The scripts as a user runs them: both launchers, two CPU ranks, a few steps.
 
 Run: pytest tests/scripts/test_scripts.py. Every process has a time limit and is gone afterwards. Not here: CUDA.
 """
@@ -11,10 +11,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -69,62 +69,51 @@ def environment_of(place: Path) -> dict[str, str]:
     return environment | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
-def start(command: Sequence[str], place: Path, **variables: str) -> subprocess.Popen[str]:
-    environment = environment_of(place) | variables
-    return subprocess.Popen(
+def run(command: Sequence[str], place: Path, **variables: str) -> str:
+    """The output of a command that has to succeed within `LIMIT` seconds; whatever is left of its session is ended."""
+    process = subprocess.Popen(
         [sys.executable, *command],
         cwd=place,
-        env=environment,
+        env=environment_of(place) | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-
-
-def finish(*processes: subprocess.Popen[str]) -> list[Ended]:
-    """Wait for all, at most `LIMIT` seconds each; whatever is left of their sessions is ended."""
     try:
-        texts = [process.communicate(timeout=LIMIT) for process in processes]
-        return [Ended(process.returncode, *text) for process, text in zip(processes, texts)]
+        output, errors = process.communicate(timeout=LIMIT)
     finally:
-        for process in processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            process.wait()
-
-
-def run(command: Sequence[str], place: Path, **variables: str) -> str:
-    """The output of a command that has to succeed."""
-    (ended,) = finish(start(command, place, **variables))
-    if ended.status:
-        raise RuntimeError(f"{command} ended with {ended.status}:\n{ended.output[-3000:]}\n{ended.errors[-6000:]}")
-    return ended.output
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with {process.returncode}:\n{output[-3000:]}\n{errors[-6000:]}")
+    return output
 
 
 def torchrun(words: Sequence[str], place: Path) -> str:
     return run(["-m", LAUNCHER["torchrun"], "--standalone", "--nproc-per-node=2", *words], place)
 
 
-def on_two_ranks(words: Sequence[str], place: Path) -> str:
-    """The same without the launcher, forked from a process that has imported torch and transformers: seconds earlier."""
-    outputs = [(place / f"out{rank}.txt", place / f"err{rank}.txt") for rank in range(2)]
-    codes = fork_ranks(words, environment_of(place), outputs, folder=place, timeout=LIMIT)
-    texts = [path.read_text() for pair in outputs for path in pair]
-    if any(codes):
-        raise RuntimeError(f"{words} ended with {codes}:\n" + "\n".join(text[-4000:] for text in texts))
-    return texts[0] + texts[2]
+def forked(words: Sequence[str], place: Path, ranks: int = 2, **variables: str) -> list[Ended]:
+    """A Python file on ranks without a launcher: nobody ends the one when the other has failed, their outputs stay apart.
+
+    They are forked from a process that has imported torch and transformers: a start costs nothing.
+    """
+    outputs = [(place / f"out{rank}.txt", place / f"err{rank}.txt") for rank in range(ranks)]
+    codes = fork_ranks(words, environment_of(place) | variables, outputs, folder=place, timeout=LIMIT, grace_s=LIMIT)
+    texts = [[path.read_text() for path in pair] for pair in outputs]
+    return [Ended(-1 if code is None else code, *pair) for code, pair in zip(codes, texts)]
 
 
-def run_ranks(words: Sequence[str], place: Path, **variables: str) -> list[Ended]:
-    """Two ranks without a launcher: nobody ends the one when the other has failed, and their outputs stay apart."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
-    return finish(*(start(words, place, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(2)))
+def on_ranks(words: Sequence[str], place: Path, ranks: int = 2) -> str:
+    """The output of ranks that have to succeed."""
+    ended = forked(words, place, ranks)
+    if any(rank.status for rank in ended):
+        raise RuntimeError(
+            f"{words} ended with " + "\n".join(f"{e.status}: {e.output}{e.errors}"[-5000:] for e in ended)
+        )
+    return "".join(rank.output for rank in ended)
 
 
 def history(folder: Path, key: str) -> list[float]:
@@ -137,7 +126,7 @@ def history(folder: Path, key: str) -> list[float]:
 @pytest.fixture(scope="module")
 def plain(place: Path) -> Path:
     """clm under plain data parallel on two ranks; the run that also fills the caches."""
-    torchrun([FINETUNE, *SMALL, "--zero-stage=0", "--output-dir=plain"], place)
+    on_ranks([FINETUNE, *SMALL, "--zero-stage=0", "--output-dir=plain"], place)
     return place / "plain"
 
 
@@ -184,8 +173,8 @@ def test_perplexity_is_the_saved_models_own(place: Path, plain: Path, monkeypatc
     assert loss.item() == pytest.approx(history(plain, "eval_loss")[-1], rel=5e-3)
 
 
-def test_masked_language_model_on_two_ranks(place: Path) -> None:
-    on_two_ranks([FINETUNE, *SMALL, "--task=mlm", "--zero-stage=2", "--output-dir=mlm"], place)
+def test_masked_language_model_on_ranks(place: Path) -> None:
+    on_ranks([FINETUNE, *SMALL, "--task=mlm", "--zero-stage=2", "--output-dir=mlm"], place)
     perplexities = history(place / "mlm", "eval_perplexity")
     assert perplexities[-1] < 0.9 * perplexities[0]
     loss = history(place / "mlm", "eval_loss")[0]
@@ -195,7 +184,7 @@ def test_masked_language_model_on_two_ranks(place: Path) -> None:
 
 def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     common = [FINETUNE, *SMALL, "--task=classification", "--zero-stage=3", "--output-dir=classes", "--save-steps=3"]
-    output = on_two_ranks(common, place)
+    output = on_ranks(common, place)
     assert "macro F1" in output
     folder = place / "classes"
     first = history(folder, "loss")
@@ -207,7 +196,7 @@ def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     with (folder / "checkpoint-6" / "optimizer" / "exp_avg.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"X")
-    run([*common, "--resume-from-checkpoint=latest"], place)  # on one rank, from checkpoint-3
+    on_ranks([*common, "--resume-from-checkpoint=latest"], place, ranks=1)  # from checkpoint-3
     zero.verify(folder / "checkpoint-6")
     again = history(folder, "loss")
     assert again[:3] == first[:3]
@@ -273,7 +262,7 @@ def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
     AutoTokenizer.from_pretrained(place / "loop")
     weights = (place / "loop" / "model.safetensors").read_bytes()
     shutil.rmtree(place / "loop" / "checkpoints" / "checkpoint_4")
-    on_two_ranks([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=2", "--resume"], place)
+    on_ranks([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=2", "--resume"], place)
     assert (place / "loop" / "model.safetensors").read_bytes() == weights
 
 
@@ -307,7 +296,7 @@ def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
     (place / "blank.jsonl").write_text('{"text": ""}\n')
     (place / "columns.jsonl").write_text('{"a": "x", "b": "y"}\n')
     (place / "text.jsonl").write_text('{"text": "x"}\n' * 50)
-    code = (
+    (place / "bad.py").write_text(
         "import json, sys; sys.path.insert(0, sys.argv[1])\n"
         "import finetune, finetune_console as console\n"
         "for name, words in json.loads(sys.argv[2]).items():\n"
@@ -315,7 +304,7 @@ def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
         "    except Exception as error: print(json.dumps([name, console.one_line(error)]))\n"
     )
     cases = {name: [*SMALL, "--output-dir=bad", *words] for name, (words, _) in BAD.items()}
-    for ended in run_ranks(["-c", code, str(ROOT / "scripts"), json.dumps(cases)], place):
+    for ended in forked(["bad.py", str(ROOT / "scripts"), json.dumps(cases)], place):
         assert ended.status == 0, ended.errors
         found = dict(json.loads(line) for line in ended.output.splitlines() if line.startswith("["))
         assert set(found) == set(BAD), ended.errors
@@ -325,12 +314,12 @@ def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
 
 
 def test_a_failing_command_ends_both_ranks_with_one_line_and_no_traceback(place: Path) -> None:
-    for rank, ended in enumerate(run_ranks([FINETUNE, *SMALL, "--dataset=missing.txt", "--output-dir=bad"], place)):
+    for rank, ended in enumerate(forked([FINETUNE, *SMALL, "--dataset=missing.txt", "--output-dir=bad"], place)):
         one_error(ended, rank, "no dataset file 'missing.txt'")
 
 
 def test_zero_ranks_are_refused_and_a_traceback_is_there_on_request(place: Path) -> None:
-    (ended,) = finish(start([FINETUNE], place, WORLD_SIZE="0", RANK="0", LOCAL_RANK="0", HF_ZERO_DEBUG="1"))
+    (ended,) = forked([FINETUNE], place, ranks=1, WORLD_SIZE="0", RANK="0", LOCAL_RANK="0", HF_ZERO_DEBUG="1")
     assert ended.status == 1
     assert "Traceback" in ended.errors
     assert "[rank 0] error: expected WORLD_SIZE >= 1" in ended.errors.splitlines()[-1]
@@ -339,10 +328,14 @@ def test_zero_ranks_are_refused_and_a_traceback_is_there_on_request(place: Path)
 @pytest.mark.parametrize("when", ["at the end", "at a checkpoint"])
 def test_a_full_disk_at_save_ends_both_ranks(place: Path, plain: Path, when: str) -> None:
     """No file may grow past 6 MiB: the weights (10 MiB) do not fit, everything before them is cached or small."""
-    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, resource.RLIM_INFINITY))"
-    code = f"{limit}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    (place / "limited.py").write_text(
+        "import resource, runpy, sys; from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, resource.RLIM_INFINITY))\n"
+        "del sys.argv[0]; sys.path.insert(0, str(Path(sys.argv[0]).parent))\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
     words = [*SMALL, "--zero-stage=3", "--output-dir=full", *(["--save-steps=2"] if when == "at a checkpoint" else [])]
-    for rank, ended in enumerate(run_ranks(["-c", code, FINETUNE, *words], place)):
+    for rank, ended in enumerate(forked(["limited.py", FINETUNE, *words], place)):
         one_error(ended, rank, "model.safetensors could not be written")
         assert "27" in ended.errors or "too large" in ended.errors
     assert not (place / "full" / "model.safetensors").exists() or when == "at the end"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from comparing import Build, Comparison, arguments, llama
-from harness import RANK, Tokens, watch
+from comparing import Build, compare, llama
+from harness import RANK, Tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler, SequentialSampler
@@ -243,17 +243,5 @@ TOGETHER = {"images on all ranks or none", "layers on all ranks or none", "half 
 """At stage 3, where a forward is a collective, the others only when asked for by name."""
 
 
-def main() -> None:
-    watch()
-    stages, names = arguments(CASES)
-    comparison = Comparison()
-    for stage in stages:
-        for name in names:
-            if stage != 3 or name in TOGETHER or len(names) < len(CASES):
-                comparison.run(name, CASES[name], stage)
-
-
 if __name__ == "__main__":
-    main()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    compare(CASES, apart_at_3=CASES.keys() - TOGETHER)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import OUT, RANK, WORLD, barrier, check, fresh
+from harness import OUT, RANK, WORLD, barrier, check, fresh, watch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
@@ -121,6 +121,22 @@ class Comparison:
             "seconds": time.perf_counter() - started,
             "moved": [key for key in after if not torch.equal(after[key], before[key])] if RANK == 0 else [],
         }
+
+
+def compare(cases: Mapping[str, Build], saves: Collection[str] = (), apart_at_3: Collection[str] = ()) -> None:
+    """The whole of a job: every case, plainly first and then at every stage.
+
+    At stage 3, cases in which ranks run different modules come alone, where they are asked for by name.
+    """
+    watch()
+    stages, names = arguments(cases)
+    comparison = Comparison(saves)
+    for stage in stages:
+        for name in names:
+            if stage != 3 or name not in apart_at_3 or len(names) < len(cases):
+                comparison.run(name, cases[name], stage)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def saved(run: Trainer) -> dict[str, Tensor]:

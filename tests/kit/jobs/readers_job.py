@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from comparing import Build, Comparison, arguments, llama
-from harness import Tokens, watch
+from comparing import Build, compare, llama
+from harness import Tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -167,16 +167,5 @@ CASES: dict[str, Build] = {
 SAVES = {"fused tied", "tokens", "tokens tied", "saved head and embedding"}
 
 
-def main() -> None:
-    watch()
-    stages, names = arguments(CASES)
-    comparison = Comparison(SAVES)
-    for stage in stages:
-        for name in names:
-            comparison.run(name, CASES[name], stage)
-
-
 if __name__ == "__main__":
-    main()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    compare(CASES, SAVES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from comparing import Build, Comparison, arguments, llama
+from comparing import Build, compare, llama
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
-from harness import OUT, RANK, barrier, watch
+from harness import OUT, RANK, barrier
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -179,17 +179,6 @@ CASES: dict[str, Build] = {
 SAVES = {"sft", "sft lora head", "sft lora tokens", "dpo lora", "reward"}
 
 
-def main() -> None:
-    watch()
-    disable_progress_bar()
-    stages, names = arguments(CASES)
-    comparison = Comparison(SAVES)
-    for stage in stages:
-        for name in names:
-            comparison.run(name, CASES[name], stage)
-
-
 if __name__ == "__main__":
-    main()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    disable_progress_bar()
+    compare(CASES, SAVES)
