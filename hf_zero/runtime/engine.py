@@ -255,7 +255,7 @@ class Engine:
     def _recut(
         self,
         specs: list[list[ParamSpec]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         binding: Binding | None,
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
@@ -272,10 +272,41 @@ class Engine:
             return
         specs = self._assembly.parted(binding.originals)
         if specs is not None:
-            self._recut(specs, binding.optimizer, binding)
+            self._cut_anew(specs)
+
+    def _unfreeze(self) -> None:
+        """Parameters were frozen or unfrozen. Frozen ones keep their place and their state, and get no gradient; the first time
+        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step.
+        """
+        self.schedule.notice_again()
+        if not self._assembly.has_unfrozen:
+            return
+        binding = self._binding
+        originals = [] if binding is None else binding.originals
+        specs = self._assembly.specs(originals)
+        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
+        self.flush()
+        self.quiesce()
+        self._cut_anew(specs)
+
+    def _cut_anew(self, specs: list[list[ParamSpec]]) -> None:
+        """Between passes: the same optimizer over other spans. A collective."""
+        binding = self._binding
+        self._recut(specs, self.optimizer, binding)
+        if binding is not None:
             self._bind(binding.optimizer, binding.originals, type(binding))
-            self._gradients.show()
-            self._watch()
+        self._gradients.show()
+        self._watch()
+
+    def make_room(self, marks: Mapping[str, str]) -> None:
+        """Before optimizer state is loaded, on every rank with the same `marks`: see `Assembly.arranged`. A collective then."""
+        binding = self._binding
+        if binding is None or not binding.one_gradient or self.config.step_in_backward:
+            return
+        specs = self._assembly.arranged(binding.originals, marks)
+        if specs is not None:
+            self.quiesce()
+            self._cut_anew(specs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -438,6 +469,7 @@ class Engine:
             verify=verify,
             strict=strict,
             options=self.group_options,
+            make_room=self.make_room,
             refresh=self.refresh,
             recover=self.offload.recover,
         )
@@ -617,6 +649,8 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
+        if self._assembly.look_at_flags():
+            self._unfreeze()
         graph = torch.is_grad_enabled()
         self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
@@ -720,6 +754,12 @@ class Engine:
         return self._quiet_binding().state_dict()
 
     def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        binding = self._quiet_binding()
+        if binding.one_gradient:
+            what = "the optimizer's load_state_dict()"
+            with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
+                report.mine = binding.marks(state_dict, self.sharded.names)
+            self.make_room(report.everyone[0])
         self._quiet_binding().load_state_dict(state_dict)
 
 
