@@ -433,7 +433,7 @@ def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
     device, name = next(iter(found.items()))
     if device.type == "meta":
         raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
-    if wanted is None or wanted == device:
+    if wanted is None or wanted == device or wanted.type == device.type == "cpu":  # cpu:0 is cpu, except to torch
         return device
     if device.type != "cpu":
         raise LayoutError(
