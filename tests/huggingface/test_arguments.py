@@ -20,7 +20,6 @@ CHECKS = [
     "bf16_full_eval offloaded",
     "fp16_full_eval 1",
     "fp16_full_eval 3",
-    "compiled by hand",
     "compiled eager 2",
     "compiled aot_eager 1",
     "compiled aot_eager 3",

@@ -4,7 +4,6 @@ torch.compile, generation. Each against the same script without the plugin."""
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import OUT, RANK, WORLD, Tokens, bert, check, distance, fresh, gpt2, raised, watch
+from harness import OUT, RANK, WORLD, Tokens, bert, check, distance, fresh, gpt2, watch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
@@ -111,45 +110,6 @@ def compiled_bf16(stage: int) -> None:
     assert losses(trainer) == pytest.approx(losses(plain), rel=2e-2)
 
 
-def fails(graph: Any, inputs: Any) -> Any:
-    raise RuntimeError("no such backend here")
-
-
-def compiled_by_hand() -> None:
-    """`torch.compile(model)` before, `model.compile()` after; a backend that fails is said, and training goes on."""
-    ids = Tokens()[RANK]["input_ids"][None]
-
-    def trained(model: Any, engine_first: bool, **options: Any) -> tuple[float, str]:
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            called = model if engine_first or not options else torch.compile(model, **options)
-            zero.shard(called, optimizer, zero.ZeroConfig(stage=3))
-            if engine_first:
-                model.compile(**options)
-            for _ in range(3):
-                loss = called(input_ids=ids, labels=ids).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return loss.item(), said.getvalue()
-
-    expected, said = trained(gpt2(), False)
-    assert "torch.compile" not in said
-    for first in (False, True):
-        torch._dynamo.reset()
-        found, said = trained(gpt2(), first, backend="aot_eager")
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert ("torch.compile: 2 blocks" in said) is (RANK == 0)
-    torch._dynamo.reset()
-    found, said = trained(gpt2(), True, backend=fails)
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert said.count("could not be compiled and runs as it is") == 1
-    model = gpt2()
-    model.compile(backend="eager")
-    assert "call model.compile(...) after" in raised(lambda: zero.shard(model, None, zero.ZeroConfig(stage=3)))
-
-
 # Generation --------------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +143,6 @@ def main() -> None:
         for stage in (1, 3):
             works[f"{kind}_full_eval {stage}"] = partial(full_eval, kind, stage)
     works["bf16_full_eval offloaded"] = partial(full_eval, "bf16", 3, offload_params="cpu")
-    works["compiled by hand"] = compiled_by_hand
     works["compiled eager 2"] = partial(compiled, "eager", 2)
     works["compiled aot_eager 1"] = partial(compiled, "aot_eager", 1)
     works["compiled aot_eager 3"] = partial(compiled, "aot_eager", 3)
