@@ -134,6 +134,22 @@ class Loading:
         """Whether the checkpoint holds optimizer state; the same on every rank."""
         return self.manifest is not None and f"{folder}/{OPTIMIZER_INDEX}" in self.manifest.files
 
+    def marks(self, folder: str = OPTIMIZER_FOLDER) -> dict[str, str]:
+        """By parameter that has optimizer state here: what of it is one value for the parameter, as text. A collective."""
+        with on_all_ranks(self._wire, self._what):
+            entries = self._index(folder)["parameters"]
+            return {
+                name: repr(sorted(entry["scalars"].items())) for name, entry in entries.items() if entry is not None
+            }
+
+    def _index(self, folder: str) -> dict[str, Any]:
+        path = self.folder / folder / OPTIMIZER_INDEX
+        index = read_json(path)
+        check_version(path, index, 1)
+        if not isinstance(index.get("parameters"), dict):
+            raise CheckpointError(f"{path} is damaged: it lists no parameters")
+        return index
+
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
         """The optimizer's state and its groups' options."""
         with torch.no_grad(), on_all_ranks(self._wire, self._what):
@@ -142,11 +158,7 @@ class Loading:
                     f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or is no "
                     "checkpoint of hf_zero. Load with load_optimizer=False to go on with a fresh optimizer"
                 )
-            path = self.folder / folder / OPTIMIZER_INDEX
-            index = read_json(path)
-            check_version(path, index, 1)
-            if not isinstance(index.get("parameters"), dict):
-                raise CheckpointError(f"{path} is damaged: it lists no parameters")
+            path, index = self.folder / folder / OPTIMIZER_INDEX, self._index(folder)
             if [group["params"] for group in index["groups"]] != [group["params"] for group in optimizer.groups]:
                 raise CheckpointError(
                     f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, or of one "

@@ -74,9 +74,12 @@ class Precision:
     @staticmethod
     def master_dtype(param: nn.Parameter) -> torch.dtype:
         """The owner's slice: at least float32 for what is trained, untouched for what is frozen."""
-        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
-            return torch.float32
-        return param.dtype
+        return Precision.trained_as(param.dtype) if param.requires_grad else param.dtype
+
+    @staticmethod
+    def trained_as(dtype: torch.dtype) -> torch.dtype:
+        """The type of the owner's slice of what is trained and is of this type."""
+        return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
     def reduce_dtype_of(self, master: torch.dtype) -> torch.dtype:
         """The wire type of a span's gradients; float64 and complex masters are never narrowed."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,12 +25,14 @@ from torch.optim import Optimizer
 from ..config import ZeroConfig
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
+from ..runtime.compiling import take_wrapper_off
 from ..runtime.deferred import birth_of
 from ..runtime.engine import Engine, engine_of, shard
 from ..runtime.ownership import owner_of
 from ..runtime.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
 from .checkpoints import bare_optimizer
+from .stock import replaced
 
 
 def _probed() -> Machine | None:
@@ -64,24 +67,36 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's: any order, any number of calls; the model first or in the same call as its optimizer."""
         optimizers = [bare_optimizer(obj) for obj in args if isinstance(obj, Optimizer)]
+        wrappers = {obj: take_wrapper_off(obj) for obj in args if isinstance(obj, nn.Module)}
+        args = tuple(wrappers[obj][0] if isinstance(obj, nn.Module) else obj for obj in args)
         for position, obj in enumerate(args):
             if isinstance(obj, nn.Module):
                 wanted = device_placement[position] if device_placement and position < len(device_placement) else None
                 self._zero_attach(obj, optimizers, wanted, evaluation_mode=False)
-        return super().prepare(*args, device_placement=device_placement)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for model, compile_ in wrappers.values():
+            engine = engine_of(model)
+            if compile_ is not None and engine is not None:
+                engine.compile(using=compile_)
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Attach the engine in place; then accelerate's own autocast, never DDP."""
-        if self._zero_attach(model, (), device_placement, evaluation_mode) is None:
+        """Attach the engine in place; then accelerate's own autocast, never DDP, and torch.compile block by block."""
+        engine = self._zero_attach(model, (), device_placement, evaluation_mode)
+        if engine is None:
             # Nothing to train and nothing to save by sharding: accelerate's evaluation path.
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         if hasattr(model, "_original_forward"):
             # Evaluated before it is trained: its forward runs under autocast already.
             model.__dict__["_is_accelerate_prepared"] = True
-        # evaluation_mode is accelerate's way to say "autocast, but no DDP".
-        prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        # evaluation_mode is accelerate's way to say "autocast, but no DDP". Compiled as a whole, hooks would be in the graph.
+        dynamo = self.state.dynamo_plugin
+        with replaced([(dynamo, "backend", DynamoBackend.NO)]):
+            prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if dynamo.backend != DynamoBackend.NO and not engine.is_compiled:
+            engine.compile(**dynamo.to_kwargs())
         prepared.__dict__["_is_accelerate_prepared"] = True
         return prepared
 
@@ -153,8 +168,6 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
     def _zero_check_model(self, model: nn.Module) -> None:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             raise ConfigError(f"pass the bare model to prepare(), not a {type(model).__name__}: the engine replaces it")
-        if hasattr(model, "_orig_mod"):
-            raise ConfigError("pass the bare model to prepare(), not a compiled one: torch.compile is not supported")
         device_map = getattr(model, "hf_device_map", None)
         if device_map is not None and len(set(device_map.values())) > 1:
             raise ConfigError(

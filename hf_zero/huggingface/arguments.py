@@ -62,7 +62,6 @@ def _steps_in_backward(args: Any) -> bool:
     return bool(getattr(args.parallelism_config, "step_in_backward", False))
 
 
-_FULL_EVAL = "casts the model in place, which a sharded model refuses: use bf16=True or fp16=True"
 _BOTH_SHARD = "and --zero_* both shard the model"
 
 OTHER_ENGINES = (
@@ -76,8 +75,6 @@ OTHER_ENGINES = (
 """Of TrainingArguments that are being made. A plugin in plain ones meets the other engine's in `ACCELERATE_STATE`."""
 
 TRAINING_ARGUMENTS = (
-    Refusal("bf16_full_eval", lambda args: args.bf16_full_eval, f"bf16_full_eval {_FULL_EVAL}"),
-    Refusal("fp16_full_eval", lambda args: args.fp16_full_eval, f"fp16_full_eval {_FULL_EVAL}"),
     Refusal(
         "max_grad_norm",
         lambda args: _steps_in_backward(args) and args.max_grad_norm,
@@ -120,11 +117,6 @@ def _other_engine(name: str, kind: str) -> Refusal:
     )
 
 
-def _compiles(state: Any) -> bool:
-    plugin = getattr(state, "dynamo_plugin", None)
-    return plugin is not None and plugin.backend != "NO"
-
-
 ACCELERATE_STATE = (
     _other_engine("DeepSpeed", "DEEPSPEED"),
     _other_engine("FSDP", "FSDP"),
@@ -140,11 +132,6 @@ ACCELERATE_STATE = (
         "mixed_precision",
         lambda state: state.mixed_precision == "fp8",
         "mixed_precision='fp8' is not supported by ZeroPlugin: use 'bf16', 'fp16' or 'no'",
-    ),
-    Refusal(
-        "dynamo_plugin",
-        _compiles,
-        "torch.compile (found {found}) is not supported by ZeroPlugin: turn it off",
     ),
 )
 """Of the Accelerator that a plugin is given to, `accelerator.state`."""

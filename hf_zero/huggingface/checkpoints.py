@@ -153,6 +153,8 @@ def load_optimizer(loading: Loading, engine: Engine, folder: str = OPTIMIZER_FOL
     """The bound optimizer's state, and masters that are finer than the weights. A collective."""
     if engine.optimizer is None:
         raise CheckpointError(f"{loading.folder}: there is no optimizer to load its {folder}/ into")
+    if loading.has_optimizer(folder):
+        engine.make_room(loading.marks(folder))
     engine.quiesce()
     try:
         loading.optimizer(OptimizerPieces(engine.units, engine.optimizer, engine.group_options()), folder=folder)

@@ -29,10 +29,6 @@ def adopt_model(model: nn.Module, engine: Engine) -> None:
     """Put these methods on the instances, in a model that an Accelerator has sharded."""
     specs = [slot.spec for unit in engine.layout.units for span in unit.spans for slot in span.slots]
     root = weakref.ref(model)
-    if engine.world_size > 1 and (not engine.config.policy.keep_full or engine.buffers.watched):
-        for module in model.modules():
-            if callable(getattr(type(module), "generate", None)):
-                module.__dict__["generate"] = MethodType(partial(_generate, root), module)
     if any(spec.compute_dtype != spec.dtype for spec in specs):
         own = {spec.name: getattr(torch, spec.dtype) for spec in specs}
         for module in model.modules():
@@ -50,21 +46,6 @@ def adopt_callbacks(callbacks: Iterable[Any]) -> None:
     for callback in callbacks:
         if callable(getattr(type(callback), "sync_target_model", None)):
             callback.sync_target_model = partial(_sync, type(callback).sync_target_model)
-
-
-def _generate(root: weakref.ref[nn.Module], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """As of a model that is not wrapped in DDP, which has no `generate`: buffers are each rank's own.
-
-    At stage 3 a rank that stops generating early would leave the others waiting for its parts of the parameters.
-    """
-    model = root()
-    engine = None if model is None else engine_of(model)
-    if engine is None:
-        return type(self).generate(self, *args, **kwargs)
-    if not engine.config.policy.keep_full:
-        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
-    with engine.buffers.apart():
-        return type(self).generate(self, *args, **kwargs)
 
 
 def _save_in_own_types(

@@ -17,9 +17,10 @@ import copy
 import inspect
 import os
 import shutil
+import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from ..checkpoint.save import Saving
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
+from ..runtime.casting import shown_in
 from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces
 from .arguments import TRAINING_ARGUMENTS, refuse
@@ -118,9 +120,30 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The stock Trainer evaluates the module itself, not the one that DDP wraps: buffers are each rank's own there."""
+        with self._zero_full_eval():
+            engine = self._zero_engine()
+            with nullcontext() if engine is None else engine.buffers.apart():
+                return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _zero_full_eval(self) -> Iterator[None]:
+        """`bf16_full_eval` and `fp16_full_eval`, outside of `train` as in the stock code, which rounds the model for good.
+
+        Here it is as it was afterwards, and is trained as if it had not been evaluated.
+        """
+        args = self.args
+        dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
+        if dtype is None or self.is_in_train:
+            yield
+            return
+        if not self.accelerator._models:  # as the stock loop does
+            if self._zero_engine() is None:
+                self._move_model_to_device(self.model, args.device)
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         engine = self._zero_engine()
-        with nullcontext() if engine is None else engine.buffers.apart():
-            return super().evaluation_loop(*args, **kwargs)
+        cast = shown_in(self.model, dtype) if engine is None else engine.shown_in(dtype)
+        with cast, replaced([(args, "bf16_full_eval", False), (args, "fp16_full_eval", False)]):
+            yield
 
     # -- training --
 
@@ -365,6 +388,9 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
             loaded = True
         if not bound:
             return super()._load_optimizer_and_scheduler(checkpoint)
+        if engine.rank == 0 and self._zero_resuming:
+            what = "" if loaded else ", its weights only"
+            print(f"hf_zero: resumed from {Path(checkpoint).name}{what} ({checkpoint})", file=sys.stderr, flush=True)
         if not loaded:
             if engine.rank == 0:
                 warnings.warn(

@@ -321,7 +321,9 @@ class Drafter:
                 master = "float32"
         shape, names = tuple(param.shape), tuple(self.names[param])
         cohort = 0 if old is None else old.cohort
-        return ParamSpec(names, shape, own, compute, master, param.requires_grad, group, cohort)
+        # One that is frozen in the middle of training keeps its optimizer state: it stays where it is, without a gradient.
+        trainable = param.requires_grad or (old is not None and old.trainable and group >= 0)
+        return ParamSpec(names, shape, own, compute, master, trainable, group, cohort)
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:

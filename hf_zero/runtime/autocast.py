@@ -97,6 +97,8 @@ class Autocast:
         self._told.clear()
 
     def _enter(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside a block, which is no entry
+            return plain(*args, **kwargs)
         here = self._here
         if here.inside:
             return plain(*args, **kwargs)

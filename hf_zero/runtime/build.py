@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..core.layout import Layout, ParamSpec
-from ..core.precision import dtype_of
+from ..core.precision import Precision, dtype_name, dtype_of
 from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
@@ -42,6 +42,11 @@ class Assembly:
         self.sharded = sharded
         self._placements: Sequence[Placement] = ()
         self._drafter = drafter
+        self._params: list[nn.Parameter] = []
+        self._flags: list[bool] = []
+        """Which of `_params`, all there are in the spans' order, were trained at the last look."""
+        self._frozen: list[Flat] = []
+        """Spans that have no place for a gradient."""
         _check_births(sharded.names, sharded.wire)
 
     def local_values(self) -> Iterator[tuple[str, Tensor]]:
@@ -56,7 +61,19 @@ class Assembly:
     def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
         """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
         group_of = {param: group for group, params in enumerate(originals) for param in params}
-        return self._drafter.specs(group_of, {param: self._spec(param) for param in self.sharded.places})
+        old = {param: self._spec(param) for param in self.sharded.places}
+        specs = self._drafter.specs(group_of, old)
+        if not old:
+            return specs
+        # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
+        fresh = {param for param, spec in old.items() if param.requires_grad and not spec.trainable}
+        return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
+
+    def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
+        """Of one unit, with these parameters in a cohort of their own."""
+        newest = 1 + max((spec.cohort for spec in specs), default=0)
+        pairs = zip(specs, self._drafter.groups[number].params)
+        return [replace(spec, cohort=newest) if param in params else spec for spec, param in pairs]
 
     def _spec(self, param: nn.Parameter) -> ParamSpec:
         return self.sharded.places[param].slot.spec
@@ -142,6 +159,12 @@ class Assembly:
         self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
             self.sharded.units.append(self._build(number, unit_specs, {}))
+        self._note_flags()
+
+    def _note_flags(self) -> None:
+        self._params = [param for flat in self.sharded.flats for param in flat.params]
+        self._flags = [param.requires_grad for param in self._params]
+        self._frozen = [flat for flat in self.sharded.flats if not flat.span.trainable]
 
     def _build(self, number: int, specs: list[ParamSpec], kept: Mapping[int, Flat]) -> Unit:
         param_of = {spec.name: param for spec, param in zip(specs, self._drafter.groups[number].params)}
@@ -180,23 +203,49 @@ class Assembly:
 
         The same on every rank, after a backward. Spans are only ever divided, each at most as often as it has parameters.
         """
-        cohort_of: dict[nn.Parameter, int] = {}
-        for unit in self.sharded.units:
-            newest = -1
-            for flat in unit.trained:
-                if flat.span.is_updated and True in flat.present and False in flat.present:
-                    if newest < 0:
-                        newest = max(slot.spec.cohort for each in unit.flats for slot in each.span.slots)
-                    newest += 1
-                    absent = [param for param, has in zip(flat.params, flat.present) if not has]
-                    cohort_of.update(dict.fromkeys(absent, newest))
-        if not cohort_of:
+        absent = [
+            [
+                {param for param, has in zip(flat.params, flat.present) if not has}
+                for flat in unit.trained
+                if flat.span.is_updated and True in flat.present and False in flat.present
+            ]
+            for unit in self.sharded.units
+        ]
+        if not any(absent):
             return None
         specs = self.specs(originals)
-        return [
-            [replace(spec, cohort=cohort_of.get(param, spec.cohort)) for spec, param in zip(unit_specs, group.params)]
-            for unit_specs, group in zip(specs, self._drafter.groups)
-        ]
+        for number, parts in enumerate(absent):
+            for params in parts:
+                specs[number] = self._apart(specs[number], number, params)
+        return specs
+
+    def arranged(self, originals: list[list[nn.Parameter]], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
+        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is.
+
+        Parameters of one span have made the same steps. A frozen one that has state gets a place for it.
+
+        Args:
+            marks: by parameter that has state, what of it is one value for the parameter (`step`), as text.
+        """
+        specs = self.specs(originals)
+        before = [list(mine) for mine in specs]
+        for number, (mine, group) in enumerate(zip(before, self._drafter.groups)):
+            pairs = [(param, spec, marks.get(spec.name)) for param, spec in zip(group.params, mine) if spec.group >= 0]
+            thawed = {param for param, spec, mark in pairs if mark is not None and not spec.trainable}
+            specs[number] = [
+                replace(spec, trainable=True, master_dtype=dtype_name(Precision.trained_as(dtype_of(spec.dtype))))
+                if param in thawed
+                else spec
+                for param, spec in zip(group.params, mine)
+            ]
+            seen: dict[tuple[object, ...], dict[str | None, set[nn.Parameter]]] = {}
+            for (param, _, mark), spec in zip(pairs, [spec for spec in specs[number] if spec.group >= 0]):
+                if spec.trainable:
+                    seen.setdefault(spec.key, {}).setdefault(mark, set()).add(param)
+            for parts in seen.values():
+                for params in [*parts.values()][1:]:
+                    specs[number] = self._apart(specs[number], number, params)
+        return specs if specs != before else None
 
     def recut(
         self,
@@ -228,6 +277,7 @@ class Assembly:
             if binding is not None:
                 binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
             self._put_grads(unit.trained, grads)
+        self._note_flags()
 
     def _take_grads(self, flats: Sequence[Flat]) -> dict[nn.Parameter, torch.Tensor]:
         """The reduced gradients of these spans' parameters, whole, on every rank, of those that have one. A collective."""
@@ -270,7 +320,7 @@ class Assembly:
 
         Raises:
             StateError: a parameter was written while it was released.
-            LayoutError: one was frozen or unfrozen since the spans were cut.
+            LayoutError: a frozen one has a gradient of this rank's alone, from a backward of a part of the model.
         """
         if not self.sharded.policy.keep_full and self.sharded.device.type != "cpu":  # on CPU every gather looks
             intact = torch.stack([flat.guards.intact() for flat in self.sharded.flats])
@@ -278,15 +328,39 @@ class Assembly:
                 for unit in self.sharded.units:
                     for flat in unit.flats:
                         flat.guards.check(unit.name)
-        for flat in self.sharded.flats:
-            trainable = flat.span.trainable
+        for flat in self._frozen:
             for index, param in enumerate(flat.params):
-                if param.requires_grad is trainable:
-                    continue
-                raise LayoutError(
-                    f"requires_grad of {flat.span.slots[index].spec.name!r} was {trainable} when the model was sharded and "
-                    f"is {not trainable} now: freeze or unfreeze, then call engine.bind(optimizer) with an optimizer built anew"
-                )
+                if param.grad is not None:
+                    raise LayoutError(
+                        f"{flat.span.slots[index].spec.name!r} was unfrozen, and a backward has come before a forward of the "
+                        "whole model: its gradient is this rank's alone. Call the model itself after a change of requires_grad"
+                    )
+
+    def look_at_flags(self) -> bool:
+        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication.
+
+        Raises:
+            LayoutError: frozen under `step_in_backward`, which steps over whole spans as their gradients come.
+        """
+        before = self._flags
+        self._flags = now = [param.requires_grad for param in self._params]
+        if now == before:
+            return False
+        if self.sharded.config.step_in_backward:
+            slots = [(flat, slot) for flat in self.sharded.flats for slot in flat.span.slots]
+            for (flat, slot), trains in zip(slots, now):
+                if flat.span.trainable and not trains:
+                    self._flags = before
+                    raise LayoutError(
+                        f"{slot.spec.name!r} was frozen in the middle of training, which step_in_backward cannot honour: it "
+                        "updates all parameters that lie together. Freeze before the model is sharded, or turn it off"
+                    )
+        return True
+
+    @property
+    def has_unfrozen(self) -> bool:
+        """A parameter is trained that has no place for a gradient: units must be cut anew."""
+        return any(param.requires_grad for flat in self._frozen for param in flat.params)
 
     def regather(self) -> None:
         """After a step: whole again, where the stage keeps that, and nothing on its way in. A collective there."""
@@ -359,7 +433,7 @@ def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
     device, name = next(iter(found.items()))
     if device.type == "meta":
         raise LayoutError(f"parameter {name!r} is on the meta device and has no values: load or initialise it first")
-    if wanted is None or wanted == device:
+    if wanted is None or wanted == device or wanted.type == device.type == "cpu":  # cpu:0 is cpu, except to torch
         return device
     if device.type != "cpu":
         raise LayoutError(

@@ -79,6 +79,7 @@ def load(
     verify: bool,
     strict: bool,
     options: Callable[[], list[dict[str, Any]]],
+    make_room: Callable[[Mapping[str, str]], None],
     refresh: Callable[[], None],
     recover: Callable[[], None],
 ) -> None:
@@ -86,6 +87,7 @@ def load(
 
     Args:
         options: of the optimizer's groups. As they are once the weights are loaded.
+        make_room: called before anything is written, with what `Loading.marks` gives.
         refresh: called when masters were written, also where that broke off.
         recover: called when masters and the optimizer's state were all written.
     """
@@ -101,6 +103,8 @@ def load(
         if load_optimizer:
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
+    if wanted:
+        make_room(loading.marks())
     try:
         loading.weights(ParameterPieces(sharded.units), sharded.model, format_of(sharded.model), strict=strict)
         if wanted and sharded.optimizer is not None:

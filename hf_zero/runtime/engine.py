@@ -8,7 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,10 @@ from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
 from .build import Assembly, device_of
+from .casting import shown_in
 from .checkpoints import Behind, load, save
 from .clipping import Overflow, clip_norm, clip_values
+from .compiling import Block, Compile, Failures, blocks_of, refuse_compiled, take_wrapper_off
 from .flat_param import Flat
 from .gradient_ops import Gradients
 from .moves import Monitor
@@ -99,6 +101,7 @@ class Engine:
         with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             if engine_of(model) is not None:
                 raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
+            refuse_compiled(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
@@ -146,6 +149,9 @@ class Engine:
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
         overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
+        self._patches.method(model, "compile", self.compile)
+        if self.world_size > 1 and (not self.policy.keep_full or self.buffers.watched):
+            overrides.generate_together(self._patches, model, self.buffers.apart, not self.policy.keep_full)
         model.__dict__[_ENGINE] = self
         self._watch()
         self.offload.explain_with(self.sharded.advice)
@@ -159,6 +165,7 @@ class Engine:
         """
         model, add = self.model, self._patches.hooks
         hosts = [host for _, modules in self._assembly.hosts() for host in modules]
+        self._blocks = list(blocks_of(model, hosts))
         # 1. Around the call itself, so that all hooks, and what they start, run under autocast.
         self._autocast = Autocast(self.sharded, hosts) if self.precision.autocast_dtype is not None else None
         if self._autocast is not None:
@@ -258,7 +265,7 @@ class Engine:
     def _recut(
         self,
         specs: list[list[ParamSpec]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         binding: Binding | None,
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
@@ -275,10 +282,41 @@ class Engine:
             return
         specs = self._assembly.parted(binding.originals)
         if specs is not None:
-            self._recut(specs, binding.optimizer, binding)
+            self._cut_anew(specs)
+
+    def _unfreeze(self) -> None:
+        """Parameters were frozen or unfrozen. Frozen ones keep their place and their state, and get no gradient; the first time
+        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step.
+        """
+        self.schedule.notice_again()
+        if not self._assembly.has_unfrozen:
+            return
+        binding = self._binding
+        originals = [] if binding is None else binding.originals
+        specs = self._assembly.specs(originals)
+        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
+        self.flush()
+        self.quiesce()
+        self._cut_anew(specs)
+
+    def _cut_anew(self, specs: list[list[ParamSpec]]) -> None:
+        """Between passes: the same optimizer over other spans. A collective."""
+        binding = self._binding
+        self._recut(specs, self.optimizer, binding)
+        if binding is not None:
             self._bind(binding.optimizer, binding.originals, type(binding))
-            self._gradients.show()
-            self._watch()
+        self._gradients.show()
+        self._watch()
+
+    def make_room(self, marks: Mapping[str, str]) -> None:
+        """Before optimizer state is loaded, on every rank with the same `marks`: see `Assembly.arranged`. A collective then."""
+        binding = self._binding
+        if binding is None or not binding.one_gradient or self.config.step_in_backward:
+            return
+        specs = self._assembly.arranged(binding.originals, marks)
+        if specs is not None:
+            self.quiesce()
+            self._cut_anew(specs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -441,6 +479,7 @@ class Engine:
             verify=verify,
             strict=strict,
             options=self.group_options,
+            make_room=self.make_room,
             refresh=self.refresh,
             recover=self.offload.recover,
         )
@@ -460,6 +499,26 @@ class Engine:
         pending, self.pending_save = self.pending_save, None
         if pending is not None:
             pending.wait()
+
+    def compile(self, *, using: Compile | None = None, **options: Any) -> None:
+        """`torch.compile` block by block; also what `model.compile(...)` does. Gathers and releases stay outside of the graphs.
+
+        A block that cannot be compiled runs as it is, which is said once on stderr. Without communication.
+
+        Args:
+            using: compiles a function, instead of `torch.compile` with these options.
+        """
+        blocks = [module for module in self._blocks if not isinstance(module.__dict__.get("forward"), Block)]
+        failed = Failures()
+        for module in blocks:
+            self._patches.method(module, "forward", Block(module, using or partial(torch.compile, **options), failed))
+        if self.rank == 0:
+            found = f"{len(self._blocks)} blocks, each by itself" if self._blocks else "nothing: it has no blocks"
+            print(f"hf_zero: torch.compile: {found}", file=sys.stderr)
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(isinstance(module.__dict__.get("forward"), Block) for module in self._blocks)
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
@@ -508,6 +567,13 @@ class Engine:
     def exchange(self, value: Any) -> list[Any]:
         """Small Python values of all ranks, in rank order; a collective."""
         return self._wire.exchange(value)
+
+    def shown_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Inside, the model is as after `model.to(dtype)`, for forwards without a graph; masters and training are as before.
+
+        Where whole parameters stay, that takes a second copy of them in this type, else one of a unit at a time. On every rank.
+        """
+        return shown_in(self.model, dtype, self.units, self.quiesce)
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
@@ -629,6 +695,8 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
+        if self._assembly.look_at_flags():
+            self._unfreeze()
         graph = torch.is_grad_enabled()
         self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
@@ -738,6 +806,12 @@ class Engine:
         return self._quiet_binding().state_dict()
 
     def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        binding = self._quiet_binding()
+        if binding.one_gradient:
+            what = "the optimizer's load_state_dict()"
+            with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
+                report.mine = binding.marks(state_dict, self.sharded.names)
+            self.make_room(report.everyone[0])
         self._quiet_binding().load_state_dict(state_dict)
 
 
@@ -758,7 +832,7 @@ def shard(
     parameter values are sent around when ranks differ.
 
     Args:
-        model: on its final device (see `device`), in its final type.
+        model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
         optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
             whole matrices (Adafactor, Muon) where nothing is cut: stage 0 or one rank, with its state in memory. None to
             evaluate only, or to `Engine.bind` one later.
@@ -775,7 +849,11 @@ def shard(
         UnsupportedOptimizerError: an optimizer that needs whole tensors.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
-    return Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
+    model, compile_ = take_wrapper_off(model)
+    engine = Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
+    if compile_ is not None:
+        engine.compile(using=compile_)
+    return engine
 
 
 def on_preemption(

@@ -66,9 +66,9 @@ class Guards:
             off from the graphs that it is part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
     """
 
-    def __init__(self, span: Span, device: torch.device) -> None:
+    def __init__(self, span: Span, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self._span = span
-        dtype = dtype_of(span.spec.compute_dtype)
+        dtype = dtype or dtype_of(span.spec.compute_dtype)
         self._has_nan = dtype.is_floating_point or dtype.is_complex
         value = float("nan") if self._has_nan else 0
         self._values = torch.full((len(span.slots),), value, dtype=dtype, device=device)
@@ -117,6 +117,8 @@ class Flat(SpanGradients):
         super().__init__(span, params, wire, precision, storage)
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
+        self.shown_dtype: torch.dtype | None = None
+        """Another type than `views`' in which parameters are shown, see `show_in`."""
         self.wholes: list[nn.Parameter] = []
         """By parameter, a view of the master of true shape, where the optimizer has those (`optimizer.WholeBinding`)."""
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
@@ -236,6 +238,24 @@ class Flat(SpanGradients):
         for index, (param, target) in enumerate(zip(self.params, targets)):
             if index not in self.pinned:
                 param.data = target
+
+    def show_in(self, dtype: torch.dtype | None) -> None:
+        """Between passes: in this type from now on; None: as they are gathered."""
+        other = dtype is not None and self.compute_dtype.is_floating_point and dtype != self.compute_dtype
+        self.shown_dtype = dtype if other else None
+        if not self.keeps:
+            self.guards = Guards(self.span, self.device, self.shown_dtype)
+            self.point(self.guards.shown)
+            return
+        self.pinned.clear()
+        self.point(self.views)
+        if other:
+            self.cast_shown()
+            self.pinned.update(range(len(self.params)))  # nobody takes the copies for what the user wrote
+
+    def cast_shown(self) -> None:
+        """Gathered parameters show copies in `shown_dtype`."""
+        self.point([view.to(self.shown_dtype) for view in self.views])
 
     def note(self) -> None:
         """`full` is as it should be: what changes from now on is somebody else's doing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -64,6 +65,35 @@ def put_on(
         if next(module.parameters(), None) is not None:
             patches.method(module, "__deepcopy__", partial(_plain_copy, module, assembly, settle))
             patches.method(module, "__reduce_ex__", _refuse_pickle)
+
+
+def generate_together(
+    patches: Patches, model: nn.Module, buffers: Callable[[], AbstractContextManager[None]], sync: bool
+) -> None:
+    """`generate` of several ranks, as of a model that is not wrapped in DDP, which has none: buffers are each rank's own.
+
+    Args:
+        buffers: a context in which none are sent.
+        sync: parameters are released: a rank that stops generating early would leave the others waiting for its parts.
+    """
+    for module in model.modules():
+        stock = getattr(type(module), "generate", None)
+        if callable(stock):
+            takes = sync and "synced_gpus" in inspect.signature(stock).parameters
+            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, takes))
+
+
+def _generate(
+    stock: Callable[..., Any],
+    buffers: Callable[[], AbstractContextManager[None]],
+    sync: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if sync:
+        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
+    with buffers():
+        return stock(*args, **kwargs)
 
 
 def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None], patches: Patches) -> None:

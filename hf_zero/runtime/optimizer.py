@@ -200,6 +200,20 @@ class Binding:
             saved.update(self._saved(state_dict))
         self._put(saved, state_dict, self._must_spread(saved))
 
+    def marks(self, state_dict: dict[str, Any], names: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
+        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text.
+
+        Raises:
+            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+        """
+        saved = self._saved(state_dict)
+        sliced = self._sliced(saved)
+        return {
+            names[param][0]: repr(sorted((key, _number(value)) for key, value in entries.items() if key not in sliced))
+            for param, entries in saved.items()
+            if entries
+        }
+
     def _saved(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any] | None]:
         """By parameter."""
         groups = state_dict["param_groups"]
@@ -407,6 +421,10 @@ class WholeBinding(Binding):
             for param, whole in zip(flat.params, flat.wholes):
                 if param in state:
                     self.optimizer.state[whole] = state[param]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else repr(value)
 
 
 def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

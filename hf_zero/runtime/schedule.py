@@ -393,6 +393,11 @@ class Schedule:
                     hook = partial(_came_unnoticed, weakref.ref(self))
                     self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
+    def notice_again(self) -> None:
+        """Other parameters are trained from now on: `_notice` hooks them, too."""
+        for trace in self.traces:
+            trace.noticed = False
+
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
         if trace is None or not self._leave(host):

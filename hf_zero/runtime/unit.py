@@ -131,6 +131,8 @@ class Unit:
         self._gathers = []
         for flat in self.flats:
             flat.point(flat.views)
+            if flat.shown_dtype is not None:
+                flat.cast_shown()
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
             if not self.policy.keep_full:
@@ -140,6 +142,11 @@ class Unit:
         if not self.always_asks:
             for each in self._dictionaries:
                 each.__class__ = ParameterDict
+
+    def show_in(self, dtype: torch.dtype | None) -> None:
+        """Between passes: parameters are shown in this type from now on; None: as they are gathered."""
+        for flat in self.flats:
+            flat.show_in(dtype)
 
     def settle_read(self) -> None:
         """What is read from disk for it has arrived afterwards, its host buffers can serve others. By the plan, too."""
@@ -157,6 +164,8 @@ class Unit:
                 self._close_sends()  # peers are still being sent what `full` holds
                 break
         for flat in self.flats:
+            if flat.shown_dtype is not None:
+                flat.point(flat.views)
             try:
                 writes.carry_in_use(flat, self)
             except TierError as error:  # on this rank alone: told to all at the end of the pass

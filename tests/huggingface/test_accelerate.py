@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -132,10 +132,7 @@ def test_deepspeed_from_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch)
         plugin._validate_accelerator(accelerator)
 
 
-def test_fp8_and_compile_are_refused() -> None:
-    with refused("torch.compile"):
-        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor"), parallelism_config=zero.ZeroPlugin())
-    AcceleratorState._reset_state(True)
+def test_fp8_is_refused() -> None:
     plugin = zero.ZeroPlugin()
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = "fp8"  # accelerate itself wants a GPU and a library before it says so

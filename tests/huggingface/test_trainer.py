@@ -280,7 +280,6 @@ CHECKS = [
     "evaluate only 1",
     "evaluate only 3",
     "save fails",
-    "bf16_full_eval",
     "no plugin",
     "callback without plugin",
     "adafactor",

@@ -650,7 +650,6 @@ def main() -> None:
     for stage in (1, 3):
         check(f"evaluate only {stage}", partial(evaluates_only, stage))
     check("save fails", save_fails)
-    check("bf16_full_eval", lambda: refused("ConfigError", "use bf16=True", bf16_full_eval=True))
     check("no plugin", lambda: refused("ConfigError", "needs a ZeroPlugin", stage=None, kind=zero.ZeroTrainer))
     quiet: dict[str, Any] = {"trains": True, "save_strategy": "no"}
     lone = partial(refused, stage=None, callbacks=[zero.ZeroCallback()], **quiet)

@@ -1,0 +1,94 @@
+"""`torch.compile` for a sharded model: block by block, and no hook inside a graph.
+
+What is compiled is a block's own `forward`: the hooks around it, which gather and release, run outside, in plain Python, and
+the parameters are whole when the graph's guards look at them. What lies between blocks runs as it is. Equal blocks share
+their graphs, as far as torch finds them equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def blocks_of(model: nn.Module, hosts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Hosts that have parts, none of which is a host itself: transformer blocks."""
+    known = set(hosts)
+    for module in model.modules():
+        parts = set(module.modules()) - {module}
+        if module in known and module is not model and parts and not parts & known:
+            yield module
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs.
+    """
+    for name, module in model.named_modules():
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            raise ConfigError(
+                f"{name or type(model).__name__!r} was compiled by module.compile() before the model was sharded, and its "
+                "graphs would have the engine's hooks inside: call model.compile(...) after zero.shard or prepare() instead"
+            )
+
+
+def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
+    """Of `torch.compile(model)`: the module, and what compiles with the same settings. The wrapper is a plain one then."""
+    inner, compile_ = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
+    if not isinstance(inner, nn.Module) or compile_ is None:
+        return model, None
+    model.__dict__["forward"] = inner.__call__
+    return inner, compile_
+
+
+class Block:
+    """One block's `forward`, compiled; as it was where that fails, from then on.
+
+    Args:
+        failed: told why, once.
+    """
+
+    def __init__(self, module: nn.Module, compile_: Compile, failed: Callable[[nn.Module, Exception], None]) -> None:
+        self._module, self._plain, self._failed = module, module.forward, failed
+        self._compiled: Callable[..., Any] | None = compile_(self._plain)
+        update_wrapper(self, self._plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A mode that looks at every function (`autocast.Uses`, in the first forward) would be traced into the graph.
+        if self._compiled is None or torch._C._len_torch_function_stack():
+            return self._plain(*args, **kwargs)
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return self._compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            self._compiled = None
+            self._failed(self._module, error)
+        return self._plain(*args, **kwargs)
+
+
+class Failures:
+    """Says once that blocks run uncompiled, and why."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, module: nn.Module, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            first = next((line for line in str(error).splitlines() if line.strip()), "")
+            print(
+                f"hf_zero: {type(module).__name__} could not be compiled and runs as it is ({type(error).__name__}: {first})",
+                file=sys.stderr,
+                flush=True,
+            )
