@@ -31,7 +31,7 @@ Everything here costs Python time per unit, never per parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,14 +92,15 @@ class Callbacks:
     """What a schedule calls, in the order of a step.
 
     Attributes:
-        before_forward: the model's forward begins, and no part of it is under way. The units may be cut anew in it.
+        before_forward: the model's forward begins with these arguments, and no part of it is under way. The units may be cut
+            anew in it.
         before_backward: the first event of a backward, before the ranks agree on its order.
         after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
         ask: at the end of a backward that syncs, on every rank; `BackwardOrder.answered` says if any rank said yes.
         after_backward: every owner's gradients are complete, and everything is released.
     """
 
-    before_forward: Callable[[], None] = lambda: None
+    before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
     before_backward: Callable[[], None] = lambda: None
     after_reduce: Callable[[Unit], None] | None = None
     ask: Callable[[], bool] = lambda: False
@@ -246,7 +247,7 @@ class Schedule:
         if self._root in self._running:  # an exception that no hook was told of
             self._abandon()
         if not self._running:
-            self.callbacks.before_forward()
+            self.callbacks.before_forward(args, kwargs)
         self._look_over()
         self._with_graph = torch.is_grad_enabled()
         self._enter(host)
