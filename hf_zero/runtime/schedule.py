@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
 from ..comm.wire import SoloWire
 from ..errors import StateError
@@ -331,6 +331,8 @@ class Schedule:
                 self._look_over()
                 self._new_pass()
         self._enter(host)
+        if profiler._is_profiler_enabled:  # else no call is made for it
+            host.named.append(profiler.record_function(f"hf_zero::forward {trace.unit.name}").__enter__())
         trace.running += 1
         if self.frees:
             if not self._in_backward:
@@ -396,6 +398,8 @@ class Schedule:
 
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
+        if host.named:
+            host.named.pop().__exit__(None, None, None)
         if trace is None or not self._leave(host):
             return
         trace.running = max(0, trace.running - 1)

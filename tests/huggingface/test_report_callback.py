@@ -98,6 +98,21 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "host, optimizer" in capsys.readouterr().out
 
 
+def test_tensorboard(tmp_path: Path) -> None:
+    """Event files as TensorBoard reads them: every measurement, under the step that it was logged at."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = train(tmp_path, [zero.ZeroCallback(report=False)], report_to=["tensorboard"])
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = reader.EventAccumulator(str(folder)).Reload()
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    measured = [name for name in logged[0] if name.startswith("zero/")]
+    assert len(measured) >= 8
+    for name in ("loss", *measured):
+        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        assert [step for step, _ in found] == [2, 4]
+        assert [value for _, value in found] == pytest.approx([entry[name] for entry in logged], rel=1e-5)
+
+
 def test_reporters_of_a_trainer_that_knows_of_no_plugin(tmp_path: Path) -> None:
     """A model sharded by hand: nothing but the callback tells the Trainer of it."""
     model = gpt2()
