@@ -306,7 +306,7 @@ def test_requirements_are_what_is_imported() -> None:
     required = set(re.findall(r'^ *"([A-Za-z0-9_-]+)', listed[1], re.M)) if listed else set()
     found = {name.partition(".")[0] for module, tree in TREES.items() for name, _ in imports(module, tree)}
     found -= {"hf_zero", *sys.stdlib_module_names}
-    assert found - {"matplotlib", "peft"} == required - {"jinja2"}  # huggingface_hub imports that one for us
+    assert found - {"matplotlib", "peft", "plotly"} == required
 
 
 def test_public_names() -> None:

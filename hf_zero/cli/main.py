@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import torch
 import typer
@@ -425,31 +425,56 @@ def _progress() -> Iterator[Note]:
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     folder: str = _argument("folder with zero_steps.jsonl, or that file", metavar="RUN")
-    png: str | None = _flag("memory by tier and parts of the step, over time, as a picture", metavar="FILE")
-    html: str | None = _flag("everything on one page that needs no other file", metavar="FILE")
+    other: str | None = _argument("a second run, to compare with", default=None, metavar="RUN2")
+    png: str | None = _flag("memory by tier and parts of the step, over time, as a picture", metavar="FILE.png")
+    html: str | None = _flag("everything on one interactive page that needs no other file", metavar="FILE.html")
     json: bool = _flag("print JSON instead of tables", False)
 
 
 def _report(options: ReportOptions) -> None:
-    """Predicted against measured, of a run's zero_steps.jsonl.
+    """Planned against counted, of a run's zero_steps.jsonl: the verdict, then the figures; also of a run in progress.
 
-    Memory by tier, traffic and waiting of a run that was recorded (ZeroCallback, or engine.record), against what was predicted;
-    its slowest steps; what to change. Exit status 1: there is no such run.
+    Memory by tier, throughput, traffic and waiting of a run that was recorded (ZeroCallback, or engine.record), of all ranks;
+    its slowest steps; what to change. Of two runs also what differs. Exit status 1: what is there is no recorded run; 2: there
+    is no such folder or file, or nothing can be written where --html or --png says.
     """
-    from . import show
-    from .report import read_all, summary
+    from . import report_text
+    from .report import differences, read_all, summary
 
-    runs = read_all(Path(options.folder))
-    out = summary(runs)
-    png = show.picture(runs) if options.png or options.html else b""
+    folders = [options.folder, *([options.other] if options.other else [])]
+    for folder in folders:
+        if not Path(folder).exists():
+            _refuse(f"{folder}: no such folder or file; expected what ZeroCallback or engine.record wrote to")
+    for flag, given in (("png", options.png), ("html", options.html)):
+        if given and not Path(given).resolve().parent.is_dir():
+            _refuse(f"--{flag} {given}: there is no folder {Path(given).parent}")
+    if options.png and Path(options.png).suffix.lower() != ".png":
+        _refuse(f"--png {options.png}: expected a name that ends in .png")
+    runs = [read_all(Path(folder)) for folder in folders]
+    outs = [summary(ranks) for ranks in runs]
+    drawable = all(out["steps"] for out in outs)
+    differ = differences(*outs) if len(outs) == 2 and drawable else []
+    if drawable and (
+        options.png or options.html
+    ):  # first: what cannot be drawn or written is refused before tables are shown
+        from . import report_page
+
+        if options.png:
+            Path(options.png).write_bytes(report_page.picture(runs[0]))
+        if options.html:
+            Path(options.html).write_text(report_page.page(runs, outs, differ), encoding="utf-8")
     if options.json:
-        _print_json(out)
+        _print_json({"runs": outs, "differences": differ} if options.other else outs[0])
     else:
-        show.report(out)
-    if options.png:
-        Path(options.png).write_bytes(png)
-    if options.html:
-        Path(options.html).write_text(show.page(out, png), encoding="utf-8")
+        report_text.show(outs, differ)
+        if not drawable and (options.png or options.html):
+            print("hf-zero: nothing to draw yet", file=sys.stderr)
+
+
+def _refuse(line: str) -> NoReturn:
+    """What was typed cannot be."""
+    print(f"hf-zero: {line}", file=sys.stderr)
+    raise typer.Exit(2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

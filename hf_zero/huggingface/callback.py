@@ -170,6 +170,7 @@ class ZeroCallback(TrainerCallback):
             recorder.close()
         if not self.report or not state.is_world_process_zero:
             return
+        saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         ending = screen.Ending(
             steps=state.global_step - self._first_step,
             seconds=time.perf_counter() - self._began,
@@ -177,6 +178,7 @@ class ZeroCallback(TrainerCallback):
             samples_per_s=samples * report.world_size,
             report=report,
             folder=None if path is None else str(path.parent),
+            saved=str(saved) if saved.is_dir() else None,
         )
         _say(screen.end(ending, _look()))
         if self.verbose:
