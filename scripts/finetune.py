@@ -94,6 +94,7 @@ class ScriptArguments:
     block_size: int | None = field(default=None, metadata={"help": "tokens per training row"})
     max_train_samples: int | None = field(default=None, metadata={"help": "use only so many training rows"})
     max_eval_samples: int | None = field(default=None, metadata={"help": "use only so many evaluation rows"})
+    verbose: bool = field(default=False, metadata={"help": "the engine's tables before and after training"})
 
     def __post_init__(self) -> None:
         self.model = self.model or DEFAULT_MODEL[self.task]
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         processing_class=tokenizer,
         compute_metrics=token_metrics(shift) if language else class_metrics(),
         preprocess_logits_for_metrics=token_scores(shift) if language else None,
-        callbacks=[zero.ZeroCallback(), clock],
+        callbacks=[zero.ZeroCallback(verbose=script.verbose), clock],
     )
     trained = trainer.train(resume_from_checkpoint=where_to_resume(args)).metrics
     after = final_metrics(trainer)

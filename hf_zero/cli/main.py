@@ -72,40 +72,51 @@ def _doctor(options: DoctorOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """Predicted against measured, of a run's zero_steps.jsonl.
+    """Planned against counted, of a run's zero_steps.jsonl: the verdict, then the figures; also of a run in progress.
 
-    Memory by tier, traffic and waiting of a run that was recorded (ZeroCallback, or engine.record), against what was predicted;
-    its slowest steps; what to change.
+    Memory by tier, throughput, traffic and waiting of a run that was recorded (ZeroCallback, or engine.record), of all ranks;
+    its slowest steps; what to change. Of two runs also what differs.
 
     \b
     Examples:
       hf-zero report out
       hf-zero report out --html report.html
+      hf-zero report out other --html both.html
     """
 
     folder: str = argument("folder with zero_steps.jsonl, or that file", metavar="RUN")
-    png: str | None = flag("memory by tier and parts of the step, over time, as a picture", metavar="FILE")
-    html: str | None = flag("everything on one page that needs no other file", metavar="FILE")
+    other: str | None = argument("a second run, to compare with", default=None, metavar="RUN2")
+    png: str | None = flag("memory by tier and parts of the step, over time, as a picture", metavar="FILE.png")
+    html: str | None = flag("everything on one interactive page that needs no other file", metavar="FILE.html")
 
 
 def _report(options: ReportOptions) -> None:
-    from . import show
+    from ..errors import ConfigError
+    from . import report_text
     from .files import writable
-    from .report import read_all, summary
+    from .report import differences, read_all, summary
 
     for path in (options.png, options.html):
         writable(path)
-    runs = read_all(Path(options.folder))
-    out = summary(runs)
-    png = show.picture(runs) if options.png or options.html else b""
+    if options.png and Path(options.png).suffix.lower() != ".png":
+        raise ConfigError(f"--png {options.png}: expected a name that ends in .png")
+    runs = [read_all(Path(folder)) for folder in (options.folder, options.other) if folder]
+    outs = [summary(ranks) for ranks in runs]
+    drawable = all(out["steps"] for out in outs)
+    differ = differences(*outs) if len(outs) == 2 and drawable else []
+    if drawable and (options.png or options.html):  # first: what cannot be drawn is refused before tables are shown
+        from . import report_page
+
+        if options.png:
+            Path(options.png).write_bytes(report_page.picture(runs[0]))
+        if options.html:
+            Path(options.html).write_text(report_page.page(runs, outs, differ), encoding="utf-8")
     if options.json:
-        print_json(out)
+        print_json({"runs": outs, "differences": differ} if options.other else outs[0])
     else:
-        show.report(out)
-    if options.png:
-        Path(options.png).write_bytes(png)
-    if options.html:
-        Path(options.html).write_text(show.page(out, png), encoding="utf-8")
+        report_text.show(outs, differ)
+        if not drawable and (options.png or options.html):
+            print("hf-zero: nothing to draw yet", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

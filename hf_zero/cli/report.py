@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from ..config import size_text
 from ..errors import ConfigError
 from ..plan.costs import KINDS, TIERS
 from ..plan.record import FORMAT
-from ..plan.work import CHANNELS, ROADS, WAITS
+from ..plan.screen import duration
+from ..plan.work import CHANNELS, COLLECTIVES, ROADS, WAITS
 
 OFF = 0.05
 """A prediction that is further off is warned of, from `SMALL_BYTES` on."""
@@ -26,6 +28,7 @@ SMALL_BYTES = 1 << 20
 WAITED = 0.2
 """Share of the step that may be waiting for one thing."""
 SLOWEST = 5
+COUNTED = "counted by hf_zero (parameters, gradients, optimizer state, buffers)"
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -33,16 +36,27 @@ SLOWEST = 5
 
 @dataclass
 class Run:
-    """The last start of training in one rank's file."""
+    """The last start of training in one rank's file.
+
+    Attributes:
+        facts: `{}` before the first step is over.
+        logs: losses and what else was logged, with their steps.
+        ended: training came to its end; else it goes on, or was killed.
+        age_s: since the last line was written.
+    """
 
     path: Path
     facts: dict[str, Any]
     steps: list[dict[str, Any]]
+    logs: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+    age_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
-        return int(self.facts.get("rank", 0))
+        named = re.search(r"\.rank(\d+)\.jsonl$", self.path.name)
+        return int(self.facts.get("rank") or (named[1] if named else 0))
 
     @property
     def usual(self) -> list[dict[str, Any]]:
@@ -59,14 +73,19 @@ class Run:
 
 
 def read(path: Path) -> Run:
-    """Raises:
-    ConfigError: no such file, of a later version, or without a single whole step.
+    """A run in progress has what there is of it; one whose first step is not over has no steps.
+
+    Raises:
+    ConfigError: no such file, of a later version, or of something else.
     """
     facts: dict[str, Any] = {}
     steps: list[dict[str, Any]] = []
+    logs: list[dict[str, Any]] = []
     damaged = starts = 0
+    ended = False
     try:
         lines = path.read_bytes().splitlines()
+        age_s = max(0.0, time.time() - path.stat().st_mtime)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     for line in filter(None, lines):
@@ -74,19 +93,28 @@ def read(path: Path) -> Run:
         if record is None:
             damaged += 1
         elif record["kind"] == "facts":
-            facts, steps, starts = record, [], starts + 1
+            facts, steps, logs, starts, ended = record, [], [], starts + 1, False
         elif facts:
-            steps.append(record)
+            ended = record["kind"] == "end"
+            if record["kind"] in ("step", "log"):
+                (steps if record["kind"] == "step" else logs).append(record)
     if facts.get("format", FORMAT) != FORMAT:
         raise ConfigError(f"{path} was written by hf_zero {facts.get('version')}, in another format: use that version")
-    if not steps:
+    if lines and not facts:
         raise ConfigError(f"{path} has no whole step in it: expected lines that ZeroCallback or engine.record wrote")
-    run = Run(path, facts, steps)
+    run = Run(path, facts, steps, logs, ended, age_s)
     if damaged:
         run.notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} passed over")
     if starts > 1:
         run.notes.append(f"{path.name}: the last of {starts} starts of training")
     return run
+
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "facts": ("predicted", "world_size", "stage", "precision"),
+    "step": ("step", "at_s", "seconds", "between_s", "forwards", "evaluations", "bytes", "wait_s", "peak", "process"),
+    "log": ("step", "values"),
+}
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -97,26 +125,13 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
-    needed = {
-        "facts": ("predicted", "world_size", "stage", "precision"),
-        "step": (
-            "step",
-            "at_s",
-            "seconds",
-            "between_s",
-            "forwards",
-            "evaluations",
-            "bytes",
-            "wait_s",
-            "peak",
-            "process",
-        ),
-    }.get(str(record.get("kind")))
-    return record if needed is not None and all(name in record for name in needed) else None
+    if "kind" not in record or any(name not in record for name in _NEEDED.get(str(record["kind"]), ())):
+        return None
+    return record
 
 
 def read_all(path: Path) -> list[Run]:
-    """Of every rank whose file is there, in rank order.
+    """Of every rank whose file is there, in rank order; those without a step come last.
 
     Raises:
         ConfigError: none is.
@@ -132,8 +147,13 @@ def read_all(path: Path) -> list[Run]:
             f"{path} has no zero_steps.jsonl: train with ZeroCallback (the Trainer's output_dir is the run), or call "
             "engine.record(folder)"
         )
-    runs = [read(entry) for entry in paths]
-    return sorted(runs, key=lambda run: run.rank)
+    runs = sorted((read(entry) for entry in paths), key=lambda run: (not run.steps, run.rank))
+    for run in runs:
+        if not run.steps:
+            run.notes.append(f"rank {run.rank}: its first step is not over yet")
+    if runs[0].steps and len(runs) < (ranks := int(runs[0].facts["world_size"])):
+        runs[0].notes.append(f"{len(runs)} of {ranks} ranks' files are here: those of other machines are there")
+    return runs
 
 
 # Numbers ------------------------------------------------------------------------------------------------------------
@@ -141,20 +161,31 @@ def read_all(path: Path) -> list[Run]:
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
     """What is shown of a run, as plain values: bytes and seconds, of the first rank that is there; `ranks`: of each."""
+    notes = [note for each in runs for note in each.notes]
+    runs = [each for each in runs if each.steps] or runs[:1]
     run = runs[0]
+    out: dict[str, Any] = {
+        "run": str(run.path),
+        "rank": run.rank,
+        "state": "ended" if all(each.ended for each in runs) else "not ended",
+        "last_written_s_ago": min(each.age_s for each in runs),
+        "steps": len(run.steps),
+    }
+    if not run.steps:
+        return {**out, "notes": notes, "verdict": [_said("state", None, "the first step is not over yet")]}
     facts, predicted = run.facts, run.facts["predicted"]
     waits = {road: run.median("wait_s", road) for road in WAITS}
     median, between = run.median("seconds"), run.median("between_s")
     slowest = sorted(run.steps, key=lambda step: step["seconds"], reverse=True)[:SLOWEST]
-    out: dict[str, Any] = {
-        "run": str(run.path),
-        "rank": run.rank,
-        "steps": len(run.steps),
+    out |= {
         "first_step": run.steps[0]["step"],
         "last_step": run.steps[-1]["step"],
+        "max_steps": facts.get("about", {}).get("max_steps"),
         "facts": facts,
         "memory": list(_memory_rows(run)),
+        "limits": {name: given for name in ("device_memory", "host_memory") if (given := facts["config"].get(name))},
         "process": {name: max(step["process"].get(name, 0) for step in run.steps) for name in run.steps[-1]["process"]},
+        "outside": list(_outside(run)),
         "traffic": list(_traffic_rows(run)),
         "time": {
             "step_s": median,
@@ -163,26 +194,158 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
             "wait_s": waits,
             "rest_s": max(0.0, median - between - sum(waits.values())),
         },
+        "throughput": throughput(runs),
+        "losses": [{"step": log["step"], **log["values"]} for log in run.logs],
         "slowest": [
             {"step": step["step"], "seconds": step["seconds"], "most": _largest_part(step)} for step in slowest
         ],
         "ranks": [
             {
                 "rank": each.rank,
+                "steps": len(each.steps),
                 "step_s": each.median("seconds"),
                 "wait_s": statistics.median(sum(step["wait_s"].values()) for step in each.usual),
+                "parts_s": median_parts(each),
                 "peak_bytes": {tier.value: each.peak(tier.value, "all") for tier in TIERS},
                 "rss_peak_bytes": max(step["process"].get("rss peak", 0) for step in each.steps),
             }
             for each in runs
         ],
-        "notes": [note for each in runs for note in each.notes],
+        "notes": notes,
         "moves": [
             f"rank {each.rank}, {move}" for each in runs for step in each.steps for move in step.get("moves", ())
         ],
     }
     out["warnings"] = list(_warnings(out))
+    out["verdict"] = list(_verdict(out))
     return out
+
+
+def throughput(runs: Sequence[Run]) -> dict[str, Any]:
+    """Per second, of all ranks: of those whose files are here, and as much of each other; None where none were counted."""
+    share = int(runs[0].facts["world_size"]) / len(runs)
+    out: dict[str, Any] = {"is_estimate": share != 1}
+    for name in ("samples", "tokens"):
+        rates = [statistics.median(_rate(step, name) for step in run.usual) for run in runs]
+        out[f"{name}_per_s"] = sum(rates) * share or None
+    return out
+
+
+def _rate(step: Mapping[str, Any], name: str) -> float:
+    return float(step.get(name, 0) / step["seconds"]) if step["seconds"] else 0.0
+
+
+def median_parts(run: Run) -> dict[str, float]:
+    """Seconds by part of a step, each the median over the usual steps."""
+    parts = [parts_of(step) for step in run.usual]
+    return {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+
+
+def _outside(run: Run) -> Iterator[dict[str, Any]]:
+    """What the system and torch's allocator say the memory is, and what of it is what.
+
+    The engine counts what it allocates. The rest of a process is Python and libraries, which were there before the first
+    step, and what training allocates beside the engine: activations, gradients in the making, what an allocator keeps.
+    """
+    start, on_cpu = run.facts.get("start"), run.facts["machine"]["device"] == "cpu"
+    highest = {name: max(step["process"].get(name, 0) for step in run.steps) for name in run.steps[-1]["process"]}
+    if start and highest.get("rss peak"):
+        tiers = ("device", "host") if on_cpu else ("host",)
+        counted = max(sum(step["peak"].get(tier, {}).get("all", 0) for tier in tiers) for step in run.steps)
+        before = max(0, start["process"].get("rss", 0) - sum(start["counted"].get(tier, 0) for tier in tiers))
+        in_training = highest["rss peak"] > start["process"].get("rss peak", 0)
+        peak = highest["rss peak"] if in_training else highest.get("rss", 0)
+        parts = {
+            COUNTED: min(counted, peak),
+            "there before the first step (Python, libraries, data)": min(before, max(0, peak - counted)),
+            "activations, gradients in the making, allocator": max(0, peak - counted - before),
+        }
+        note = "" if in_training else f"it was higher before training: {size_text(highest['rss peak'])}"
+        yield {"what": "process, resident", "peak": peak, "parts": parts, "note": note}
+    if allocated := highest.get("device allocated peak"):
+        counted = run.peak("device", "all")
+        reserved = max(allocated, highest.get("device reserved peak", 0))
+        parts = {
+            COUNTED: min(counted, allocated),
+            "activations, gradients in the making, temporaries": max(0, allocated - counted),
+            "kept by torch's allocator, not in use": reserved - allocated,
+        }
+        yield {"what": "device, torch's allocator", "peak": reserved, "parts": parts, "note": ""}
+
+
+def _said(topic: str, ok: bool | None, text: str) -> dict[str, Any]:
+    return {"topic": topic, "ok": ok, "text": text}
+
+
+def _verdict(out: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Did it go on to its end, did it fit the plan, how fast, where does the time go, did it learn. `ok`: None, no verdict."""
+    of = f" of {out['max_steps']:,}" if out["max_steps"] else ""
+    if out["state"] == "ended":
+        yield _said("state", True, f"ended after step {out['last_step']:,}{of}")
+    else:
+        ago = duration(out["last_written_s_ago"])
+        yield _said("state", None, f"in progress or killed: step {out['last_step']:,}{of}, last written {ago} ago")
+    for row in out["memory"]:
+        if row["kind"] == "all":
+            off = "" if row["off"] is None else f" ({row['off']:+.1%})"
+            fits = row["counted"] <= row["predicted"] * (1 + OFF) + SMALL_BYTES
+            text = f"{size_text(row['counted'])} counted at peak, {size_text(row['predicted'])} planned{off}"
+            yield _said(f"{row['tier']} memory", fits, ("fits the plan: " if fits else "above the plan: ") + text)
+    for each in out["outside"]:
+        parts = ", ".join(f"{size_text(size)} {name}" for name, size in each["parts"].items() if size)
+        yield _said(each["what"], None, f"{size_text(each['peak'])} at peak: {parts}")
+    time_, rate = out["time"], out["throughput"]
+    about = "about " if rate["is_estimate"] else ""
+    speeds = [
+        f"{about}{rate[f'{name}_per_s']:,.4g} {name}/s" for name in ("tokens", "samples") if rate[f"{name}_per_s"]
+    ]
+    yield _said("speed", None, ", ".join([*speeds, f"{time_['step_s']:.3g} s per step (median)"]))
+    parts_s = out["ranks"][0]["parts_s"]
+    whole = sum(parts_s.values())
+    if whole:
+        most = sorted(parts_s.items(), key=lambda part: part[1], reverse=True)[:3]
+        waits = max(time_["wait_s"].values(), default=0.0)
+        texts = [f"{seconds / whole:.0%} {name}" for name, seconds in most if seconds / whole >= 0.005]
+        yield _said("time", waits <= WAITED * time_["step_s"], ", ".join(texts))
+    losses = [log["loss"] for log in out["losses"] if "loss" in log]
+    if losses:
+        fine = losses[-1] == losses[-1] and abs(losses[-1]) != float("inf")
+        yield _said("loss", None if fine else False, f"{losses[0]:.4g} → {losses[-1]:.4g}")
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of two summaries: what, both values, and the second's change relative to the first; `unit`: bytes, s, 1/s or none."""
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, unit: str, of: Callable[[dict[str, Any]], Any]) -> None:
+        a, b = of(one), of(other)
+        if a is None and b is None:
+            return
+        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+        rows.append({"what": what, "unit": unit, "values": [a, b], "change": _off(a, b) if numbers else None})
+
+    def last(name: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda out: next((log[name] for log in reversed(out["losses"]) if name in log), None)
+
+    def peak(tier: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda out: max(row["peak_bytes"][tier] for row in out["ranks"]) or None
+
+    for name in ("stage", "world_size", "parameters"):
+        add(name.replace("_", " "), "", lambda out, name=name: out["facts"].get(name))  # type: ignore[misc]
+    for name in ("offload_optimizer", "offload_params"):
+        add(name, "", lambda out, name=name: out["facts"]["config"].get(name))  # type: ignore[misc]
+    add("steps", "", lambda out: out["steps"])
+    add("step, median", "s", lambda out: out["time"]["step_s"])
+    add("waiting per step, median", "s", lambda out: out["ranks"][0]["wait_s"])
+    add("tokens/s", "1/s", lambda out: out["throughput"]["tokens_per_s"])
+    add("samples/s", "1/s", lambda out: out["throughput"]["samples_per_s"])
+    for tier in TIERS:
+        add(f"{tier.value} peak, highest rank", "bytes", peak(tier.value))
+    add("process peak, highest rank", "bytes", lambda out: max(row["rss_peak_bytes"] for row in out["ranks"]) or None)
+    add("sent per step", "bytes", lambda out: sum(r["counted"] for r in out["traffic"] if r["road"] in COLLECTIVES))
+    add("last loss", "", last("loss"))
+    add("last evaluation loss", "", last("eval_loss"))
+    return rows
 
 
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
@@ -193,7 +356,7 @@ def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
         if rows:
             rows.append(("all", int(highest.get(tier, sum(row[1] for row in rows))), run.peak(tier, "all")))
         for kind, told, found in rows:
-            yield {"tier": tier, "kind": kind, "predicted": told, "measured": found, "off": _off(told, found)}
+            yield {"tier": tier, "kind": kind, "predicted": told, "counted": found, "off": _off(told, found)}
 
 
 def _traffic_rows(run: Run) -> Iterator[dict[str, Any]]:
@@ -201,7 +364,7 @@ def _traffic_rows(run: Run) -> Iterator[dict[str, Any]]:
         told, found = run.facts["predicted"]["traffic"].get(road), run.median("bytes", road)
         if told or found:
             off = None if told is None else _off(told, found)
-            yield {"road": road, "predicted": told, "measured": found, "wait_s": run.median("wait_s", road), "off": off}
+            yield {"road": road, "predicted": told, "counted": found, "wait_s": run.median("wait_s", road), "off": off}
 
 
 def _off(told: float, found: float) -> float | None:
@@ -209,7 +372,7 @@ def _off(told: float, found: float) -> float | None:
     return (found - told) / told if told else None
 
 
-def parts_of(step: dict[str, Any]) -> dict[str, float]:
+def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of one step by what they went to; they add up to the step."""
     waits = {CHANNELS[road].label: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
     between = float(step["between_s"])
@@ -225,7 +388,7 @@ def _largest_part(step: dict[str, Any]) -> str:
 
 def _warnings(out: dict[str, Any]) -> Iterator[str]:
     for row in out["memory"]:
-        told, found = row["predicted"], row["measured"]
+        told, found = row["predicted"], row["counted"]
         if (
             row["kind"] == "all"
             and row["off"] is not None
@@ -233,13 +396,13 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
             and abs(found - told) > SMALL_BYTES
         ):
             kinds = [each for each in out["memory"] if each["tier"] == row["tier"] and each["kind"] != "all"]
-            most = max(kinds, key=lambda each: abs(each["measured"] - each["predicted"]))
+            most = max(kinds, key=lambda each: abs(each["counted"] - each["predicted"]))
             yield (
                 f"{row['tier']} memory at peak: {size_text(found)}, predicted {size_text(told)} ({row['off']:+.0%}), most of "
-                f"it in {most['kind']} ({size_text(most['measured'])}, predicted {size_text(most['predicted'])})"
+                f"it in {most['kind']} ({size_text(most['counted'])}, predicted {size_text(most['predicted'])})"
             )
     for row in out["traffic"]:
-        told, found = row["predicted"], row["measured"]
+        told, found = row["predicted"], row["counted"]
         if row["off"] is not None and abs(row["off"]) > OFF and abs(found - told) > SMALL_BYTES:
             yield f"{row['road']}: {size_text(found)} per step, predicted {size_text(told)} ({row['off']:+.0%})"
     time = out["time"]

@@ -95,6 +95,14 @@ class Precision:
         """The type in which gradients add up on this rank before they are sent in `wire`: float32 at least."""
         return torch.promote_types(wire, torch.float32)
 
+    @property
+    def short(self) -> str:
+        """For a table: `str` has it in full."""
+        reduced = dtype_name(self.reduce_dtype)
+        if self.autocast_dtype is None:
+            return f"float32 masters, no autocast, reduced in {reduced}"
+        return f"float32 masters, {dtype_name(self.autocast_dtype)} under autocast, reduced in {reduced}"
+
     def __str__(self) -> str:
         if self.autocast_dtype is None:
             compute = "parameters gathered and used in their own type"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -11,18 +14,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from ..checkpoint.hub import RunFacts, card_for
 from ..errors import ConfigError
+from ..plan import screen
 from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
+from ..runtime.usage import limits
+from .stock import put_in_front
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
+    from transformers import TrainerCallback as _CallbackBase
 else:
-    _TrainerBase = object
+    _TrainerBase = _CallbackBase = object
+
+PREFIX = "zero/"
+"""Of what is measured, among the names of a log."""
 
 
 class MeasuredLogs(_TrainerBase):
@@ -40,19 +58,30 @@ def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float
     """Beside the loss of training, what the engine measured since the log before; `{}` where nobody records."""
     if engine is None or engine.recorder is None or "loss" not in logs:
         return {}
-    measured = {f"zero/{name}": value for name, value in engine.recorder.logs().items()}
+    measured = {f"{PREFIX}{name}": value for name, value in engine.recorder.logs().items()}
     logs.update(measured)
     return measured
 
 
+class ShortLines(_CallbackBase):
+    """In front of a callback that prints logs as a line: what is measured goes to trackers, and a line stays a line."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """As the stock callback's."""
+        shown = {name: value for name, value in (logs or {}).items() if not name.startswith(PREFIX)}
+        super().on_log(args, state, control, logs=shown, **kwargs)
+
+
 class ZeroCallback(TrainerCallback):
-    """Measures every step, beside what was predicted: in the logs, in a file, in a table at the end. Needed for nothing else.
+    """Measures every step, beside what was planned: in the logs, in a file, in a few lines at the end. Needed for nothing else.
 
     Every log of training gets, beside the loss, `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (highest since the log
-    before), `zero/step_s`, `zero/wait_s` and what else `Recorder.logs` has. Reporters see these whatever their order.
+    before), `zero/step_s`, `zero/wait_s` and what else `Recorder.logs` has. Reporters (TensorBoard, W&B, …) see these whatever
+    their order; the line that the Trainer prints does not have them.
 
     Args:
-        report: print the engine's report before and after training.
+        report: print one screen before training and a few lines after it, on the main process.
+        verbose: and the engine's whole report, with all its tables, both times.
         record: append every step to `zero_steps.jsonl` in `output_dir` (other ranks: `zero_steps.rank1.jsonl`, …), which
             `hf-zero report OUTPUT_DIR` shows. With `push_to_hub` they are in `output_dir/_zero`, which is not pushed.
 
@@ -60,12 +89,13 @@ class ZeroCallback(TrainerCallback):
         ConfigError: at the start of training, when the model turns out not to be sharded.
     """
 
-    def __init__(self, report: bool = True, record: bool = True) -> None:
+    def __init__(self, report: bool = True, record: bool = True, verbose: bool = False) -> None:
         self.report = report
         self.record = record
+        self.verbose = verbose
         self._shown = False
         self._first_step = 0
-        self._sent: dict[str, int] = {}
+        self._began = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -77,19 +107,40 @@ class ZeroCallback(TrainerCallback):
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)), and build no other Accelerator between the "
                 "arguments and the Trainer (accelerate would keep that one's settings)"
             )
-        self._come_first()
-        self._first_step, self._sent = state.global_step, _sent(engine)
+        trainer = calling_trainer()
+        if trainer is not None:
+            self._settle_among(trainer)
+        self._first_step, self._began = state.global_step, time.perf_counter()
         folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
-        engine.record(folder if self.record else None, first_step=state.global_step)
+        about = {"max_steps": state.max_steps, "batch_per_rank": args.per_device_train_batch_size}
+        engine.record(folder if self.record else None, first_step=state.global_step, about=about)
         if self.report and state.is_world_process_zero and not self._shown:
             self._shown = True  # the Trainer starts again after auto_find_batch_size
-            print(engine.report(), flush=True)
+            _say(self._start_text(engine, args, state, trainer))
+            if self.verbose:
+                _say(str(engine.report()))
 
-    def _come_first(self) -> None:
-        """Where `MeasuredLogs` is not at work (a model sharded by hand), reporters read what `on_log` adds."""
-        trainer = calling_trainer()
-        if trainer is not None and not isinstance(trainer, MeasuredLogs):
-            handler = trainer.callback_handler
+    def _start_text(self, engine: Engine, args: TrainingArguments, state: TrainerState, trainer: Any) -> str:
+        batch = f"{args.per_device_train_batch_size} rows per rank"
+        if args.gradient_accumulation_steps > 1:
+            batch += f", {args.gradient_accumulation_steps} times per step"
+        about = {"precision": engine.precision.short, "training": f"{state.max_steps:,} steps of {batch}"}
+        if state.global_step:
+            folder = getattr(trainer, "_zero_resumed", None)
+            about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # what torchrun and accelerate launch say
+        name = type(engine.model).__name__
+        return screen.start(engine.report(), name, limits(engine, ranks_here), about, _look())
+
+    def _settle_among(self, trainer: Trainer) -> None:
+        """Callbacks that print are kept short. Where `MeasuredLogs` is not at work (a model sharded by hand), reporters
+        read what `on_log` adds.
+        """
+        handler = trainer.callback_handler
+        for callback in handler.callbacks:
+            if isinstance(callback, (ProgressCallback, PrinterCallback)) and not isinstance(callback, ShortLines):
+                callback.__class__ = put_in_front(ShortLines, type(callback))
+        if not isinstance(trainer, MeasuredLogs):
             # A new list: the handler is going through the one it has.
             handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
@@ -101,9 +152,13 @@ class ZeroCallback(TrainerCallback):
             engine.recorder.steps = state.global_step  # a step that a loss scaler skipped is the Trainer's, not ours
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        measured = add_measured(_engine_in(kwargs), kwargs["logs"])
+        engine, logs = _engine_in(kwargs), kwargs["logs"]
+        measured = add_measured(engine, logs)
         if measured and state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(measured)
+        if engine is not None and engine.recorder is not None and state.is_world_process_zero:
+            numbers = {name: float(value) for name, value in logs.items() if _is_number(value)}
+            engine.recorder.log({name: value for name, value in numbers.items() if not name.startswith(PREFIX)})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -111,24 +166,48 @@ class ZeroCallback(TrainerCallback):
         engine = _engine_in(kwargs)
         if engine is None:
             return
-        report, steps = engine.report(), state.global_step - self._first_step
-        path = None if engine.recorder is None else engine.recorder.path
-        if engine.recorder is not None:
-            engine.recorder.close()
+        report, recorder = engine.report(), engine.recorder
+        path = None if recorder is None else recorder.path
+        samples, tokens = (0.0, 0.0) if recorder is None else recorder.throughput()
+        if recorder is not None:
+            recorder.close()
         if not self.report or not state.is_world_process_zero:
             return
-        sent = {kind: bytes_ - self._sent.get(kind, 0) for kind, bytes_ in _sent(engine).items()}
-        print(
-            f"ZeRO stage {report.stage}, {report.world_size} rank(s), {steps} step(s). On this rank now: "
-            f"{_mib(sum(report.measured.values()))} of parameters, gradients and optimizer state (predicted "
-            f"{_mib(report.predicted.total)}, plain data parallel {_mib(report.data_parallel.total)}). Sent: "
-            + (", ".join(f"{_mib(bytes_)} by {kind}" for kind, bytes_ in sent.items() if bytes_) or "nothing")
-            + (f"; {_mib(sum(sent.values()) / steps)} per step, evaluations and saves included." if steps else "."),
-            flush=True,
+        saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+        ending = screen.Ending(
+            steps=state.global_step - self._first_step,
+            seconds=time.perf_counter() - self._began,
+            tokens_per_s=tokens * report.world_size,
+            samples_per_s=samples * report.world_size,
+            report=report,
+            folder=None if path is None else str(path.parent),
+            saved=str(saved) if saved.is_dir() else None,
         )
-        print(report.comparison(), flush=True)
-        if path is not None:
-            print(f"hf-zero report {path.parent} shows every step", flush=True)
+        _say(screen.end(ending, _look()))
+        if self.verbose:
+            _say(report.comparison())
+
+
+def _look() -> screen.Look:
+    """Of standard output."""
+    try:
+        "█░".encode(sys.stdout.encoding or "ascii")
+        blocks = True
+    except UnicodeEncodeError:
+        blocks = False
+    return screen.Look(shutil.get_terminal_size((80, 24)).columns, blocks)
+
+
+def _say(text: str) -> None:
+    """On a line of its own, above progress bars that are drawn at this moment."""
+    from tqdm.auto import tqdm  # whose bars the Trainer draws
+
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class PreemptionCallback(TrainerCallback):
@@ -178,14 +257,6 @@ def _engine_in(event: dict[str, Any]) -> Engine | None:
     """Of the model that an event is about."""
     model = event.get("model")
     return None if model is None else engine_of(model)
-
-
-def _sent(engine: Engine) -> dict[str, int]:
-    return {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
-
-
-def _mib(bytes_: float) -> str:
-    return f"{bytes_ / (1 << 20):,.1f} MiB"
 
 
 def calling_trainer() -> Trainer | None:

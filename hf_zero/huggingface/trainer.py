@@ -88,6 +88,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
     """The stock code wants it pushed."""
     _zero_resuming = False
     """Inside `train(resume_from_checkpoint=...)`: weights come when there is an engine to take them."""
+    _zero_resumed: str | os.PathLike[str] | None = None
+    """The folder that training goes on from."""
     _zero_saved = False
     """Where the stock `save_model` calls `_save` on the writing rank only: this rank has taken part."""
     _zero_facts: RunFacts | None = None
@@ -188,6 +190,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
                 )
         adopt_callbacks(self.callback_handler.callbacks)
         PreemptionCallback.take_over(self.callback_handler.callbacks)
+        self._zero_resumed = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._zero_resuming = True
         try:
             out = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -1,6 +1,9 @@
 """Step by step: what a run took at its highest, moved and waited for; into a file, for `hf-zero report`, and into logs.
 
 A `Recorder` sees `Counters` alone, which are values: who counts (`runtime/usage.py`) knows the engine.
+
+The file has one JSON object per line, told apart by `kind`. `facts` begins a start of training and comes with its first step;
+then `step`, `log` (what a Trainer logged: losses) and, where training came to its end, `end`. Readers pass over other kinds.
 """
 
 from __future__ import annotations
@@ -62,6 +65,20 @@ class Source(Protocol):
         """Of the run, as plain values: the first line of its file."""
 
 
+def batch_of(inputs: tuple[Any, ...], keywords: Mapping[str, Any], main_input: str) -> tuple[int, int]:
+    """Samples and tokens that a forward is given: the rows of its main input, and the elements of a matrix of token ids,
+    padding included, as the Trainer's `num_input_tokens_seen` counts them. 0 where there are none (images have no tokens).
+    """
+    value = keywords.get(main_input)
+    if not isinstance(value, torch.Tensor):
+        tensors = (each for each in (*inputs, *keywords.values()) if isinstance(each, torch.Tensor) and each.dim())
+        value = next(tensors, None)
+    if value is None or not value.dim():
+        return 0, 0
+    is_ids = value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+    return value.shape[0], value.numel() if is_ids else 0
+
+
 class Recorder:
     """Measures every optimizer step of an engine, from now until `close`. Made by `Engine.record`.
 
@@ -76,6 +93,7 @@ class Recorder:
         peak: bytes by tier and kind, the highest of all steps.
 
     Args:
+        about: what else is known of the run (model, number of steps): plain values, kept with the facts.
         on_close: called once, by the first `close`.
 
     Raises:
@@ -87,6 +105,7 @@ class Recorder:
         source: Source,
         folder: str | os.PathLike[str] | None,
         first_step: int = 0,
+        about: Mapping[str, Any] | None = None,
         on_close: Callable[[Recorder], None] = lambda recorder: None,
     ) -> None:
         self.steps = first_step
@@ -94,7 +113,9 @@ class Recorder:
         self.last: dict[str, Any] = {}
         self.path: Path | None = None
         self.peak: Table = {tier.value: {} for tier in TIERS}
-        self._source, self._on_close = source, on_close
+        self._source, self._on_close, self._about = source, on_close, dict(about or {})
+        self._waiting: list[dict[str, Any]] = []
+        """Logs that came before the first step: facts come first in the file."""
         self._is_open = True
         self._file: IO[bytes] | None = None
         if folder is not None:
@@ -105,13 +126,15 @@ class Recorder:
         self._started = time.perf_counter()
         self._ended: float | None = None
         self._began: float | None = None
-        self._forwards = self._evaluations = 0
-        self._before = source.counters()
+        self._forwards = self._evaluations = self._samples = self._tokens = 0
+        self._before = self._start = source.counters()
 
     def close(self) -> None:
         """Stop measuring. What was measured stays; safe to call again."""
         if self._is_open:
             self._is_open = False
+            if self.recorded:
+                self._append({"kind": "end", "at_s": time.perf_counter() - self._started, "steps": self.steps})
             self._on_close(self)
         if self._file is not None:
             self._file.close()
@@ -119,16 +142,18 @@ class Recorder:
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
-    def forward(self) -> None:
-        """A forward of the whole model begins, not a recomputation."""
+    def forward(self, samples: int = 0, tokens: int = 0) -> None:
+        """A forward of the whole model begins, not a recomputation, over so much of this rank's data."""
         if not torch.is_grad_enabled():
             self._evaluations += 1
             return
         self._forwards += 1
+        self._samples += samples
+        self._tokens += tokens
         if self._began is None:
             self._began = time.perf_counter()
             if self._ended is None:
-                self._before = self._source.counters()
+                self._before = self._start = self._source.counters()
 
     def step(self) -> None:
         """`optimizer.step()` is over."""
@@ -146,6 +171,8 @@ class Recorder:
             "between_s": 0.0 if ended is None else began - ended,
             "forwards": self._forwards,
             "evaluations": self._evaluations,
+            "samples": self._samples,
+            "tokens": self._tokens,
             "bytes": {channel: counted.sent[channel] - before.sent[channel] for channel in counted.sent},
             "wait_s": {what: counted.wait_s[what] - before.wait_s[what] for what in WAITS},
             "peak": {tier: {k: value for k, value in kinds.items() if value} for tier, kinds in counted.peak.items()},
@@ -161,7 +188,7 @@ class Recorder:
         self._recent.append(self.last)
         self._since_log.append(self.last)
         self._write()
-        self._forwards = self._evaluations = 0
+        self._forwards = self._evaluations = self._samples = self._tokens = 0
 
     # What people ask --------------------------------------------------------------------------------------------------
 
@@ -179,6 +206,13 @@ class Recorder:
                 value = value[key]
             values.append(value)
         return statistics.median(values)
+
+    def throughput(self) -> tuple[float, float]:
+        """Samples and tokens per second of this rank, over the same steps as `median`."""
+        seconds = self.median("seconds")
+        if not seconds:
+            return 0.0, 0.0
+        return (self.median("samples") or 0) / seconds, (self.median("tokens") or 0) / seconds
 
     @property
     def forwards_per_step(self) -> int:
@@ -224,12 +258,28 @@ class Recorder:
                 f"{self.path} cannot be written on rank {rank}: {error.strerror or error}; record to another folder"
             ) from error
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """Numbers that belong beside the steps, such as losses: of the step that was the last."""
+        line = {"kind": "log", "step": self.steps, "at_s": time.perf_counter() - self._started, "values": dict(values)}
+        if self.recorded:
+            self._append(line)
+        else:
+            self._waiting.append(line)
+
     def _write(self) -> None:
+        if self.recorded > 1:
+            self._append({"kind": "step", **_rounded(self.last)})
+            return
+        start = {"process": dict(self._start.process)}
+        counted = {tier: kinds.get("all", 0) for tier, kinds in self._start.peak.items()}
+        facts = {**self._source.facts(self._forwards), "about": self._about, "start": {**start, "counted": counted}}
+        waiting, self._waiting = self._waiting, []
+        self._append({"kind": "facts", "format": FORMAT, **facts}, *waiting, {"kind": "step", **_rounded(self.last)})
+
+    def _append(self, *lines: Mapping[str, Any]) -> None:
+        """In one write, so that a reader of a run in progress finds whole lines."""
         if self._file is None:
             return
-        lines = [{"kind": "step", **_rounded(self.last)}]
-        if self.recorded == 1:
-            lines.insert(0, {"kind": "facts", "format": FORMAT, **self._source.facts(self._forwards)})
         try:
             self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         except OSError as error:  # a full disk is no reason to stop training

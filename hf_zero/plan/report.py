@@ -54,6 +54,16 @@ class RoadRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """What tiers may take together, in bytes: as it was given, or what is free on this machine."""
+
+    tiers: tuple[str, ...]
+    limit_bytes: int
+    is_budget: bool
+    """Given, by a setting; else free now."""
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """Bytes on one rank, over all tiers. `gathered` comes and goes within a step; the rest stays from backward to step.
 
@@ -113,39 +123,43 @@ class Report:
             f"{self.parameters:,} parameters ({self.trainable:,} trained) in {len(self.units)} units",
             self.precision,
             "",
-            f"{'MiB per rank':<16}{'plain DP':>12}{'predicted':>12}{'now':>12}",
+            f"{'MiB per rank':<16}{'plain DP':>12}{'planned':>12}{'counted now':>14}",
         ]
         for name in ("parameters", "gradients", "optimizer"):
             lines.append(
                 f"{name:<16}{getattr(self.data_parallel, name) / _MIB:>12.1f}{getattr(self.predicted, name) / _MIB:>12.1f}"
-                f"{self.measured.get(name, 0) / _MIB:>12.1f}"
+                f"{_held(self.measured.get(name, 0)):>14}"
             )
         lines += [
             f"{'sum':<16}{self.data_parallel.total / _MIB:>12.1f}{self.predicted.total / _MIB:>12.1f}"
-            f"{sum(self.measured.values()) / _MIB:>12.1f}",
-            f"{'in passing':<16}{'':>12}{self.predicted.gathered / _MIB:>12.1f}{'':>12}"
-            "  (three largest units gathered, or one and its gradients)",
+            f"{_held(sum(self.measured.values())):>14}",
+            f"{'unsharded':<16}{'':>12}{self.predicted.gathered / _MIB:>12.1f}{'':>14}"
+            "  (parameters that are gathered at one time)",
         ]
         return lines
 
     def _of_tiers(self) -> list[str]:
         if not self.tiers:
             return []
-        lines = ["", f"{'MiB by tier':<24}{'predicted':>12}{'now':>12}{'predicted peak':>16}{'peak':>12}"]
+        recorded = any(row.measured_peak is not None for row in self.tiers)
+        counted = f"{'counted':>12}" if recorded else ""
+        lines = ["", f"{'MiB by tier':<24}{'at rest':>12}{'counted now':>14}{'planned peak':>16}{counted}"]
         for row in self.tiers:
-            lines.append(
-                f"{f'{row.tier}, {row.kind}':<24}{row.predicted / _MIB:>12.1f}{row.measured / _MIB:>12.1f}"
-                f"{row.predicted_peak / _MIB:>16.1f}{_mib(row.measured_peak):>12}"
-            )
+            peak = f"{_mib(row.measured_peak):>12}" if recorded else ""
+            line = f"{f'{row.tier}, {row.kind}':<24}{row.predicted / _MIB:>12.1f}{_held(row.measured):>14}"
+            lines.append(f"{line}{row.predicted_peak / _MIB:>16.1f}{peak}".rstrip())
         return lines
 
     def _of_roads(self) -> list[str]:
         lines = []
         if self.roads:
-            lines += ["", f"{'per step':<24}{'MiB predicted':>14}{'MiB':>10}{'waited, ms':>14}"]
+            recorded = any(row.measured_bytes is not None or row.wait_s is not None for row in self.roads)
+            counted = f"{'MiB':>10}{'waited, ms':>14}" if recorded else ""
+            lines += ["", f"{'per step':<24}{'MiB planned':>14}{counted}"]
             for row in self.roads:
                 waited = "" if row.wait_s is None else f"{row.wait_s * 1e3:.1f}"
-                lines.append(f"{row.road:<24}{_mib(row.predicted_bytes):>14}{_mib(row.measured_bytes):>10}{waited:>14}")
+                moved = f"{_mib(row.measured_bytes):>10}{waited:>14}" if recorded else ""
+                lines.append(f"{row.road:<24}{_mib(row.predicted_bytes):>14}{moved}".rstrip())
         if self.step_s is not None:
             told = "" if self.predicted_step_s is None else f" (predicted {self.predicted_step_s * 1e3:,.1f} ms)"
             lines.append(f"{self.steps} steps recorded, {self.step_s * 1e3:,.1f} ms each{told}")
@@ -155,11 +169,16 @@ class Report:
         return lines
 
     def _of_units(self) -> list[str]:
-        lines = [f"{'unit':<40}{'parameters':>14}{'spans':>7}{'MiB gathered':>14}"]
+        lines = [f"{'unit':<32}{'parameters':>14}{'flat tensors':>14}{'MiB gathered':>14}"]
         for row, count in _collapse(self.units):
             name = row.name if count == 1 else f"{row.name} and {count - 1} alike"
-            lines.append(f"{name:<40}{row.numel:>14,}{row.spans:>7}{row.gathered_bytes / _MIB:>14.2f}")
+            lines.append(f"{name:<32}{row.numel:>14,}{row.spans:>14}{row.gathered_bytes / _MIB:>14.2f}")
         return lines
+
+
+def _held(bytes_: int) -> str:
+    """Nothing is there yet, or no more, where an optimizer makes its state with its first step."""
+    return f"{bytes_ / _MIB:.1f}" if bytes_ else "-"
 
 
 def _mib(bytes_: float | None) -> str:

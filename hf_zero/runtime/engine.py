@@ -25,7 +25,7 @@ from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, LayoutError, RankMismatchError, ZeroError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, Plan
-from ..plan.record import Recorder
+from ..plan.record import Recorder, batch_of
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
@@ -377,20 +377,28 @@ class Engine:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
         return report(self, self.recorder)
 
-    def record(self, folder: str | os.PathLike[str] | None = None, *, first_step: int = 0) -> Recorder:
+    def record(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        first_step: int = 0,
+        about: Mapping[str, Any] | None = None,
+    ) -> Recorder:
         """Measure every step from now on: `report()` shows peaks, traffic and waits then. Ended by `Recorder.close`.
 
         Args:
             folder: where every step is appended to `zero_steps.jsonl` (other ranks: `zero_steps.rank1.jsonl`, …), for
                 `hf-zero report`. None: no file.
             first_step: steps before this one, for a run that goes on.
+            about: what else is known of the run, as plain values for JSON: `hf-zero report` shows `model` and `max_steps`.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
         if self.recorder is not None:
             self.recorder.close()
-        self.recorder = Recorder(Usage(self), folder, first_step, self._recorder_closed)
+        said = {"model": type(self.model).__name__, **(about or {})}
+        self.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
         return self.recorder
 
     def _recorder_closed(self, recorder: Recorder) -> None:
@@ -682,7 +690,7 @@ class Engine:
 
     # What hooks call ------------------------------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._wire.watch.phase = "forward"
         if self._trains_unbound and torch.is_grad_enabled():
             self._trains_unbound = None
@@ -702,7 +710,7 @@ class Engine:
         self._overflow.look()
         self.buffers.before_forward()
         if self.recorder is not None:
-            self.recorder.forward()
+            self.recorder.forward(*batch_of(args, kwargs, getattr(self.model, "main_input_name", "input_ids")))
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.offload.monitor is not None and torch.is_grad_enabled() and not in_backward_of_any():

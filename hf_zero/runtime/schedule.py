@@ -31,14 +31,14 @@ Everything here costs Python time per unit, never per parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
 from ..comm.wire import SoloWire
 from ..errors import StateError
@@ -92,14 +92,15 @@ class Callbacks:
     """What a schedule calls, in the order of a step.
 
     Attributes:
-        before_forward: the model's forward begins, and no part of it is under way. The units may be cut anew in it.
+        before_forward: the model's forward begins with these arguments, and no part of it is under way. The units may be cut
+            anew in it.
         before_backward: the first event of a backward, before the ranks agree on its order.
         after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
         ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answers` says what was true on any of them.
         after_backward: every owner's gradients are complete, and everything is released.
     """
 
-    before_forward: Callable[[], None] = lambda: None
+    before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
     before_backward: Callable[[], None] = lambda: None
     after_reduce: Callable[[Unit], None] | None = None
     ask: Callable[[], Sequence[bool]] = lambda: ()
@@ -246,7 +247,7 @@ class Schedule:
         if self._root in self._running:  # an exception that no hook was told of
             self._abandon()
         if not self._running:
-            self.callbacks.before_forward()
+            self.callbacks.before_forward(args, kwargs)
         self._look_over()
         self._with_graph = torch.is_grad_enabled()
         self._enter(host)
@@ -330,6 +331,8 @@ class Schedule:
                 self._look_over()
                 self._new_pass()
         self._enter(host)
+        if profiler._is_profiler_enabled:  # else no call is made for it
+            host.named.append(profiler.record_function(f"hf_zero::forward {trace.unit.name}").__enter__())
         trace.running += 1
         if self.frees:
             if not self._in_backward:
@@ -400,6 +403,8 @@ class Schedule:
 
     def _post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         trace = host.trace
+        if host.named:
+            host.named.pop().__exit__(None, None, None)
         if trace is None or not self._leave(host):
             return
         trace.running = max(0, trace.running - 1)

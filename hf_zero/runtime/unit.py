@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
@@ -66,6 +67,7 @@ class Unit:
         """Start to bring the full parameters in."""
         if self.state is not State.SHARDED:
             return
+        named = self._named("gather") if profiler._is_profiler_enabled else None
         if self._unsent:
             self._close_sends()
         if self._lent:
@@ -86,6 +88,15 @@ class Unit:
         if not self._sends_late:
             self._send()
         self.state = State.GATHERING
+        if named is not None:
+            named.__exit__(None, None, None)
+
+    def _named(self, what: str) -> profiler.record_function:
+        """This unit's name in a profiler's trace, until the `__exit__` of what is returned; what raises meanwhile drops it.
+
+        Called only while a profiler is on: steps without one make no call for it.
+        """
+        return profiler.record_function(f"hf_zero::{what} {self.name}").__enter__()
 
     def _send(self) -> None:
         """Start the gathers, once what rests on disk has arrived; what comes from host memory may still be on its way."""
@@ -119,6 +130,7 @@ class Unit:
             raise StateError(
                 f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
             )
+        named = self._named("wait for gather") if profiler._is_profiler_enabled else None
         if self._sends_late:
             self._send()
         for inflight in self._arrivals:
@@ -142,6 +154,8 @@ class Unit:
         if not self.always_asks:
             for each in self._dictionaries:
                 each.__class__ = ParameterDict
+        if named is not None:
+            named.__exit__(None, None, None)
 
     def show_in(self, dtype: torch.dtype | None) -> None:
         """Between passes: parameters are shown in this type from now on; None: as they are gathered."""
@@ -317,6 +331,7 @@ class Unit:
             with torch.no_grad():
                 self.reduce()
             return
+        named = self._named("reduce") if profiler._is_profiler_enabled else None
         if self._reduces:
             self.finish_reduce()
         if self.stepping is not None:
@@ -330,6 +345,8 @@ class Unit:
             flat.moving_bytes += mean.nbytes
             move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
             self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
+        if named is not None:
+            named.__exit__(None, None, None)
 
     def finish_reduce(self) -> None:
         """The owners' gradients are up to date afterwards."""
@@ -339,6 +356,7 @@ class Unit:
             with torch.no_grad():
                 self.finish_reduce()
             return
+        named = self._named("wait for reduce") if profiler._is_profiler_enabled else None
         account = self.trained[0].account
         account.look()
         for flat, inflight, mean, _ in self._reduces:
@@ -348,6 +366,8 @@ class Unit:
             flat.add_reduced(mean)
             flat.drop_bucket()
         self._reduces.clear()
+        if named is not None:
+            named.__exit__(None, None, None)
 
     def drop_grads(self, shards: bool) -> None:
         """Forget local gradients, and with `shards` also the reduced ones."""

@@ -27,9 +27,10 @@ from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision, dtype_name
 from ..plan.costs import KINDS, TIERS, Memory, Setup, memory_of
+from ..plan.machine import here
 from ..plan.plan import Plan
 from ..plan.record import Counters, Recorder, Table
-from ..plan.report import Report, RoadRow, States, TierRow, data_parallel, unit_rows
+from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
 from ..plan.work import CHANNELS, COLLECTIVES, LINKS, ROADS, WAITS, Traffic, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
@@ -148,9 +149,28 @@ def process_bytes(engine: Measurable) -> dict[str, int]:
     if engine.offload.storage.has_disk:
         out["disk file"] = engine.offload.storage.disk.nbytes
     if engine.device.type == "cuda":
-        out["device allocated"] = torch.cuda.memory_allocated(engine.device)
-        out["device allocated peak"] = torch.cuda.max_memory_allocated(engine.device)
+        found = torch.cuda.memory_stats(engine.device)
+        out["device allocated"] = int(found.get("allocated_bytes.all.current", 0))
+        out["device allocated peak"] = int(found.get("allocated_bytes.all.peak", 0))
+        out["device reserved peak"] = int(found.get("reserved_bytes.all.peak", 0))
     return out
+
+
+def limits(engine: Measurable, ranks_here: int = 1) -> tuple[Limit, ...]:
+    """What this rank may take: budgets that were given, else what the machine has free beside what the engine holds.
+
+    Args:
+        ranks_here: ranks that share this machine's memory and disk.
+    """
+    found = [Limit(tuple(tier.value for tier in tiers), limit, True) for _, tiers, limit in engine.plan.budgets.rows()]
+    known = {tier for limit in found for tier in limit.tiers}
+    held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
+    machine = here(engine.device, ranks=ranks_here, offload_dir=engine.config.offload_dir, held_bytes=held)
+    free = {"device": machine.device_memory, "host": machine.host_memory, "disk": machine.disk_free}
+    if machine.shares_memory and not known & {"device", "host"}:
+        found.append(Limit(("device", "host"), int(free["host"] or 0), False))
+        known |= {"device", "host"}
+    return (*found, *(Limit((tier,), size, False) for tier, size in free.items() if size and tier not in known))
 
 
 class Usage:

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from ..core.units import is_plain_embedding
 from .unit import Unit
@@ -38,10 +39,23 @@ class Host:
         inputs, given: during its forward: its inputs, and the nodes that made them.
         entry: during its forward: the youngest of them.
         use: during its forward with a graph: what this forward adds to.
+        named: the ranges of its forwards under way in a profiler's trace.
         borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
     """
 
-    __slots__ = ("acting", "borrowed", "entry", "given", "inputs", "is_embedding", "lent", "module", "trace", "use")
+    __slots__ = (
+        "acting",
+        "borrowed",
+        "entry",
+        "given",
+        "inputs",
+        "is_embedding",
+        "lent",
+        "module",
+        "named",
+        "trace",
+        "use",
+    )
 
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
         self.module = module
@@ -53,6 +67,7 @@ class Host:
         self.use: Use | None = None
         self.borrowed: list[Trace] = []
         self.lent: list[Use] = []
+        self.named: list[record_function] = []
         self.is_embedding = is_plain_embedding(module)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,41 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, zero.Repor
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "zero_steps.jsonl").read_text().splitlines()]
+    """Facts and steps: without the line that says that training has ended."""
+    found = [json.loads(line) for line in (folder / "zero_steps.jsonl").read_text().splitlines()]
+    return [record for record in found if record["kind"] in ("facts", "step")]
+
+
+class Page(HTMLParser):
+    """A page's text, ids, links to elsewhere, and the figures it draws."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.text = source, ""
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.figures: dict[str, Any] = {}
+        self._inside: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self._inside == [], "every element is closed"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag not in ("meta", "link", "img", "br"):
+            self._inside.append(f"{tag}#{given.get('id', '')}")
+        self.ids += [given["id"]] if given.get("id") else []
+        self.links += [given[name] or "" for name in ("src", "href") if name in given]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._inside.pop().startswith(f"{tag}#")
+
+    def handle_data(self, data: str) -> None:
+        inside = self._inside[-1] if self._inside else ""
+        if inside == "script#figures":
+            self.figures = json.loads(data)
+        elif not inside.startswith(("script", "style")):
+            self.text += data
 
 
 def write(folder: Path, records: list[dict[str, Any]], name: str = "zero_steps.jsonl") -> Path:
@@ -79,9 +114,9 @@ def test_json(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[
     assert out["facts"]["config"]["offload_optimizer"] == "cpu"
     peaks = {(row["tier"], row["kind"]): row for row in out["memory"]}
     for row in report.tiers:
-        assert peaks[row.tier, row.kind]["measured"] == row.measured_peak
+        assert peaks[row.tier, row.kind]["counted"] == row.measured_peak
         assert peaks[row.tier, row.kind]["predicted"] == row.predicted_peak
-    moved = {row["road"]: row["measured"] for row in out["traffic"]}
+    moved = {row["road"]: row["counted"] for row in out["traffic"]}
     assert moved == {row.road: row.measured_bytes for row in report.roads if row.road != "optimizer"}
     time = out["time"]
     assert time["rest_s"] + time["between_s"] + sum(time["wait_s"].values()) == pytest.approx(time["step_s"], rel=0.5)
@@ -94,7 +129,14 @@ def test_tables(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixtur
     folder, _ = recorded
     assert main(["report", str(folder / "zero_steps.jsonl")]) == 0
     text = capsys.readouterr().out
-    for words in ("stage 3 on 1 rank", "memory at its peak", "host, optimizer", "per step (median)", "slowest steps"):
+    for words in (
+        "stage 3 on 1 rank",
+        "fits the plan",
+        "memory at its peak",
+        "host, optimizer",
+        "per step (median)",
+        "slowest steps",
+    ):
         assert words in text
 
 
@@ -104,10 +146,19 @@ def test_pictures(recorded: tuple[Path, zero.Report], tmp_path: Path) -> None:
     png = (tmp_path / "a.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 10_000
-    page = (tmp_path / "a.html").read_text()
-    assert "data:image/png;base64," in page
-    assert "host, optimizer" in page
-    assert not re.search(r"(src|href)=\"(?!data:)", page), "the page needs no other file"
+    page = Page((tmp_path / "a.html").read_text())
+    assert "host, optimizer" in page.text
+    assert "fits the plan" in page.text
+    assert page.links == [], "the page needs no other file"
+    assert 'name="viewport"' in page.source
+    assert "prefers-color-scheme: dark" in page.source
+    assert [name for name in page.figures if name not in page.ids] == []
+    assert {"speed", "memory-device", "memory-host", "process", "parts", "steps-0"} <= page.figures.keys()
+    steps = page.figures["memory-host"]["data"][0]
+    counted = [line["peak"]["host"]["all"] for line in lines(recorded[0]) if line["kind"] == "step"]
+    scale = counted[0] / steps["y"][0]
+    assert steps["y"] == pytest.approx([value / scale for value in counted])
+    assert steps["x"] == list(range(1, STEPS + 1))
 
 
 def test_pictures_need_an_extra(
@@ -116,11 +167,12 @@ def test_pictures_need_an_extra(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what Python itself takes for "not to be found"
-    assert main(["report", str(recorded[0]), "--png", str(tmp_path / "a.png")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"
+    for module, flag, extra in (("matplotlib.figure", "png", "plot"), ("plotly.offline", "html", "report")):
+        monkeypatch.setitem(sys.modules, module, None)  # what Python itself takes for "not to be found"
+        assert main(["report", str(recorded[0]), f"--{flag}", str(tmp_path / f"a.{flag}")]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err == f"hf-zero: {module.partition('.')[0]} is not installed: pip install 'hf-zero[{extra}]'\n"
 
 
 def test_damaged_lines_are_passed_over(
@@ -186,7 +238,7 @@ def test_no_warnings_where_all_is_as_predicted(
     assert shown(write(tmp_path, [facts, *steps]), capsys)["warnings"] == []
 
 
-@pytest.mark.parametrize("case", ["absent", "empty", "no steps", "no facts", "later"])
+@pytest.mark.parametrize("case", ["absent", "empty", "no facts", "later"])
 def test_no_run(
     case: str, recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,11 +246,10 @@ def test_no_run(
     folder, words = {
         "absent": (tmp_path / "nothing", "no such folder"),
         "empty": (tmp_path, "train with ZeroCallback"),
-        "no steps": (tmp_path, "no whole step"),
         "no facts": (tmp_path, "no whole step"),
         "later": (tmp_path, "in another format"),
     }[case]
-    content = {"no steps": [facts], "no facts": steps, "later": [{**facts, "format": 99}, *steps]}.get(case)
+    content = {"no facts": steps, "later": [{**facts, "format": 99}, *steps]}.get(case)
     if content is not None:
         write(tmp_path, content)
     assert main(["report", str(folder)]) == 2
@@ -220,3 +271,98 @@ def test_masters_count_as_optimizer_state() -> None:
     assert masters > 0
     assert report.measured["optimizer"] == masters  # before the first step there is nothing else
     assert report.measured["parameters"] == report.predicted.parameters
+
+
+def test_a_run_in_progress(
+    recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run whose other rank has not come to its first step; then of one where no rank has."""
+    records = lines(recorded[0])
+    facts = {**records[0], "world_size": 2, "about": {"max_steps": 50}}
+    write(tmp_path, [facts, *records[1:4]])
+    (tmp_path / "zero_steps.rank1.jsonl").write_text("")
+    out = shown(tmp_path, capsys)
+    assert (out["state"], out["steps"], out["max_steps"]) == ("not ended", 3, 50)
+    assert out["verdict"][0]["text"].startswith("in progress or killed: step 3 of 50, last written ")
+    assert out["notes"] == ["rank 1: its first step is not over yet"]
+    assert [row["rank"] for row in out["ranks"]] == [0]
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html")]) == 0
+    assert "step 3 of 50" in Page((tmp_path / "a.html").read_text()).text
+    capsys.readouterr()
+
+    (tmp_path / "zero_steps.jsonl").write_text("")
+    out = shown(tmp_path, capsys)
+    assert (out["state"], out["steps"]) == ("not ended", 0)
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "b.html")]) == 0
+    said = capsys.readouterr()
+    assert "the first step is not over yet" in said.out
+    assert "nothing to draw yet" in said.err
+    assert not (tmp_path / "b.html").exists()
+
+
+def test_an_ended_run_says_so(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(recorded[0], capsys)
+    assert out["state"] == "ended"
+    assert out["verdict"][0] == {"topic": "state", "ok": True, "text": f"ended after step {STEPS}"}
+
+
+def test_memory_that_is_not_counted_is_explained(
+    recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (process,) = shown(recorded[0], capsys)["outside"]
+    assert sum(process["parts"].values()) == process["peak"]
+    counted, before, _ = process["parts"].values()
+    assert 0 < counted < before, "of a small model, Python and torch take the most"
+
+
+def test_throughput(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all ranks: added up where their files are here, as much again for each that is not."""
+    facts, *steps = lines(recorded[0])
+    rows, columns = batch(0, 0, 0).shape
+    assert [(step["samples"], step["tokens"]) for step in steps] == [(rows, rows * columns)] * STEPS
+    for step in steps:
+        step["seconds"] = 2.0
+    write(tmp_path, [{**facts, "world_size": 4}, *steps])
+    write(tmp_path, [{**facts, "world_size": 4, "rank": 1}, *steps], "zero_steps.rank1.jsonl")
+    rate = shown(tmp_path, capsys)["throughput"]
+    assert rate == {"is_estimate": True, "samples_per_s": 2.0 * rows, "tokens_per_s": 2.0 * rows * columns}
+
+
+def test_two_runs(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts, *steps = lines(recorded[0])
+    for step in steps:
+        step["seconds"] *= 2
+    steps.insert(1, {"kind": "log", "step": 1, "values": {"loss": 3.0, "grad_norm": float("nan")}})
+    steps.append({"kind": "log", "step": STEPS, "values": {"loss": float("nan")}})
+    (tmp_path / "<script><b>").mkdir(parents=True)
+    other = write(tmp_path / "<script><b>", [facts, *steps])
+    assert main(["report", str(recorded[0]), str(other), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    by_name = {row["what"]: row for row in out["differences"]}
+    assert by_name["step, median"]["change"] == pytest.approx(1.0)
+    assert by_name["stage"]["values"] == [3, 3]
+    assert len(out["runs"]) == 2
+    assert out["runs"][1]["verdict"][-1]["ok"] is False, "a loss that is no number"
+    assert main(["report", str(recorded[0]), str(other), "--html", str(tmp_path / "a.html")]) == 0
+    assert "what differs" in capsys.readouterr().out
+    page = Page((tmp_path / "a.html").read_text())
+    assert "<script><b>" in page.text, "names are text, whatever they are"
+    assert page.figures["loss"]["data"][0]["y"] == [3.0, None]
+
+
+@pytest.mark.parametrize("words", [["--html", "/nope/a.html"], ["--png", "/nope/a.png"], ["--png", "a.gif"], ["/nope"]])
+def test_what_was_typed_cannot_be(
+    words: list[str], recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(recorded[0]), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+
+
+def test_narrow_terminals(
+    recorded: tuple[Path, zero.Report], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["report", str(recorded[0])]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -66,20 +69,48 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ]
     assert not any("zero/step_s" in entry for entry in run.state.log_history if "eval_loss" in entry)
 
-    facts, *steps = steps_in(tmp_path / "zero_steps.jsonl")
+    facts, *rest = steps_in(tmp_path / "zero_steps.jsonl")
+    steps = [record for record in rest if record["kind"] == "step"]
+    logged = [record for record in rest if record["kind"] == "log"]
+    assert [record["step"] for record in logged] == [entry["step"] for entry in run.state.log_history]
+    assert [record["values"]["loss"] for record in logged if "loss" in record["values"]] == [
+        entry["loss"] for entry in of_training
+    ]
+    assert not any(name.startswith("zero/") for record in logged for name in record["values"])
+    assert rest[-1]["kind"] == "end"
+    assert facts["about"] == {"model": "GPT2LMHeadModel", "max_steps": 4, "batch_per_rank": 2}
+    rows = 2 * 2  # micro-batches of two rows
+    ids = len(Tokens()[0]["input_ids"])
+    assert [(step["samples"], step["tokens"]) for step in steps] == [(rows, rows * ids)] * 4
     assert (facts["kind"], facts["stage"], facts["predicted"]["backward_per_step"]) == ("facts", 3, 2)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["forwards"] for step in steps] == [2, 2, 2, 2]
     assert steps[2]["evaluations"] > 0
 
     text = capsys.readouterr().out
-    assert text.count("4 steps recorded") == 1
-    assert f"hf-zero report {tmp_path} shows every step" in text
+    assert text.count("4 steps in ") == 1
+    assert f"hf-zero report {tmp_path}" in text
+    assert "zero/" not in text, "a log line has what the stock Trainer's has"
     engine = zero.engine_of(run.model)
     assert engine is not None
     assert engine.recorder is None, "nothing is measured after training"
     assert main(["report", str(tmp_path)]) == 0
     assert "host, optimizer" in capsys.readouterr().out
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Event files as TensorBoard reads them: every measurement, under the step that it was logged at."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = train(tmp_path, [zero.ZeroCallback(report=False)], report_to=["tensorboard"])
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = reader.EventAccumulator(str(folder)).Reload()
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    measured = [name for name in logged[0] if name.startswith("zero/")]
+    assert len(measured) >= 8
+    for name in ("loss", *measured):
+        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        assert [step for step, _ in found] == [2, 4]
+        assert [value for _, value in found] == pytest.approx([entry[name] for entry in logged], rel=1e-5)
 
 
 def test_reporters_of_a_trainer_that_knows_of_no_plugin(tmp_path: Path) -> None:
@@ -111,12 +142,67 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     train(tmp_path, [zero.ZeroCallback(report=False)], max_steps=2, save_strategy="steps", save_steps=2)
     AcceleratorState._reset_state(True)
     train(tmp_path, [zero.ZeroCallback(report=False)], resume=True, max_steps=4)
-    records = steps_in(tmp_path / "zero_steps.jsonl")
+    records = [record for record in steps_in(tmp_path / "zero_steps.jsonl") if record["kind"] in ("facts", "step")]
     assert [record.get("step", "facts") for record in records] == ["facts", 1, 2, "facts", 3, 4]
 
 
 def test_nothing_is_written_when_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path, [zero.ZeroCallback(report=False, record=False)])
     assert not list(tmp_path.rglob("zero_steps*"))
-    assert "MiB by tier" not in capsys.readouterr().out
+    assert "hf_zero: ZeRO stage" not in capsys.readouterr().out
     assert any("zero/step_s" in entry for entry in run.state.log_history)
+
+
+class Stream(io.StringIO):
+    """What one terminal shows that standard output and standard error both go to."""
+
+    encoding = "utf-8"
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 columns: one screen at the start, log lines as the stock Trainer's, a few lines at the end, none behind a bar."""
+    monkeypatch.setenv("COLUMNS", "80")
+    seen = Stream()
+    with contextlib.redirect_stdout(seen), contextlib.redirect_stderr(seen):
+        train(tmp_path, [zero.ZeroCallback()], disable_tqdm=not bar)
+    text = seen.getvalue()
+    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
+    begin = lines.index("hf_zero: ZeRO stage 3 on 1 rank")
+    first = next(at for at, line in enumerate(lines) if at > begin and not line.startswith("  "))
+    screen = lines[begin:first]
+    assert len(screen) <= 15
+    assert max(map(len, screen)) <= 80
+    assert any(line.startswith("  device ") and "free" in line for line in screen)
+    last = lines.index("hf_zero: ZeRO stage 3 on 1 rank, done")
+    ending = [lines[last], *itertools.takewhile(lambda line: line.startswith("  "), lines[last + 1 :])]
+    assert 4 <= len(ending) <= 10
+    assert max(map(len, ending[:-1])) <= 80
+    for words in (
+        "4 steps in ",
+        "tokens/s",
+        "counted at peak, planned",
+        "resident at peak",
+        f"hf-zero report {tmp_path}",
+    ):
+        assert words in " ".join(" ".join(ending).split())
+    logs = [line for line in lines if line.lstrip().startswith("{'loss'")]
+    assert len(logs) == 2
+    assert not any("zero/" in line for line in logs)
+    for word in ("spans", "in passing", "now 0.0"):
+        assert word not in text
+
+
+def test_tables_for_those_who_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, [zero.ZeroCallback(verbose=True)])
+    text = capsys.readouterr().out
+    assert text.count("MiB per rank") == 1
+    assert text.count("MiB by tier") == 2
+    assert text.count("4 steps recorded") == 1
+
+
+def test_what_is_resumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, [], max_steps=2, save_strategy="steps", save_steps=2)
+    AcceleratorState._reset_state(True)
+    train(tmp_path, [zero.ZeroCallback()], resume=True, max_steps=4)
+    assert f"after step 2, from {tmp_path / 'checkpoint-2'}" in " ".join(capsys.readouterr().out.split())

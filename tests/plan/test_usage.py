@@ -382,7 +382,7 @@ def test_files(two, tmp_path: Path) -> None:
         lines = (tmp_path / name).read_text().splitlines()
         assert lines[:torn] == [half][:torn]
         records = [json.loads(line) for line in lines[torn:]]
-        assert [record["kind"] for record in records] == ["facts", "step", "step", "step"] * 2
+        assert [record["kind"] for record in records] == ["facts", "step", "step", "step", "end"] * 2
         assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
         assert [record["evaluations"] for record in records if record["kind"] == "step"] == [0, 1, 0] * 2
         assert records[0]["predicted"]["backward_per_step"] == 2

@@ -1,0 +1,329 @@
+"""A report as one interactive page that needs no other file (plotly), and as a picture (matplotlib)."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import size_text
+from ..errors import needs
+from ..plan.costs import TIERS
+from .report import Run, parts_of
+from .report_text import head, name_of, percent, seconds, value_text
+
+TEMPLATE = "report.html.jinja"
+MOST_POINTS = 1500
+"""Steps that are drawn; of longer runs every n-th, and the slowest."""
+COLORS = (
+    "#2f6fde",
+    "#e07b00",
+    "#1d9a6c",
+    "#b0407f",
+    "#7a6ad8",
+    "#c9a100",
+    "#4bb3c9",
+    "#8f5b34",
+    "#d96b8f",
+    "#5f8a1f",
+    "#5c7080",
+)
+"""Of runs and ranks; of the parts of a step, of which there are eleven. They hold on a light ground and on a dark one."""
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure of the page: plotly's traces and layout as plain values, and what it shows in words."""
+
+    name: str
+    title: str
+    about: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def page(
+    runs: Sequence[Sequence[Run]], outs: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]]
+) -> str:
+    """One HTML page with everything in it: verdicts, charts of all ranks, tables. `runs` and `outs` go together."""
+    with needs("report"):
+        from plotly.offline import get_plotlyjs
+    from jinja2 import Environment, PackageLoader
+
+    charts = [chart for chart in _charts(runs, outs) if chart.traces]
+    figures = {chart.name: {"data": chart.traces, "layout": chart.layout} for chart in charts}
+    # A script element ends at the first `</script`, wherever it stands: in a run's name, too.
+    script = json.dumps(_finite(figures), allow_nan=False).replace("<", "\\u003c")
+    room = Environment(loader=PackageLoader("hf_zero", "templates"), autoescape=True, trim_blocks=True)
+    room.filters.update(bytes=size_text, percent=percent, seconds=seconds)
+    return room.get_template(TEMPLATE).render(
+        runs=[{"name": _name(outs, place), "head": head(dict(out)), **out} for place, out in enumerate(outs)],
+        differences=[
+            {**row, "shown": [value_text(value, row["unit"]) for value in row["values"]]} for row in differences
+        ],
+        charts=charts,
+        figures=script,
+        plotly=get_plotlyjs(),
+        tiers=[tier.value for tier in TIERS],
+    )
+
+
+def _finite(value: Any) -> Any:
+    """A loss may be NaN or infinite, which JSON has no word for: such points are left out of a line."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+
+
+def _name(outs: Sequence[Mapping[str, Any]], place: int) -> str:
+    names = [name_of(dict(out)) for out in outs]
+    return names[place] if len(set(names)) == len(names) else f"{names[place]} ({place + 1})"
+
+
+# Charts -------------------------------------------------------------------------------------------------------------
+
+
+def _charts(runs: Sequence[Sequence[Run]], outs: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
+    shown = [[run for run in ranks if run.steps] for ranks in runs]
+    names = [_name(outs, place) for place in range(len(outs))]
+    prefixes = [f"{name}, " if len(names) > 1 else "" for name in names]
+    yield _loss(outs, prefixes)
+    yield _speed(shown, prefixes)
+    for tier in (tier.value for tier in TIERS):
+        yield _memory(shown, prefixes, tier)
+    yield _process(shown, prefixes)
+    yield _medians(shown, prefixes)
+    for place, ranks in enumerate(shown):
+        yield _steps(ranks[0], prefixes[place], place)
+
+
+def _drawn(run: Run) -> list[dict[str, Any]]:
+    """The steps of a chart."""
+    steps = run.steps
+    if len(steps) <= MOST_POINTS:
+        return steps
+    every = -(-len(steps) // MOST_POINTS)
+    slow = {id(step) for step in sorted(steps, key=lambda step: step["seconds"])[-5:]}
+    return [step for at, step in enumerate(steps) if at % every == 0 or id(step) in slow]
+
+
+def _line(x: Sequence[Any], y: Sequence[Any], name: str, color: str, hover: str, **more: Any) -> dict[str, Any]:
+    line = {"color": color, "width": 2, **more.pop("line", {})}
+    mode = "lines+markers" if len(x) < 60 else "lines"
+    hover = f"%{{x}}: {hover}<extra>{name}</extra>"
+    trace = {"type": "scatter", "x": list(x), "y": list(y), "name": name, "mode": mode, "hovertemplate": hover}
+    return {**trace, "line": line, "marker": {"size": 5}, **more}
+
+
+def _layout(y: str, **more: Any) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}, **more}
+
+
+def _loss(outs: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> Chart:
+    traces = []
+    for place, out in enumerate(outs):
+        for name, dash in (("loss", "solid"), ("eval_loss", "dot")):
+            points = [(log["step"], log[name]) for log in out["losses"] if name in log]
+            if points:
+                label = f"{prefixes[place]}{'training' if name == 'loss' else 'evaluation'}"
+                steps, values = zip(*points)
+                traces.append(_line(steps, values, label, COLORS[place], "%{y:.4g}", line={"dash": dash}))
+    about = "As the Trainer logged it."
+    return Chart("loss", "Loss", about, traces, {"xaxis": {"title": {"text": "step"}}, "yaxis": {}})
+
+
+def _speed(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
+    traces = []
+    has_tokens = any(step.get("tokens") for ranks in shown for step in ranks[0].steps)
+    what = "tokens" if has_tokens else "samples"
+    for place, ranks in enumerate(shown):
+        share = int(ranks[0].facts["world_size"]) / len(ranks)
+        by_rank = [{step["step"]: step for step in run.steps} for run in ranks]
+        points = []
+        for step in _drawn(ranks[0]):
+            same = [found for of in by_rank if (found := of.get(step["step"])) is not None]
+            rate = sum(each.get(what, 0) / each["seconds"] for each in same if each["seconds"])
+            if len(same) == len(ranks) and rate:
+                points.append((step["step"], rate * share))
+        if not points:
+            continue
+        steps, rates = zip(*points)
+        label = f"{prefixes[place]}all ranks"
+        traces.append(_line(steps, rates, label, COLORS[place], f"%{{y:,.4g}} {what}/s"))
+        middle = statistics.median(rates[1:] or rates)
+        ends = [steps[0], steps[-1]]
+        median = _line(
+            ends, [middle] * 2, f"{prefixes[place]}median", COLORS[place], "%{y:,.4g}", line={"dash": "dash"}
+        )
+        traces.append({**median, "mode": "lines", "opacity": 0.7})
+    about = f"{what.capitalize()} per second of all ranks, waiting, data and evaluation included; padding counts."
+    return Chart("speed", "Throughput", about, traces, _layout(f"{what}/s"))
+
+
+def _memory(shown: Sequence[Sequence[Run]], prefixes: Sequence[str], tier: str) -> Chart:
+    """Bytes of one tier as counted, of every rank, and the plan's."""
+    highest = max((run.peak(tier, "all") for ranks in shown for run in ranks), default=0)
+    unit, size = _unit(highest)
+    traces = []
+    if highest:
+        for place, ranks in enumerate(shown):
+            for run in ranks:
+                steps = _drawn(run)
+                values = [step["peak"].get(tier, {}).get("all", 0) / size for step in steps]
+                color = COLORS[place] if len(shown) > 1 else COLORS[run.rank % len(COLORS)]
+                label = f"{prefixes[place]}rank {run.rank}"
+                more = {"opacity": 1.0 if run is ranks[0] else 0.6}
+                traces.append(_line([s["step"] for s in steps], values, label, color, f"%{{y:.4g}} {unit}", **more))
+            predicted = ranks[0].facts["predicted"]
+            told = predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())) / size
+            ends = [ranks[0].steps[0]["step"], ranks[0].steps[-1]["step"]]
+            color = COLORS[place] if len(shown) > 1 else "#d0342c"
+            plan = _line(ends, [told] * 2, f"{prefixes[place]}plan", color, f"%{{y:.4g}} {unit}", line={"dash": "dash"})
+            traces.append({**plan, "mode": "lines"})
+    about = (
+        "The highest of each step, as hf_zero counts what it allocates itself: parameters, gradients, optimizer state, "
+        "gathered units, buffers. Dashed: the plan's highest."
+    )
+    return Chart(f"memory-{tier}", f"Memory: {tier}", about, traces, _layout(unit))
+
+
+def _process(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
+    """What the system says, and torch's allocator: on an axis of their own."""
+    figures = (("rss", "resident", "solid"), ("device allocated peak", "allocated by torch", "dot"))
+    everything = [
+        s["process"].get(name, 0) for ranks in shown for run in ranks for s in run.steps for name, *_ in figures
+    ]
+    unit, size = _unit(max(everything, default=0))
+    traces = []
+    for place, ranks in enumerate(shown):
+        for run in ranks:
+            for name, label, dash in figures:
+                steps = _drawn(run)
+                values = [step["process"].get(name, 0) / size for step in steps]
+                if any(values):
+                    color = COLORS[place] if len(shown) > 1 else COLORS[run.rank % len(COLORS)]
+                    title = f"{prefixes[place]}rank {run.rank}, {label}"
+                    numbers = [step["step"] for step in steps]
+                    traces.append(_line(numbers, values, title, color, f"%{{y:.4g}} {unit}", line={"dash": dash}))
+    about = (
+        "The whole process at the end of each step, as the system counts it: Python, libraries and data too, and what "
+        "allocators keep. The table below says what of it is what."
+    )
+    return Chart("process", "Memory: the process", about, traces, _layout(unit))
+
+
+def _medians(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
+    """Where a usual step's time goes, a bar for each rank."""
+    labels, parts = [], []
+    for place, ranks in enumerate(shown):
+        for run in reversed(ranks):
+            labels.append(f"{prefixes[place]}rank {run.rank}")
+            usual = [parts_of(step) for step in run.usual]
+            parts.append({name: statistics.median(part[name] for part in usual) for name in usual[0]})
+    traces = []
+    for name, color in _colors(parts):
+        values = [part[name] for part in parts]
+        if any(values):
+            hover = f"%{{x:.4g}} s {name}<extra>%{{y}}</extra>"
+            bar = {"type": "bar", "orientation": "h", "x": values, "y": labels, "name": name, "hovertemplate": hover}
+            traces.append({**bar, "marker": {"color": color}})
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "seconds"}},
+        "yaxis": {"automargin": True},
+        "height": 190 + 26 * min(len(labels), 40),
+    }
+    about = "Medians over the usual steps: not the first, none beside an evaluation."
+    return Chart("parts", "Where a step's time goes", about, traces, layout)
+
+
+def _colors(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
+    """Every part of a step has its colour, the same in every chart."""
+    return zip(parts[0], COLORS)
+
+
+def _steps(run: Run, prefix: str, place: int) -> Chart:
+    """The same, step by step, of one rank. The axis is for usual steps: what takes far longer is cut off until zoomed out."""
+    steps = _drawn(run)
+    parts = [parts_of(step) for step in steps]
+    numbers = [step["step"] for step in steps]
+    traces = []
+    for name, color in _colors(parts):
+        values = [part[name] for part in parts]
+        if any(values):
+            hover = f"step %{{x}}: %{{y:.4g}} s<extra>{name}</extra>"
+            bar = {"type": "bar", "x": numbers, "y": values, "name": name, "hovertemplate": hover}
+            traces.append({**bar, "marker": {"color": color, "line": {"width": 0}}})
+    usual = [step["seconds"] for step in run.usual]
+    middle = statistics.median(usual)
+    median = _line([numbers[0], numbers[-1]], [middle] * 2, "median", COLORS[-1], "%{y:.4g} s", line={"dash": "dash"})
+    layout = _layout("seconds", barmode="stack", bargap=0.1)
+    layout["yaxis"]["range"] = [0, min(1.3 * max(usual), 4 * middle)]
+    about = (
+        f"Rank {run.rank}. Bars that are cut off at the top (the first step, evaluations) are whole when zoomed out."
+    )
+    return Chart(
+        f"steps-{place}",
+        f"{prefix}every step" if prefix else "Every step",
+        about,
+        [*traces, {**median, "mode": "lines"}],
+        layout,
+    )
+
+
+def _unit(highest: float) -> tuple[str, int]:
+    return next(((unit, size) for unit, size in _UNITS if highest >= size), _UNITS[-1])
+
+
+# Picture ------------------------------------------------------------------------------------------------------------
+
+
+def picture(runs: Sequence[Run]) -> bytes:
+    """PNG: memory of every tier counted, the plan's peaks dashed; the process, on its own axis; where each step's time went."""
+    with needs("plot"):
+        from matplotlib.figure import Figure
+
+    runs = [run for run in runs if run.steps]
+    run = runs[0]
+    figure = Figure(figsize=(10, 10), layout="constrained")
+    above, between, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 3))
+    numbers = [step["step"] for step in run.steps]
+    unit, size = _unit(max(run.peak(tier.value, "all") for run in runs for tier in TIERS))
+    predicted = run.facts["predicted"]
+    for at, tier in enumerate(tier.value for tier in TIERS):
+        if any(each.peak(tier, "all") for each in runs):
+            for each in runs:
+                values = [step["peak"].get(tier, {}).get("all", 0) / size for step in each.steps]
+                label = f"{tier}, counted" if each is run else None
+                above.plot([s["step"] for s in each.steps], values, color=COLORS[at], label=label, linewidth=1.5)
+            told = predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())) / size
+            above.axhline(told, color=COLORS[at], linestyle="--", linewidth=1, label=f"{tier}, plan")
+    above.set(ylabel=f"{unit} per rank", ylim=(0, None))
+    unit, size = _unit(max(step["process"].get("rss", 0) for each in runs for step in each.steps))
+    for each in runs:
+        values = [step["process"].get("rss", 0) / size for step in each.steps]
+        between.plot(
+            [s["step"] for s in each.steps], values, linewidth=1.5, label=f"process of rank {each.rank}, resident"
+        )
+    between.set(ylabel=unit, ylim=(0, None))
+    parts = [parts_of(step) for step in run.steps]
+    named = {name: [part[name] for part in parts] for name in parts[0] if any(part[name] for part in parts)}
+    below.stackplot(numbers, list(named.values()), labels=list(named), alpha=0.85, colors=COLORS)
+    usual = [step["seconds"] for step in run.usual]
+    below.axhline(statistics.median(usual), color="0.3", linestyle="--", linewidth=1, label="median")
+    # The first step and evaluations would flatten all others.
+    below.set(xlabel="step", ylabel="seconds", ylim=(0, min(1.3 * max(usual), 4 * statistics.median(usual)) or None))
+    for axes in (above, between, below):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    ran = f"stage {run.facts['stage']}, {run.facts['world_size']} rank(s), times of rank {run.rank}"
+    figure.suptitle(f"{run.path.resolve().parent.name}: {ran}")
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=120)
+    return target.getvalue()

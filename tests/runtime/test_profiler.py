@@ -1,0 +1,48 @@
+"""Names of units in a profiler's trace: while one is on, and from the engine's own places."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import hf_zero as zero
+from tests.kit.common import batch, gpt2, optimizer_for
+
+pytestmark = pytest.mark.gloo
+
+
+def named(rank: int, world: int) -> tuple[list[str], dict[str, int]]:
+    """The trained units, and how often each of our ranges is in the trace of one step."""
+    model: Any = gpt2(n_embd=64, n_layer=3, tie_word_embeddings=False)
+    optimizer = optimizer_for(model, 2)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+
+    def step(number: int) -> None:
+        ids = batch(number, 0, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step(1)
+        with pytest.raises(IndexError), torch.no_grad():
+            model(input_ids=torch.full((1, 4), 10**6))  # ranges of a forward that raises end with it
+    step(2)
+    events = Counter(event.name for event in seen.events() if event.name.startswith("hf_zero::"))
+    return [unit.name for unit in engine.units], dict(events)
+
+
+def test_units_have_names_in_a_trace(two: Any) -> None:
+    for units, events in two.run(named):
+        assert len(units) > 3
+        for unit in units:
+            for what in ("gather", "wait for gather", "forward", "reduce", "wait for reduce"):
+                assert events.get(f"hf_zero::{what} {unit}", 0) >= 1, f"{what} of {unit}"
+        assert {name.partition("::")[2].rpartition(" ")[2] for name in events} <= set(units)
+        blocks = [unit for unit in units if ".h." in unit]
+        assert [events[f"hf_zero::forward {unit}"] for unit in blocks] == [1] * len(blocks)
