@@ -29,7 +29,8 @@ CODE = '''def add(first, second):
 
 
 def nothing():
-    pass
+    total = 1 + 2
+    return total
 '''
 
 
