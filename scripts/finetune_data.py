@@ -45,6 +45,7 @@ SKIPPED = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-p
 SKIPPED |= {"encodings", "pydoc_data", "lib2to3", "distutils", "idlelib", "turtledemo", "ensurepip"}
 TEXT_COLUMNS, LABEL_COLUMNS = ("text", "sentence", "content"), ("label", "labels")
 LOADERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+SPECIAL_TOKENS = {"bert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "t5": ["<pad>", "</s>", "<unk>"]}
 LOADERS |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 # --- the embedded corpus: the sources of the Python standard library -------------------------------------------------
@@ -105,12 +106,17 @@ def corpus_snippets(held_out: bool, size: int, root: str | None = None) -> Itera
 def embedded_corpus(task: str, size: int = CORPUS_SIZE) -> DatasetDict:
     """The standard library's sources as a dataset with the splits `train` and `validation`."""
     rows, columns = (corpus_snippets, ("text", "label")) if task == "classification" else (corpus_files, ("text",))
+    return cached_corpus(rows, {column: Value("string") for column in columns}, size)
+
+
+def cached_corpus(rows: Callable[..., Iterator[dict[str, Any]]], columns: dict[str, Any], size: int) -> DatasetDict:
+    """What `rows(held_out, size)` makes of the standard library, kept for the next run; `columns` are their types."""
     version = ".".join(map(str, sys.version_info[:3]))
     return DatasetDict(
         {
             split: Dataset.from_generator(
                 rows,
-                features=Features({column: Value("string") for column in columns}),
+                features=Features(columns),
                 gen_kwargs={"held_out": split == "validation", "size": size},
                 # The generator reads files, which its own hash cannot know of: name what the rows depend on.
                 fingerprint=_digest("stdlib", version, sysconfig.get_paths()["stdlib"], rows.__name__, size, split),
@@ -192,7 +198,7 @@ def load_tokenizer(
 def trained_tokenizer(
     family: str, texts: Dataset, column: str, vocab_size: int, max_length: int, cache: Path = CACHE
 ) -> PreTrainedTokenizerBase:
-    """A byte-level BPE with the special tokens of `family` (gpt2 or bert), from the cache or trained now."""
+    """A byte-level BPE with the special tokens of `family` (bert, t5, else gpt2's), from the cache or trained now."""
     key = _digest("tokenizer", family, texts._fingerprint, column, vocab_size, max_length)
     folder = cache / f"tokenizer-{family}-{key}"
     if not folder.exists():
@@ -222,7 +228,7 @@ def _batches(texts: Dataset, column: str, limit: int = TOKENIZER_TEXT) -> Iterat
 
 
 def _train(family: str, batches: Iterator[list[str]], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] if family == "bert" else ["<|endoftext|>", "<|pad|>"]
+    special = SPECIAL_TOKENS.get(family, ["<|endoftext|>", "<|pad|>"])
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -243,6 +249,11 @@ def _train(family: str, batches: Iterator[list[str]], vocab_size: int, max_lengt
         )
         names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
         names |= {"mask_token": "[MASK]"}
+    elif family == "t5":
+        core.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", core.token_to_id("</s>"))]
+        )
+        names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     else:
         names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") | {"pad_token": "<|pad|>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=max_length, **names)
@@ -312,7 +323,7 @@ def language_modeling(
             for split, rows in data.items()
         }
     )
-    train, held_out = _splits(blocks, eval_fraction, f"blocks of {block_size} tokens (--block-size)", shuffle=False)
+    train, held_out = splits(blocks, eval_fraction, f"blocks of {block_size} tokens (--block-size)", shuffle=False)
     held_out = take(held_out, limits[1])
     collator = LanguageModelCollator(tokenizer)
     if task == "mlm":
@@ -382,7 +393,7 @@ def classification(
             for split, rows in data.items()
         }
     )
-    train, held_out = _splits(encoded, eval_fraction, "rows of text", shuffle=True)
+    train, held_out = splits(encoded, eval_fraction, "rows of text", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer), names)
 
 
@@ -404,7 +415,7 @@ def _encode(
     }
 
 
-def _splits(data: DatasetDict, fraction: float, what: str, shuffle: bool) -> tuple[Dataset, Dataset]:
+def splits(data: DatasetDict, fraction: float, what: str, shuffle: bool) -> tuple[Dataset, Dataset]:
     """Training and held-out rows; without a split of their own, the held-out ones are the last (or random) share."""
     train = data["train"]
     if "validation" in data:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from finetune_console import examples
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 with examples():
     import datasets
@@ -63,6 +63,61 @@ class MacroF1(_Computed):
         return {"f1": float(np.mean(2 * hits / (found + present)))}
 
 
+class RougeL(_Computed):
+    """Mean F1 of the longest common subsequence of words (Lin, "ROUGE", 2004), without stemming."""
+
+    columns = {"predictions": "string", "references": "string"}
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        scores = []
+        for found, true in zip(predictions, references):
+            one, other = found.lower().split(), true.lower().split()
+            scores.append(2 * _common(one, other) / max(1, len(one) + len(other)))
+        return {"rouge_l": float(np.mean(scores))}
+
+
+class WordErrors(_Computed):
+    """Word error rate: words to insert, delete or replace, per word of the references."""
+
+    columns = {"predictions": "string", "references": "string"}
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        pairs = [(found.split(), true.split()) for found, true in zip(predictions, references)]
+        words = sum(len(true) for _, true in pairs)
+        return {"word_errors": sum(_edits(found, true) for found, true in pairs) / max(1, words)}
+
+
+class ExactMatch(_Computed):
+    """The share of predictions that are equal to their reference."""
+
+    columns = {"predictions": "string", "references": "string"}
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        return {"exact_match": float(np.mean([found == true for found, true in zip(predictions, references)]))}
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    """Length of the longest common subsequence."""
+    before = [0] * (len(other) + 1)
+    for word in one:
+        row = [0]
+        for column, second in enumerate(other):
+            row.append(before[column] + 1 if word == second else max(row[-1], before[column + 1]))
+        before = row
+    return before[-1]
+
+
+def _edits(one: list[str], other: list[str]) -> int:
+    """Levenshtein distance."""
+    before = list(range(len(other) + 1))
+    for number, word in enumerate(one, start=1):
+        row = [number]
+        for column, second in enumerate(other):
+            row.append(min(row[-1] + 1, before[column + 1] + 1, before[column] + (word != second)))
+        before = row
+    return before[-1]
+
+
 def token_scores(shift: int) -> Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """For `Trainer(preprocess_logits_for_metrics=)`: each token's loss and best guess instead of its whole vocabulary.
 
@@ -108,5 +163,47 @@ def class_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
         for metric in metrics:
             results.update(metric.compute(predictions=guesses, references=prediction.label_ids))
         return results
+
+    return compute
+
+
+def tag_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
+    """For `Trainer(compute_metrics=)`: accuracy and macro F1 of the likeliest tag, over all tokens that have one."""
+    metrics = (Accuracy(keep_in_memory=True), MacroF1(keep_in_memory=True))
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        counted = prediction.label_ids != IGNORED
+        guesses, labels = prediction.predictions.argmax(-1)[counted], prediction.label_ids[counted]
+        results: dict[str, float] = {}
+        for metric in metrics:
+            results.update(metric.compute(predictions=guesses, references=labels))
+        return results
+
+    return compute
+
+
+def span_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
+    """For `Trainer(compute_metrics=)`: how often first and last token of the answer are both right."""
+    metric = ExactMatch(keep_in_memory=True)
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        guesses = [scores.argmax(-1) for scores in prediction.predictions[:2]]
+        spans = ([f"{first}-{last}" for first, last in zip(*ends)] for ends in (guesses, prediction.label_ids[:2]))
+        found, true = spans
+        return dict(metric.compute(predictions=found, references=true))
+
+    return compute
+
+
+def text_metrics(
+    metric: evaluate.Metric, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[EvalPrediction], dict[str, float]]:
+    """For `Seq2SeqTrainer(compute_metrics=)` with `predict_with_generate`: `metric` over texts."""
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        ids = (prediction.predictions, prediction.label_ids)
+        rows = (np.where(part < 0, tokenizer.pad_token_id, part) for part in ids)
+        found, true = (tokenizer.batch_decode(part, skip_special_tokens=True) for part in rows)
+        return dict(metric.compute(predictions=found, references=true))
 
     return compute

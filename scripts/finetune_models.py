@@ -1,29 +1,83 @@
-"""Models for the scripts: the built-in configurations, trained from scratch, and anything `from_pretrained` takes."""
+"""Models for the scripts: the built-in configurations, trained from scratch, and anything `from_pretrained` takes.
+
+    python scripts/finetune_models.py gpt3-6.7b shapes/gpt3-6.7b && hf-zero plan shapes/gpt3-6.7b --world-size 64
+
+writes a built-in's config.json, which is all that a plan needs.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from finetune_console import UserError
+from finetune_console import UserError, run
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForTokenClassification,
     BertConfig,
     GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3Config,
+    T5Config,
+    WhisperConfig,
 )
 
 AUTO_MODELS: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
     "mlm": AutoModelForMaskedLM,
     "classification": AutoModelForSequenceClassification,
+    "token-classification": AutoModelForTokenClassification,
+    "question-answering": AutoModelForQuestionAnswering,
+    "summarization": AutoModelForSeq2SeqLM,
+    "transcription": AutoModelForSpeechSeq2Seq,
 }
-DEFAULT_MODEL = {"clm": "gpt2-tiny", "mlm": "bert-tiny", "classification": "bert-tiny"}
+DEFAULT_MODEL = {
+    "clm": "gpt2-tiny",
+    "mlm": "bert-tiny",
+    "classification": "bert-tiny",
+    "token-classification": "bert-tiny",
+    "question-answering": "bert-tiny",
+    "summarization": "t5-tiny",
+    "transcription": "speech-tiny",
+}
+# Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165), table 2.1: layers, width, heads. Where width is no
+# multiple of the table's heads (1.3B, 13B), the nearest that is.
+GPT3 = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 16),
+    "1.3b": (24, 2048, 16),
+    "2.7b": (32, 2560, 32),
+    "6.7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "175b": (96, 12288, 96),
+}
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def _gpt3(layers: int, width: int, heads: int) -> PreTrainedConfig:
+    return GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=2048)
+
 
 # The tiny ones have no dropout: with it, so few steps show mostly noise, and runs would differ between world sizes.
 BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -51,18 +105,56 @@ BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_probs_dropout_prob=0,
     ),
     "bert-110m": lambda: BertConfig(),
+    "llama-tiny": lambda: LlamaConfig(**_LLAMA),
+    "qwen3-tiny": lambda: Qwen3Config(**_LLAMA, head_dim=32, tie_word_embeddings=True),
+    "moe-tiny": lambda: MixtralConfig(**{**_LLAMA, "num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2),
+    "t5-tiny": lambda: T5Config(
+        vocab_size=4096, d_model=96, d_kv=24, d_ff=192, num_layers=2, num_heads=4, dropout_rate=0.0
+    ),
+    "t5-220m": lambda: T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12),
+    "speech-tiny": lambda: WhisperConfig(
+        vocab_size=512,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=100,
+        max_target_positions=32,
+        begin_suppress_tokens=None,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    ),
+    "whisper-74m": lambda: WhisperConfig(
+        d_model=512,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+    ),
+    **{f"gpt3-{size}": partial(_gpt3, *shape) for size, shape in GPT3.items()},
 }
 
 
 def load_config(task: str, name: str) -> PreTrainedConfig:
     """The configuration of a built-in, Hub or local model; raises `UserError` where it is none of these."""
     if name in BUILT_IN:
-        if (task == "clm") != name.startswith("gpt2") and not (task == "classification"):
+        config = BUILT_IN[name]()
+        # BERT's family has causal heads too, which are not what its name stands for.
+        causal_only = task == "clm" and type(config) in AUTO_MODELS["mlm"]._model_mapping
+        if type(config) not in AUTO_MODELS[task]._model_mapping or causal_only:
+            family = DEFAULT_MODEL[task].partition("-")[0]
             raise UserError(
-                f"--task {task} needs a {'gpt2' if task == 'clm' else 'bert'} model, found --model {name}; "
-                f"leave --model out or give {DEFAULT_MODEL[task]}"
+                f"--task {task} needs a {family} model or one like it, found --model {name}; leave --model out or give "
+                f"{DEFAULT_MODEL[task]}"
             )
-        return BUILT_IN[name]()
+        return config
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -119,6 +211,8 @@ def _load(
         config.vocab_size = max(config.vocab_size, len(tokenizer))
         config.pad_token_id = tokenizer.pad_token_id
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if config.is_encoder_decoder:
+            config.decoder_start_token_id = tokenizer.pad_token_id
         return auto.from_config(config, dtype=dtype if dtype != "auto" else None)
     if config.__class__ not in auto._model_mapping:
         raise UserError(f"--task {task} has no head for the {config.model_type!r} model {name!r}; choose another model")
@@ -131,3 +225,17 @@ def _load(
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def main() -> None:
+    """Write the config.json of a built-in model."""
+    words = sys.argv[1:]
+    if len(words) != 2 or words[0] not in BUILT_IN:
+        raise UserError(
+            f"expected NAME FOLDER, with a name of {', '.join(BUILT_IN)}; found {' '.join(words) or 'nothing'}"
+        )
+    BUILT_IN[words[0]]().save_pretrained(words[1])
+
+
+if __name__ == "__main__":
+    run(main)

@@ -9,6 +9,8 @@ Every flag is one of `finetune.py`, with the same meaning; the short spellings a
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,11 @@ from finetune_console import (
     run,
 )
 from finetune_data import embedded_corpus, language_modeling, load_text, load_tokenizer, pick_column
+from finetune_flags import Parser, answer_help
 from finetune_models import load_config, load_model, max_positions
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 import hf_zero as zero
 from hf_zero.huggingface.arguments import ZeroFlags
@@ -61,24 +64,26 @@ def perplexity(accelerator: Accelerator, model: PreTrainedModel, loader: DataLoa
     return math.exp(torch.cat(losses).mean().item())
 
 
-def main() -> None:
-    parser = HfArgumentParser(ZeroFlags, description=__doc__, formatter_class=Help)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(ZeroFlags, allow_abbrev=False, add_help=False, description=__doc__, formatter_class=Help)
 
     def flag(name: str, *short: str, **settings: Any) -> None:
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}", *short)), **settings)
 
-    flag("model", default="gpt2-tiny")
+    flag("model", default="gpt2-tiny", help="Hub id, local folder, or a model from scratch by its name")
     flag("dataset", help="Hub id or local file; without it, Python's standard library")
-    flag("output-dir", default="runs/no-trainer")
-    flag("max-steps", "--steps", type=int, default=150)
+    flag("output-dir", default="runs/no-trainer", help="folder of the trained model and of checkpoints")
+    flag("max-steps", "--steps", type=int, default=150, help="optimizer steps")
     flag("per-device-train-batch-size", "--batch-size", type=int, default=16, help="rows per rank and micro-step")
-    flag("gradient-accumulation-steps", "--accumulation", type=int, default=1)
-    flag("block-size", type=int, default=128)
-    flag("learning-rate", type=float, default=2e-3)
+    flag("gradient-accumulation-steps", "--accumulation", type=int, default=1, help="micro-steps per step")
+    flag("block-size", type=int, default=128, help="tokens per training row")
+    flag("learning-rate", type=float, default=2e-3, help="its highest, after the warm-up")
     flag("save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: none")
     flag("resume-from-checkpoint", choices=("latest",), help="go on from the newest whole one, if there is one")
     parser.add_argument("--resume", dest="resume_from_checkpoint", action="store_const", const="latest")
-    args = parser.parse_args()
+    words = sys.argv[1:] if argv is None else list(argv)
+    answer_help(words, parser, [action.dest for action in parser._actions])
+    args = parser.parse_args(words)
     batch_size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     (flags,) = parser.parse_dict(vars(args), allow_extra_keys=True)
     check_output(args.output_dir)

@@ -30,7 +30,7 @@ from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
-from . import deferred_hooks
+from . import deferred_hooks, weighing
 from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
@@ -330,6 +330,38 @@ class Engine:
             yield
         finally:
             self.schedule.sync = before
+
+    def total_weight(self, weight: float | Tensor) -> float:
+        """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.
+
+        Raises:
+            ConfigError: on every rank: a weight on some rank that is no number of at least 0; all weights are 0.
+        """
+        with self._wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self._wire, weight)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
+        """`loss` scaled such that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
+
+        Every rank runs as many forwards and backwards; one without samples runs any batch with weight 0.
+
+        Args:
+            loss: the (weighted) mean over this rank's samples, 0-dim.
+            weight: what these samples weigh together: their number, their tokens, the sum of their weights, times this
+                rank's own factor if it has one.
+            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: the
+                step's only backward; a collective then.
+
+        Raises:
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+        """
+        problem = weighing.is_loss(loss)
+        if total is None:
+            with self._wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self._wire, weight, problem)
+        elif problem is not None:
+            raise ConfigError(problem)
+        return weighing.scaled(loss, weight, total, self.world_size)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None

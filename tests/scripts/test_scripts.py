@@ -230,7 +230,7 @@ SPELLED = re.compile(r"(?:^|, )--([\w-]+)")
 
 
 def test_both_scripts_take_the_same_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["finetune", "--help"])
+    monkeypatch.setattr(sys, "argv", ["finetune", "--help-all"])
     both = []
     for main in (finetune.main, finetune_no_trainer.main):
         with pytest.raises(SystemExit):
@@ -243,6 +243,25 @@ def test_both_scripts_take_the_same_flags(monkeypatch: pytest.MonkeyPatch, capsy
     assert {name: trainer[name] for name in settings} == {name: loop[name] for name in settings}
     known = {field.name.replace("_", "-") for field in fields(zero.ZeroConfig)}
     assert not known & set(trainer), "a setting has one spelling"
+
+
+def test_help_fits_a_screen_and_one_rank_prints_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for main in (finetune.main, finetune_no_trainer.main):
+        texts = []
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            with pytest.raises(SystemExit) as ended:
+                main(["--help", "--zero-stage=3"])
+            assert ended.value.code == 0
+            texts.append(capsys.readouterr().out)
+        lines = texts[0].splitlines()
+        assert 20 < len(lines) <= 60
+        assert max(map(len, lines)) <= 120
+        for words in ("--zero-offload-optimizer", "--per-device-train-batch-size", "--output-dir", "--help-all"):
+            assert words in texts[0]
+        assert texts[1] == ""
 
 
 def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:

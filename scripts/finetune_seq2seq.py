@@ -1,0 +1,161 @@
+"""Fine-tune an encoder-decoder under ZeRO with the stock `Seq2SeqTrainer`, evaluated by what it generates.
+
+    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                         # t5-tiny sums up functions
+    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3 --task transcription    # Whisper-like, made audio
+
+Every label token of a step counts alike, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from finetune_console import UserError, check_output, check_space, examples, run
+from finetune_data import CORPUS_SIZE, load_text, load_tokenizer
+from finetune_flags import DataArguments, ZeroSeq2SeqTrainingArguments, parse_flags, run_defaults
+from finetune_metrics import RougeL, WordErrors, text_metrics
+from finetune_models import BUILT_IN, DEFAULT_MODEL, load_config, load_model
+from finetune_run import each_item_alike, train_and_save
+from finetune_speech import RATE, SpeechCollator, features_of, recordings, spoken_digits
+from finetune_structured import check_columns, structured_corpus, summarization, text_for_tokenizer
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
+    WhisperFeatureExtractor,
+    set_seed,
+)
+
+import hf_zero as zero
+
+with examples():
+    import datasets
+
+TINY_STEPS = 100
+SPOKEN = (768, 96)  # utterances that are made, for training and evaluation
+
+
+@dataclass
+class Seq2SeqArguments(DataArguments):
+    """What to train on what."""
+
+    task: Literal["summarization", "transcription"] = field(
+        default="summarization", metadata={"help": "texts to short texts, or speech to text"}
+    )
+    model: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, local folder, or from scratch: t5-tiny, t5-220m, speech-tiny, whisper-74m"},
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "file with columns text and summary, or folder of WAV files with metadata.csv; else made here"
+        },
+    )
+    block_size: int = field(default=192, metadata={"help": "tokens of a text; summaries have a quarter"})
+    corpus_size: int = field(default=CORPUS_SIZE, metadata={"help": "characters to take of Python's standard library"})
+
+    def __post_init__(self) -> None:
+        self.model = self.model or DEFAULT_MODEL[self.task]
+        super().__post_init__()
+
+
+@dataclass
+class Data:
+    """What the Trainer needs."""
+
+    train: Any
+    eval: Any
+    collator: Any
+    processor: Any
+    """Saved with the model: a tokenizer, or what makes features of sounds."""
+
+
+def parse(argv: Sequence[str]) -> tuple[Seq2SeqArguments, ZeroSeq2SeqTrainingArguments]:
+    """The command line as two dataclasses."""
+    return parse_flags(argv, (Seq2SeqArguments, ZeroSeq2SeqTrainingArguments), defaults, __doc__)
+
+
+def defaults(script: Seq2SeqArguments, given: set[str]) -> dict[str, Any]:
+    """Where the user said nothing."""
+    scratch = script.model in BUILT_IN
+    chosen = run_defaults(script, given, name=script.task, scratch=scratch, steps=TINY_STEPS)
+    chosen |= {"predict_with_generate": True, "generation_max_length": 32}
+    return chosen | ({"learning_rate": 3e-3 if script.tiny else 3e-4} if scratch else {})
+
+
+def summaries(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Data]:
+    """Model, tokenizer and texts."""
+    name = str(script.model)
+    config = load_config(script.task, name)
+    data = load_text(script.dataset) if script.dataset else structured_corpus(script.task, script.corpus_size)
+    check_columns(script.task, data)
+    texts, column = text_for_tokenizer(script.task, data["train"])
+    source = None if name in BUILT_IN else name
+    tokenizer = load_tokenizer(source, "t5", texts, column, min(config.vocab_size, 16384), 1 << 20)
+    limits = (script.max_train_samples, script.max_eval_samples or (64 if script.tiny else None))
+    prepared = summarization(data, tokenizer, script.block_size, limits)
+    model = load_model(script.task, name, config, tokenizer)
+    return model, tokenizer, Data(prepared.train, prepared.eval, DataCollatorForSeq2Seq(tokenizer, model), tokenizer)
+
+
+def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Data]:
+    """Model, tokenizer and sounds."""
+    name = str(script.model)
+    config = load_config(script.task, name)
+    if script.dataset:
+        spoken = recordings(script.dataset)
+        parts = [[sound for row, sound in enumerate(spoken) if bool(row % 8) is train] for train in (True, False)]
+        if not all(parts):
+            raise UserError(f"--dataset {script.dataset!r} has {len(spoken)} recordings: expected at least 2")
+    else:
+        parts = [spoken_digits(count, seed) for seed, count in enumerate(SPOKEN)]
+    limits = (script.max_train_samples, script.max_eval_samples)
+    parts = [part[: limit or len(part)] for part, limit in zip(parts, limits)]
+    texts = datasets.Dataset.from_dict({"text": [sound.text for sound in parts[0]]})
+    source = None if name in BUILT_IN else name
+    tokenizer = load_tokenizer(source, "t5", texts, "text", min(config.vocab_size, 16384), 1 << 20)
+    frames = 2 * config.max_source_positions  # of 10 ms; the encoder takes every second
+    extractor = WhisperFeatureExtractor(
+        feature_size=config.num_mel_bins, sampling_rate=RATE, hop_length=RATE // 100, chunk_length=frames // 100
+    )
+    length = config.max_target_positions
+    rows = [features_of(part, extractor, tokenizer, length) for part in parts]
+    model = load_model(script.task, name, config, tokenizer)
+    return model, tokenizer, Data(*rows, SpeechCollator(model), extractor)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, save; returns the final evaluation metrics."""
+    script, args = parse(sys.argv[1:] if argv is None else argv)
+    check_output(args.output_dir)
+    if args.process_index:
+        datasets.disable_progress_bars()
+    set_seed(args.seed)
+    with args.main_process_first(desc="preparing model and data"):
+        model, tokenizer, data = (summaries if script.task == "summarization" else speech)(script)
+    check_space(args.output_dir, model)
+    metric = RougeL(keep_in_memory=True) if script.task == "summarization" else WordErrors(keep_in_memory=True)
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collator,
+        processing_class=tokenizer,
+        compute_metrics=text_metrics(metric, tokenizer),
+        compute_loss_func=each_item_alike,
+        callbacks=[zero.ZeroCallback(verbose=script.verbose)],
+    )
+    after = train_and_save(trainer, title=f"{script.model} · {script.task}", rates={"rows": 1.0})
+    if trainer.is_world_process_zero() and data.processor is not tokenizer:
+        data.processor.save_pretrained(args.output_dir)
+    return after
+
+
+if __name__ == "__main__":
+    run(main)

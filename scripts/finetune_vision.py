@@ -1,0 +1,153 @@
+"""Train an image classifier (ViT, ResNet, Inception) under ZeRO with the stock `transformers.Trainer`.
+
+    torchrun --nproc-per-node 2 scripts/finetune_vision.py --zero-stage 3                       # resnet-tiny on digits
+    torchrun --nproc-per-node 2 scripts/finetune_vision.py --model resnet-50 --dataset images/  # images/CLASS/*.png
+
+Every image of a step counts alike, on any number of ranks, in batches of any size. Pixels are in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from finetune_console import UserError, check_output, check_space, examples, run
+from finetune_flags import DataArguments, parse_flags, run_defaults
+from finetune_images import Images, digits, image_folder
+from finetune_inception import InceptionConfig, InceptionForImageClassification
+from finetune_run import each_item_alike, train_and_save
+from torch import Tensor
+from torch.utils.data import Subset
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ResNetConfig,
+    Trainer,
+    ViTConfig,
+    set_seed,
+)
+
+import hf_zero as zero
+
+with examples():
+    from finetune_metrics import class_metrics
+
+TINY_STEPS = 60
+BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
+    "vit-tiny": lambda: ViTConfig(
+        image_size=32,
+        patch_size=8,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
+    "vit-base": lambda: ViTConfig(),
+    "resnet-tiny": lambda: ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]),
+    "resnet-50": lambda: ResNetConfig(),
+    "inception-tiny": lambda: InceptionConfig(width=0.0625, image_size=32),
+    "inception-v3": lambda: InceptionConfig(),
+}
+
+
+@dataclass
+class VisionArguments(DataArguments):
+    """What to train on what."""
+
+    model: str | None = field(
+        default="resnet-tiny",
+        metadata={"help": f"Hub id, local folder, or a model from scratch: {', '.join(BUILT_IN)}"},
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "folder/CLASS/*.png, or folder/train/CLASS/… and test/; without it, scikit-learn's digits"},
+    )
+    image_size: int | None = field(default=None, metadata={"help": "pixels of a side; by default the model's own"})
+
+
+def parse(argv: Sequence[str]) -> tuple[VisionArguments, zero.ZeroTrainingArguments]:
+    """The command line as two dataclasses."""
+    return parse_flags(argv, (VisionArguments, zero.ZeroTrainingArguments), defaults, __doc__)
+
+
+def defaults(script: VisionArguments, given: set[str]) -> dict[str, Any]:
+    """Where the user said nothing."""
+    scratch = script.model in BUILT_IN
+    chosen = run_defaults(script, given, name="images", scratch=scratch, steps=TINY_STEPS)
+    return chosen | ({"learning_rate": 3e-3 if script.tiny else 1e-3} if scratch else {})
+
+
+def load_model(name: str, size: int | None, labels: Sequence[str]) -> tuple[PreTrainedModel, int]:
+    """The model for these classes, and the side of its images.
+
+    Raises:
+        UserError: neither a built-in name, nor a folder or Hub id of an image classifier.
+    """
+    numbers: dict[str, Any] = {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}}
+    try:
+        config = BUILT_IN[name]() if name in BUILT_IN else AutoConfig.from_pretrained(name)
+        own = int(getattr(config, "image_size", None) or (32 if name.endswith("-tiny") else 224))
+        for key, value in {"num_labels": len(labels), **numbers}.items():
+            setattr(config, key, value)
+        if hasattr(config, "image_size"):
+            config.image_size = size or own
+        if isinstance(config, InceptionConfig):
+            model: PreTrainedModel = InceptionForImageClassification(config)
+        elif name in BUILT_IN:
+            model = AutoModelForImageClassification.from_config(config)
+        else:
+            model = AutoModelForImageClassification.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no image model {name!r}: expected one of {', '.join(BUILT_IN)}, a local folder or a Hub id that can be "
+            f"reached from here; found {type(error).__name__}: {error}"
+        ) from error
+    return model, size or own
+
+
+def collate(rows: Sequence[tuple[Tensor, Any]]) -> dict[str, Tensor]:
+    """Rows of (pixels, class number) as the model's keywords."""
+    pixels, classes = zip(*rows)
+    return {"pixel_values": torch.stack(pixels), "labels": torch.tensor([int(number) for number in classes])}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, save; returns the final evaluation metrics."""
+    script, args = parse(sys.argv[1:] if argv is None else argv)
+    check_output(args.output_dir)
+    name = str(script.model)
+    labels = [str(number) for number in range(10)]
+    if script.dataset:
+        labels = image_folder(script.dataset, 1).labels
+    set_seed(args.seed)
+    model, side = load_model(name, script.image_size, labels)
+    images: Images = image_folder(script.dataset, side) if script.dataset else digits(side, channels=3)
+    check_space(args.output_dir, model)
+    limits = (script.max_train_samples, script.max_eval_samples or (128 if script.tiny else None))
+    train, held_out = (
+        Subset(data, range(min(limit or len(data), len(data))))  # type: ignore[arg-type]
+        for data, limit in zip((images.train, images.eval), limits)
+    )
+    args.remove_unused_columns = False  # rows are tuples: there are no columns
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=collate,
+        compute_metrics=class_metrics(),
+        compute_loss_func=each_item_alike,
+        callbacks=[zero.ZeroCallback(verbose=script.verbose)],
+    )
+    return train_and_save(trainer, title=f"{name} · images of {side} x {side}", rates={"images": 1.0})
+
+
+if __name__ == "__main__":
+    run(main)
