@@ -33,6 +33,7 @@ from .params.access import (
     set_local_gradient,
     set_local_optimizer_state,
     set_local_parameter,
+    unsharded,
 )
 from .params.init import Init
 from .plan.report import Report
@@ -93,6 +94,7 @@ __all__ = [
     "set_local_optimizer_state",
     "set_local_parameter",
     "shard",
+    "unsharded",
     "verify",
     "zero_trainer_cls",
 ]

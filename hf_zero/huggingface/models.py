@@ -61,7 +61,7 @@ def _generate(root: weakref.ref[nn.Module], self: Any, *args: Any, **kwargs: Any
     engine = None if model is None else engine_of(model)
     if engine is None:
         return type(self).generate(self, *args, **kwargs)
-    if not engine.config.policy.keep_full:
+    if not engine.config.policy.keep_full and not engine.sharded.is_unsharded:
         kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
     with engine.buffers.apart():
         return type(self).generate(self, *args, **kwargs)
