@@ -475,9 +475,9 @@ def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[N
 
     For phases of generation, averages of weights, `merge_and_unload`, whatever reads `named_parameters()`. Gathered once,
     from the masters. What is written to parameters inside counts from then on, as anywhere between steps and also after an
-    exception: the same edit on every rank. `state_dict()`, saving and the accessors inside see it. Backwards, optimizer steps and
-    loads are refused. In a context of the same model nothing more happens, and `GatheredParameters` inside gathers nothing. A
-    model without an engine is left alone. A collective at its beginning and its end.
+    exception: the same edit on every rank. `state_dict()`, saving and the accessors inside see it. Backwards, optimizer steps
+    and loads are refused. In a context of the same model nothing more happens, and `GatheredParameters` inside gathers
+    nothing. A model without an engine is left alone. A collective at its beginning and its end.
 
     Args:
         in_compute_dtype: weights as forwards use them, under bf16 and fp16 half the memory and no cast in each forward: for

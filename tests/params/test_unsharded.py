@@ -233,7 +233,7 @@ def too_large(rank: int, world: int) -> None:
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, device_memory="230KiB"))
     before = train(model, optimizer, rank, 0)
     with (
-        pytest.raises(zero.OutOfMemoryError, match=r"whole weights take .* more than is free on rank 0") as error,
+        pytest.raises(zero.OutOfMemoryError, match=r"whole weights take .* more than is free on rank \d") as error,
         zero.unsharded(model),
     ):
         pass
