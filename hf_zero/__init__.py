@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         set_local_gradient,
         set_local_optimizer_state,
         set_local_parameter,
+        unsharded,
     )
     from .params.init import Init
     from .plan.report import Report
@@ -84,6 +85,7 @@ _NAMES = {
         "set_local_gradient",
         "set_local_optimizer_state",
         "set_local_parameter",
+        "unsharded",
     ),
     "params.init": ("Init",),
     "plan.report": ("Report",),
@@ -130,6 +132,7 @@ __all__ = [
     "set_local_optimizer_state",
     "set_local_parameter",
     "shard",
+    "unsharded",
     "verify",
     "zero_trainer_cls",
 ]

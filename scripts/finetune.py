@@ -3,6 +3,7 @@
     accelerate launch scripts/finetune.py                             # gpt2-tiny on Python's own library, in a minute
     accelerate launch scripts/finetune.py --zero-stage 3
     torchrun --nproc-per-node 2 scripts/finetune.py --zero-stage 3    # 2 ranks, also on CPU
+    accelerate launch scripts/finetune.py --model gpt2 --lora --lora-rank 8 --lora-targets c_attn    # saves the adapter alone
     accelerate launch scripts/finetune.py --task classification --model bert-base-uncased --dataset imdb
     accelerate launch scripts/finetune.py --save-steps 50 --resume-from-checkpoint latest    # from the newest whole one, if any
 
@@ -42,6 +43,7 @@ from finetune_structured import (
     text_for_tokenizer,
     token_classification,
 )
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 import hf_zero as zero
@@ -77,9 +79,21 @@ class ScriptArguments(DataArguments):
     label_column: str | None = field(default=None, metadata={"help": "by default 'label' or 'labels'"})
     block_size: int | None = field(default=None, metadata={"help": "tokens per training row"})
 
+    lora: bool = field(default=False, metadata={"help": "train a LoRA adapter of --model, and save that alone"})
+    lora_rank: int = field(default=16, metadata={"help": "of its matrices; alpha is twice that"})
+    lora_targets: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "names of the layers that get one, such as q_proj v_proj"},
+    )
+
     def __post_init__(self) -> None:
         self.model = self.model or DEFAULT_MODEL[self.task]
         super().__post_init__()
+        if self.lora and self.model in BUILT_IN:
+            raise UserError(
+                f"--lora adapts a pretrained model, and {self.model} starts from random weights: pass --model with a Hub id or "
+                "a folder"
+            )
 
 
 def parse(argv: Sequence[str]) -> tuple[ScriptArguments, zero.ZeroTrainingArguments]:
@@ -100,7 +114,7 @@ def defaults(script: ScriptArguments, given: set[str]) -> dict[str, Any]:
 
 def prepare(
     script: ScriptArguments, args: zero.ZeroTrainingArguments
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prepared]:
+) -> tuple[nn.Module, PreTrainedTokenizerBase, Prepared]:
     """Model, tokenizer and data. The same on every rank; what the main process has made, the others find cached."""
     task, name = script.task, str(script.model)
     config = load_config(task, name)
@@ -129,7 +143,25 @@ def prepare(
     else:
         prepared = language_modeling(task, data, column, tokenizer, block_size, limits=limits)
     set_seed(args.seed)
-    return load_model(task, name, config, tokenizer, prepared.labels, script.dtype), tokenizer, prepared
+    model = load_model(task, name, config, tokenizer, prepared.labels, script.dtype)
+    return adapted(model, script) if script.lora else model, tokenizer, prepared
+
+
+def adapted(model: PreTrainedModel, script: ScriptArguments) -> nn.Module:
+    """The model frozen, with a LoRA adapter that is trained; PEFT loads what is saved over the same `--model`."""
+    with examples():
+        from peft import LoraConfig, get_peft_model
+    targets = script.lora_targets
+    config = LoraConfig(
+        r=script.lora_rank,
+        lora_alpha=2 * script.lora_rank,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type={"clm": "CAUSAL_LM", "classification": "SEQ_CLS"}.get(script.task),
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:  # PEFT's, of targets that are not there
+        raise UserError(f"--lora-targets {' '.join(targets)}: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

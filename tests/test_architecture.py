@@ -81,6 +81,7 @@ PUBLIC = [
     "set_local_optimizer_state",
     "set_local_parameter",
     "shard",
+    "unsharded",
     "verify",
     "zero_trainer_cls",
 ]

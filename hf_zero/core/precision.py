@@ -1,10 +1,10 @@
 """Which type each parameter is kept, gathered and reduced in.
 
 The reference for bf16 and fp16 is plain data parallel under autocast with float32 parameters. Autocast casts the
-matrices of linear and convolution layers before use: those are gathered in the compute dtype, which saves the wire and
-the cast and changes no result. Everything else (norms, biases, embeddings) stays in its own type, and autocast stays on
-(`autocast`). A matrix that the model itself uses in float32 is named by `ZeroConfig.full_precision`, or by the class in
-transformers' way, and stays in its own type, too.
+matrices of linear and convolution layers, of attention and of experts before use: those are gathered in the compute dtype,
+which saves the wire and the cast and changes no result. Everything else (norms, biases, embeddings) stays in its own type,
+and autocast stays on (`autocast`). A matrix that the model itself uses in float32 is named by `ZeroConfig.full_precision`,
+or by the class in transformers' way, and stays in its own type, too.
 """
 
 from __future__ import annotations
@@ -130,14 +130,27 @@ def castable_params(
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                (cast if name == "weight" and _casts(module) else kept).add(param)
+                (cast if _casts(module, name, param) else kept).add(param)
     return cast - kept - named - _kept_by_class(model, names, precision.autocast_dtype)
 
 
-def _casts(module: nn.Module) -> bool:
+def _casts(module: nn.Module, name: str, param: nn.Parameter) -> bool:
+    """Whether autocast casts this parameter at every use, and the sum of its gradients is the same in the compute dtype."""
     # transformers' Conv1D (GPT-2) is a transposed Linear through addmm; known by name, this layer imports no transformers.
     # A parametrized or hooked weight is computed from other parameters; it never reaches here under the name "weight".
-    return isinstance(module, _CASTABLE) or type(module).__name__ == "Conv1D"
+    if name == "weight" and (isinstance(module, _CASTABLE) or type(module).__name__ == "Conv1D"):
+        return True
+    if isinstance(module, nn.MultiheadAttention):  # packed or apart, each part in one linear()
+        return name.endswith("proj_weight")
+    # transformers' experts in one 3-D parameter: `eager` has one linear() per expert, over its slice. `grouped_mm` is none of
+    # autocast's functions and computes in float32; `batched_mm` adds up the gradients of a copy per token.
+    config = getattr(module, "config", None)
+    return param.dim() == 3 and getattr(config, "_experts_implementation", None) == "eager" and _holds_experts(module)
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` made this class: its forward goes by the config's word."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _named(names: Mapping[nn.Parameter, Sequence[str]], patterns: Sequence[str]) -> set[nn.Parameter]:

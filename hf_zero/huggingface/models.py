@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..params.access import GatheredParameters
+from ..params.access import GatheredParameters, unsharded
 from ..runtime.engine import Engine, engine_of
 from .stock import own_types, replaced
 
@@ -39,6 +39,22 @@ def adopt_model(model: nn.Module, engine: Engine) -> None:
 
         if isinstance(model, PeftModel):
             model.__dict__["load_adapter"] = MethodType(_load_adapter_in_place, model)
+            for module in model.modules():
+                for name in _WRITE_WHOLE_WEIGHTS:
+                    method = getattr(type(module), name, None)
+                    if callable(method):
+                        module.__dict__[name] = MethodType(partial(_unsharded, root, method), module)
+
+
+_WRITE_WHOLE_WEIGHTS = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
+"""Methods of PEFT's tuners that compute with whole weights and write them."""
+
+
+def _unsharded(root: weakref.ref[nn.Module], method: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A collective. What it writes are the weights from then on, as of a model that is not sharded."""
+    model = root()
+    with nullcontext() if model is None else unsharded(model):
+        return method(self, *args, **kwargs)
 
 
 def adopt_callbacks(callbacks: Iterable[Any]) -> None:

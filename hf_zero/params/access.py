@@ -9,7 +9,8 @@ they see this rank's own elements of the parameter, row-major, 1-D, often none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -134,6 +135,8 @@ def _write(
             own.copy_(value.detach())
         return
     place, engine = holder
+    if quantity == "parameter":
+        engine.sharded.refuse_unsharded(what)
     if not whole:
         _fit(place.own_numel, value, what)
     part = place.own_part(value) if whole else value.detach()
@@ -322,6 +325,8 @@ class GatheredParameters:
         self._params = list({id(param): param for param in found}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._gathered: list[_Gathered] = []
+        self._shared: list[tuple[nn.Parameter, SoloWire]] = []
+        """Whole by `unsharded`, on every rank: `modifier_rank`'s values are everybody's at the end."""
 
     def __enter__(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -332,12 +337,19 @@ class GatheredParameters:
                         self._check_rank(holder.wire)
                         with holder.wire.watch.doing("GatheredParameters"):
                             self._gathered.append(_Gathered(param, holder))
+                    elif isinstance(holder, _Held) and holder.engine.sharded.is_unsharded:
+                        self._shared.append((param, holder.wire))
             except BaseException:
                 self._discard()
                 raise
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            shared, self._shared = self._shared, []
+            if kind is None and self._modifier_rank is not None:
+                for param, wire in shared:
+                    param.data = param.data.contiguous()
+                    wire.broadcast(param.data.view(-1).view(torch.uint8), self._modifier_rank)
             if kind is not None or not self._gathered:
                 self._discard()
                 return
@@ -457,5 +469,40 @@ class _Gathered:
         self.param.data = (flat.views if whole else flat.guards.shown)[index]
 
 
+@contextmanager
+def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[None]:
+    """`with zero.unsharded(model):` all weights are whole inside, on every rank: forwards and `generate` gather nothing.
+
+    For phases of generation, averages of weights, `merge_and_unload`, whatever reads `named_parameters()`. Gathered once,
+    from the masters. What is written to parameters inside counts from then on, as anywhere between steps and also after an
+    exception: the same edit on every rank. `state_dict()`, saving and the accessors inside see it. Backwards, optimizer steps
+    and loads are refused. In a context of the same model nothing more happens, and `GatheredParameters` inside gathers
+    nothing. A model without an engine is left alone. A collective at its beginning and its end.
+
+    Args:
+        in_compute_dtype: weights as forwards use them, under bf16 and fp16 half the memory and no cast in each forward: for
+            generation. False: in their own types, as they are saved.
+
+    Raises:
+        OutOfMemoryError: on every rank, at the beginning: how much is missing where.
+        StateError: the model was born under zero.Init and has no engine yet; what was written has another shape, or belongs to
+            values that stay in the model's own files.
+        RankMismatchError: at the end, on every rank: the ranks have made different edits.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        if any(isinstance(owner_of(param), Birth) for param in model.parameters()):
+            raise StateError(
+                "zero.unsharded: the model was born under zero.Init and is not sharded yet: shard it first, or use "
+                "zero.GatheredParameters(model)"
+            )
+        yield
+        return
+    with engine.unsharded(in_compute_dtype=in_compute_dtype):
+        yield
+
+
 def _is_gathered(holder: _Held | Birth) -> bool:
-    return holder.pins > 0 if isinstance(holder, Birth) else holder.place.at in holder.place.flat.pinned
+    if isinstance(holder, Birth):
+        return holder.pins > 0
+    return holder.engine.sharded.is_unsharded or holder.place.at in holder.place.flat.pinned

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..config import ZeroConfig, size_text
 from ..core.layout import Layout, ParamSpec
@@ -332,6 +333,12 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise LayoutError(f"parameter {name!r} has no shape yet: run one forward before sharding")
+        if is_traceable_wrapper_subclass(param):
+            raise LayoutError(
+                f"parameter {name!r} is a {type(param).__name__}, a tensor made of others: it has no bytes of its own to be "
+                "cut into slices. Quantise into plain integer parameters (bitsandbytes' 4-bit ones), or shard first and "
+                "quantise a copy of the model for inference (copy.deepcopy)"
+            )
         names.setdefault(param, []).append(name)
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to shard")

@@ -22,7 +22,7 @@ from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, gathered_as
-from ..errors import ConfigError, LayoutError, RankMismatchError, ZeroError
+from ..errors import ConfigError, LayoutError, RankMismatchError, StateError, ZeroError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, Plan
 from ..plan.record import Recorder, batch_of
@@ -51,7 +51,8 @@ from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
 from .transports import Roads
-from .usage import Usage, report
+from .unsharded import Unsharded
+from .usage import Usage, free_device_bytes, report
 from .writes import WriteWatch
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
@@ -95,6 +96,7 @@ class Engine:
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
         self._preemption: Preemption | None = None
+        self._unsharded: Unsharded | None = None
         self._patches = overrides.Patches()
 
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
@@ -151,7 +153,7 @@ class Engine:
         overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
         self._patches.method(model, "compile", self.compile)
         if self.world_size > 1 and (not self.policy.keep_full or self.buffers.watched):
-            overrides.generate_together(self._patches, model, self.buffers.apart, not self.policy.keep_full)
+            overrides.generate_together(self._patches, model, self.buffers.apart, self._releases)
         model.__dict__[_ENGINE] = self
         self._watch()
         self.offload.explain_with(self.sharded.advice)
@@ -241,6 +243,7 @@ class Engine:
         previous = self._binding
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
+        self.sharded.refuse_unsharded("Engine.bind")
         with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
             kind = self._assembly.kind_of_binding(optimizer)
             if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
@@ -331,6 +334,9 @@ class Engine:
         finally:
             self.schedule.sync = before
 
+    def _releases(self) -> bool:
+        return not self.policy.keep_full and not self.sharded.is_unsharded
+
     def total_weight(self, weight: float | Tensor) -> float:
         """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.
 
@@ -362,6 +368,31 @@ class Engine:
         elif problem is not None:
             raise ConfigError(problem)
         return weighing.scaled(loss, weight, total, self.world_size)
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """As `zero.unsharded`, of this model. A collective at its beginning and its end."""
+        if self._unsharded is not None:  # the outer one decides
+            yield
+            return
+        self.offload.refuse_while_away("zero.unsharded")
+        if in_backward_of_any():
+            raise StateError("zero.unsharded cannot begin in a backward")
+        self.quiesce()
+        whole = Unsharded(
+            self.sharded, in_compute_dtype=in_compute_dtype, free_bytes=free_device_bytes(self, self._wire.ranks_here())
+        )
+        whole.begin()
+        self._unsharded, self.sharded.is_unsharded = whole, True
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            try:
+                whole.end(self.settle, compare=completed)
+            finally:
+                self._unsharded, self.sharded.is_unsharded = None, False
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -504,6 +535,7 @@ class Engine:
             CheckpointError: on every rank, naming the file and what is wrong. The model may hold part of it then: load
                 another one before going on.
         """
+        self.sharded.refuse_unsharded("Engine.load")
         self.schedule.quiesce()
         for unit in self.units:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
@@ -581,6 +613,7 @@ class Engine:
                 f"offload_states: {type(self.optimizer).__name__} steps over whole parameters, whose state does not move: use "
                 "an element-wise optimizer"
             )
+        self.sharded.refuse_unsharded("offload_states")
         self.flush()
         self.quiesce()
         self.offload.leave(include, self.optimizer)
@@ -630,6 +663,8 @@ class Engine:
             StateError, TierError: see `finish_step`; what was written cannot be carried over.
         """
         self.finish_step()
+        if self._unsharded is not None:
+            self._unsharded.carry()
         self._writes.settle(flats)
 
     def finish_step(self) -> None:
@@ -671,6 +706,7 @@ class Engine:
         """
         if self.model.__dict__.get(_ENGINE) is not self:
             return
+        self.sharded.refuse_unsharded("Engine.detach")
         self.quiesce()
         if self._preemption is not None:
             self._preemption.close()
@@ -751,10 +787,13 @@ class Engine:
 
     def _after_forward(self, *_: Any) -> None:
         self.buffers.after_forward(self.schedule.sync)
-        if not in_backward_of_any():  # not a recomputation
+        if (
+            not in_backward_of_any() and not self.sharded.is_unsharded
+        ):  # not a recomputation; something may have been read
             self.offload.agree_on_reads()
 
     def _before_backward(self) -> None:
+        self.sharded.refuse_unsharded("a backward")
         self._wire.watch.phase = "backward"
         if self.schedule.sync or self.policy.reduce_each_backward:
             self._gradients.hide()
@@ -785,6 +824,7 @@ class Engine:
         self._writes.optimizer_wrote = True
 
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.sharded.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.

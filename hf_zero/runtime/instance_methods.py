@@ -68,29 +68,30 @@ def put_on(
 
 
 def generate_together(
-    patches: Patches, model: nn.Module, buffers: Callable[[], AbstractContextManager[None]], sync: bool
+    patches: Patches, model: nn.Module, buffers: Callable[[], AbstractContextManager[None]], sync: Callable[[], bool]
 ) -> None:
     """`generate` of several ranks, as of a model that is not wrapped in DDP, which has none: buffers are each rank's own.
 
     Args:
         buffers: a context in which none are sent.
-        sync: parameters are released: a rank that stops generating early would leave the others waiting for its parts.
+        sync: whether parameters are released: a rank that stops generating early would leave the others waiting for its parts.
     """
     for module in model.modules():
         stock = getattr(type(module), "generate", None)
         if callable(stock):
-            takes = sync and "synced_gpus" in inspect.signature(stock).parameters
-            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, takes))
+            takes = "synced_gpus" in inspect.signature(stock).parameters
+            asks = sync if takes else lambda: False
+            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, asks))
 
 
 def _generate(
     stock: Callable[..., Any],
     buffers: Callable[[], AbstractContextManager[None]],
-    sync: bool,
+    sync: Callable[[], bool],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if sync:
+    if sync():
         kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
     with buffers():
         return stock(*args, **kwargs)

@@ -140,6 +140,7 @@ class Sharded:
         optimizer: the one that is bound, or None.
         plan: what the units were built by.
         storage: what the tiers share.
+        is_unsharded: inside `zero.unsharded`.
     """
 
     model: nn.Module
@@ -155,6 +156,7 @@ class Sharded:
     optimizer: torch.optim.Optimizer | None = None
     plan: Plan = field(init=False)
     storage: Storage = field(init=False)
+    is_unsharded: bool = False
 
     def __post_init__(self) -> None:
         self.layout = Layout((), self.wire.size if self.policy.shard else 1)
@@ -173,6 +175,15 @@ class Sharded:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""
         held = device_bytes_in_use(self.device) or self.plan.memory.at_rest(Tier.DEVICE)
         return advice(self.plan, held)
+
+    def refuse_unsharded(self, what: str) -> None:
+        """Raises:
+        StateError: inside `zero.unsharded`, whose values `what` would leave behind.
+        """
+        if self.is_unsharded:
+            raise StateError(
+                f"{what} inside zero.unsharded: the weights that it shows would be old. End the context first"
+            )
 
     # A copy or a file of a released parameter would be one of NaN: both are refused while it is released.
 

@@ -220,6 +220,7 @@ class ShardedHooks(StateDictHooks):
         }
 
     def before_load(self) -> None:
+        self._sharded.refuse_unsharded("load_state_dict()")
         for unit in self._sharded.units:
             unit.release()  # what a parameter points at afterwards is no edit of somebody's
         self._settle()

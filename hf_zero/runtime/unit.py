@@ -49,6 +49,8 @@ class Unit:
         """Parameters could not be read from disk: what was computed since is worthless."""
         self.always_asks = False
         """Every access to a parameter is told to the schedule, also while the unit is gathered."""
+        self.shows_whole = False
+        """All parameters are pinned to whole values that are not this unit's to bring or release, see `unsharded`."""
         self._dictionaries: Sequence[ParameterDict] = ()
         self._brings: list[tuple[Flat, Inflight]] = []
         self._arrivals: list[Inflight] = []
@@ -65,7 +67,7 @@ class Unit:
 
     def gather(self) -> None:
         """Start to bring the full parameters in."""
-        if self.state is not State.SHARDED:
+        if self.state is not State.SHARDED or self.shows_whole:
             return
         named = self._named("gather") if profiler._is_profiler_enabled else None
         if self._unsent:
@@ -124,7 +126,7 @@ class Unit:
 
     def wait(self) -> None:
         """Full parameters are readable afterwards."""
-        if self.state is State.GATHERED:
+        if self.state is State.GATHERED or self.shows_whole:
             return
         if self.state is not State.GATHERING:
             raise StateError(
@@ -205,8 +207,18 @@ class Unit:
     def watch(self, dictionaries: Sequence[ParameterDict]) -> None:
         """These modules' parameters belong to this unit: while it is released, a read of one is told to the schedule."""
         self._dictionaries = dictionaries
-        for each in dictionaries:
-            each.__class__ = ParameterDict if self.state is State.GATHERED and not self.always_asks else GatherOnRead
+        self._tell_reads()
+
+    def _tell_reads(self) -> None:
+        silent = self.shows_whole or (self.state is State.GATHERED and not self.always_asks)
+        for each in self._dictionaries:
+            each.__class__ = ParameterDict if silent else GatherOnRead
+
+    def show_whole(self, whole: bool) -> None:
+        """Its parameters have whole values from elsewhere from now on; or no longer. Sharded, where parameters are released."""
+        if whole is not self.shows_whole:
+            self.shows_whole = whole
+            self._tell_reads()
 
     def gather_if_kept(self) -> None:
         """After the slices have been elsewhere: whole again, where the stage keeps that. A collective there."""

@@ -26,6 +26,7 @@ from ..comm.wire import Traffic as Counts
 from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision, dtype_name
+from ..plan import machine
 from ..plan.costs import KINDS, TIERS, Memory, Setup, memory_of
 from ..plan.machine import here
 from ..plan.plan import Plan
@@ -107,6 +108,21 @@ def at_rest(engine: Measurable) -> Table:
             for entries in () if engine.optimizer is None else flat.whole_entries(engine.optimizer):
                 _tally_states(tally, entries, Tier.DEVICE, engine.device)
     return tally.table
+
+
+def free_device_bytes(engine: Measurable, ranks_here: int) -> int:
+    """What this rank may still take of its device: of the budget where there is one, else of what is free.
+
+    Args:
+        ranks_here: that share the host's memory, where that is the device.
+    """
+    budget = engine.config.device_memory
+    if budget is not None:
+        taken = sum(at_rest(engine)[Tier.DEVICE.value].values())
+        return int(budget) - taken - sum(engine.offload.storage.ledger.device.now.values())
+    if engine.device.type == "cuda":
+        return machine.free_device_bytes(engine.device)
+    return engine.offload.free_host_bytes(ranks_here)
 
 
 def _tally_parameters(tally: _Tally, flat: Flat) -> None:

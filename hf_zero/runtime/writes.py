@@ -99,9 +99,26 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
             f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "
             "a sharded parameter keeps its shape; change it before the model is sharded, or after engine.detach()"
         )
-    was = [shard.edited(False) for shard in flat.shards]
+    was = [shard.edited(False) for shard in flat.shards]  # `target` may be a master's memory
     if not is_guard:
         target.copy_(value)
+    _put(flat, index, value)
+    for shard, edited in zip(flat.shards, was):
+        if not edited:
+            shard.note()
+
+
+@torch.no_grad()
+def put(flat: Flat, index: int, value: Tensor) -> None:
+    """A parameter's whole value: this rank's elements go into the masters. An element that has not changed keeps its digits."""
+    was = [shard.edited(False) for shard in flat.shards]
+    _put(flat, index, value)
+    for shard, edited in zip(flat.shards, was):
+        if not edited:
+            shard.note()
+
+
+def _put(flat: Flat, index: int, value: Tensor) -> None:
     for shard, at, numel, start in flat.pieces(index):
         mine = shard.values[at : at + numel]
         master = fetch(mine)
@@ -109,9 +126,6 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
         values = torch.where(new == master.to(new.dtype), master, new.to(master.dtype))
         mine.copy_(values)
         flat.publish(shard, at, values)
-    for shard, edited in zip(flat.shards, was):
-        if not edited:
-            shard.note()
 
 
 def carry_replaced(flat: Flat, unit: str) -> None:

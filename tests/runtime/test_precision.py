@@ -458,3 +458,88 @@ def all_skipped(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_ranks_overflow_is_everyones(two: RankPool, stage: int) -> None:
     two.run(all_skipped, stage)
+
+
+# Matrices outside linear layers ------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """torch's attention, packed and with keys of another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.packed = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.apart = nn.MultiheadAttention(16, 2, batch_first=True, kdim=8, vdim=8)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        hidden = hidden + self.packed(hidden, hidden, hidden, need_weights=False)[0]
+        hidden = hidden + self.apart(hidden, hidden[..., :8], hidden[..., 8:])[0]
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def mixtral(experts: str) -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = experts
+    return transformers.MixtralForCausalLM(config)
+
+
+CAST = {
+    "attention": (Attending, {"packed.in_proj_weight", "apart.q_proj_weight", "apart.k_proj_weight", "apart.v_proj_weight"}),
+    "eager experts": (
+        lambda: mixtral("eager"), {f"model.layers.{i}.mlp.experts.{p}_proj" for i in (0, 1) for p in ("gate_up", "down")}
+    ),
+    "grouped experts": (lambda: mixtral("grouped_mm"), set()),
+}  # fmt: skip
+
+
+def other_matrices(rank: int, world: int, name: str, stage: int) -> None:
+    build, cast = CAST[name]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build())
+    plain, model = models
+    reference, optimizer = sgd(plain.parameters()), sgd(model.parameters())
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision="bf16")
+    specs = [slot.spec for unit in engine.layout.units for span in unit.spans for slot in span.slots]
+    own = {spec.name for spec in specs if spec.name.endswith(("proj", "proj_weight"))}
+    assert {spec.name for spec in specs if spec.compute_dtype == "bfloat16"} & own == cast
+    for step in range(3):
+        losses = []
+        for peer in range(world):
+            ids = text(peer, step)["input_ids"]
+            with autocast("bf16"):
+                output = plain(input_ids=ids, labels=ids)
+            losses.append(output if isinstance(output, Tensor) else output.loss)
+            (losses[-1] / world).backward()
+        reference.step()
+        reference.zero_grad()
+        ids = text(rank, step)["input_ids"]
+        output = model(input_ids=ids, labels=ids)
+        loss = output if isinstance(output, Tensor) else output.loss
+        if stage == 3:
+            held, largest = (
+                engine.offload.storage.ledger.device.now["gathered"],
+                max(u.gathered_bytes for u in engine.units),
+            )
+            assert held <= largest, "one unit stays for backward"
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, losses[rank], rtol=0, atol=2e-5)
+    for (param, twin), value in zip(plain.named_parameters(), map(zero.full_parameter, model.parameters())):
+        torch.testing.assert_close(
+            value, twin.detach(), rtol=0, atol=1e-4, msg=lambda text, param=param: f"{param}: {text}"
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", CAST)
+def test_matrices_of_attention_and_experts(two: RankPool, name: str, stage: int) -> None:
+    two.run(other_matrices, name, stage)

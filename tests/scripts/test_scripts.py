@@ -212,6 +212,30 @@ def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Pa
     AutoModelForCausalLM.from_pretrained(place / "runs" / "own")
 
 
+def test_lora_saves_an_adapter_that_peft_loads(place: Path, plain: Path) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    common = [FINETUNE, *SMALL, "--zero-stage=3", "--output-dir=adapter", "--model", str(plain), "--lora"]
+    on_ranks([*common, "--lora-rank=4", "--lora-targets", "c_attn", "c_proj"], place)
+    folder = place / "adapter"
+    assert not list(folder.glob("model*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(plain)
+    loaded = PeftModel.from_pretrained(base, folder)
+    config = loaded.peft_config["default"]
+    assert (config.r, set(config.target_modules)) == (4, {"c_attn", "c_proj"})
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert len(saved) == 2 * 3 * base.config.n_layer
+    assert all(bool(value.any()) for value in saved.values()), "trained: both matrices of each are something"
+    losses = history(folder, "eval_loss")
+    assert losses[-1] < losses[0]
+
+
+def test_lora_of_random_weights_is_refused() -> None:
+    with pytest.raises(finetune.UserError, match="starts from random weights"):
+        finetune.parse(["--lora"])
+
+
 def test_the_best_model_needs_no_more_than_the_steps() -> None:
     words = ["--load-best-model-at-end=true", "--metric-for-best-model=loss", "--save-steps=2", "--eval-steps=2"]
     _, args = finetune.parse(words)

@@ -1,0 +1,213 @@
+"""All parameters of a sharded model whole at once, and kept so: forwards gather nothing (`zero.unsharded`).
+
+A span whose parameters are not whole in the wanted type anyway gets one buffer, gathered from the masters once, and its
+parameters are *pinned* to views of it, as `GatheredParameters` pins them: gathers and releases leave them alone. What is
+written to them is carried into the masters by every rank for its own elements, before anybody reads those and at the end. So
+edits have to be the same on every rank, as all writes between steps have; the end compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..comm import agree
+from ..config import size_text
+from ..core.precision import dtype_of
+from ..errors import OutOfMemoryError, RankMismatchError, StateError
+from ..tiers.fingerprint import digest
+from .flat_param import Flat
+from .sharded import Sharded
+from .unit import State, Unit
+from .writes import put
+
+
+@dataclass(eq=False)
+class _Whole:
+    """One span's parameters.
+
+    Attributes:
+        buffer: 1-D, the whole span.
+        views: it, cut into parameters' shapes. `mine`: which of them (places in `params`) are shown; somebody else has others.
+        known: the digest of `buffer` as the masters have it.
+    """
+
+    unit: Unit
+    flat: Flat
+    buffer: Tensor
+    views: list[Tensor]
+    mine: list[int]
+    known: int
+
+    def collect(self) -> None:
+        """What was put in a parameter's place (`param.data = x`) is in the buffer.
+
+        Raises:
+            StateError: of another shape.
+        """
+        for index in self.mine:
+            param, view = self.flat.params[index], self.views[index]
+            value = param.data
+            if value.data_ptr() == view.data_ptr() and value.dtype == view.dtype and value.shape == view.shape:
+                continue
+            param.data = view
+            if value.shape != view.shape:
+                raise StateError(
+                    f"parameter {self.flat.span.slots[index].spec.name!r} was given `.data` of {tuple(value.shape)} inside "
+                    f"zero.unsharded, expected {tuple(view.shape)}: a sharded parameter keeps its shape"
+                )
+            view.copy_(value)
+
+
+class Unsharded:
+    """Of one model, from `begin` to `end`.
+
+    Args:
+        in_compute_dtype: in the types that forwards use, and not in the parameters' own.
+        free_bytes: of the device, on this rank.
+    """
+
+    def __init__(self, sharded: Sharded, *, in_compute_dtype: bool, free_bytes: int) -> None:
+        self._sharded = sharded
+        self._in_compute_dtype = in_compute_dtype
+        self._free_bytes = free_bytes
+        self._wholes: list[_Whole] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Nothing is gathered for a pass, masters are those of one step. A collective.
+
+        Raises:
+            OutOfMemoryError: on every rank, where one has not got the memory.
+        """
+        wire = self._sharded.wire
+        wanted = [(unit, flat) for unit in self._sharded.units for flat in unit.flats if self._lacks(unit, flat)]
+        needed = sum(flat.span.numel * self._dtype(flat).itemsize for _, flat in wanted)
+        with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
+            missing = needed - self._free_bytes if wanted else 0
+            if missing > 0:
+                raise OutOfMemoryError(
+                    f"zero.unsharded: whole weights take {size_text(needed)} of {self._sharded.device} beside what is there, "
+                    f"{size_text(missing)} more than is free on rank {wire.rank}. Pass in_compute_dtype=True under bf16 or "
+                    "fp16, offload optimizer state, raise device_memory, or make a part whole by zero.GatheredParameters"
+                )
+        with wire.watch.doing("zero.unsharded"):
+            try:
+                with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
+                    for unit, flat in wanted:
+                        self._wholes.append(self._allocate(unit, flat))
+                for whole in self._wholes:
+                    self._fill(whole)
+            except BaseException:
+                self._leave()
+                raise
+        for unit in self._sharded.units:
+            unit.show_whole(not unit.policy.keep_full)
+
+    def _dtype(self, flat: Flat) -> torch.dtype:
+        return flat.compute_dtype if self._in_compute_dtype else dtype_of(flat.span.spec.dtype)
+
+    def _lacks(self, unit: Unit, flat: Flat) -> bool:
+        return not unit.policy.keep_full or self._dtype(flat) != flat.compute_dtype
+
+    def _allocate(self, unit: Unit, flat: Flat) -> _Whole:
+        numel, dtype = flat.span.numel, self._dtype(flat)
+        buffer = flat.storage.allocate(
+            "gathered",
+            f"unit {unit.name!r} in zero.unsharded",
+            numel * dtype.itemsize,
+            partial(torch.empty, numel, dtype=dtype, device=flat.device),
+        )
+        return _Whole(
+            unit, flat, buffer, flat.cut_up(buffer), [i for i in range(len(flat.params)) if i not in flat.pinned], 0
+        )
+
+    def _fill(self, whole: _Whole) -> None:
+        flat, wire = whole.flat, self._sharded.wire
+        own = agree.read(wire, flat.values, may_fail=flat.storage.uses_disk).detach().to(whole.buffer.dtype)
+        if flat.span.shards == 1:
+            whole.buffer.copy_(own)
+        else:
+            wire.gather(whole.buffer, own, flat.span.index).close()
+        whole.known = digest(whole.buffer)
+        flat.pinned.update(whole.mine)
+        for index in whole.mine:
+            flat.params[index].data = whole.views[index]
+
+    @torch.no_grad()
+    def carry(self) -> None:
+        """The masters have what was written to the parameters. Without communication.
+
+        Raises:
+            StateError: it cannot be carried over; names the parameter.
+        """
+        for whole in self._wholes:
+            whole.collect()
+            now = digest(whole.buffer)
+            if now == whole.known:
+                continue
+            whole.known = now
+            flat, unit = whole.flat, whole.unit
+            if flat.in_files:
+                raise StateError(
+                    f"parameter {flat.span.spec.name!r} of unit {unit.name!r}, or one beside it, was written inside "
+                    "zero.unsharded: its values stay in the model's own files, which are not written. Load the model without "
+                    "offload_params='disk' to change it"
+                )
+            unit.close()
+            for index in whole.mine:
+                put(flat, index, whole.views[index])
+                if unit.policy.keep_full:
+                    flat.views[index].copy_(whole.views[index])
+            flat.note_place()
+
+    def end(self, settle: Callable[[], None], *, compare: bool) -> None:
+        """Parameters show what they did before, with what was written to them.
+
+        Args:
+            settle: calls `carry`, and carries over what was written elsewhere.
+            compare: whether ranks have made the same edits. A collective then.
+
+        Raises:
+            RankMismatchError: they have not; on every rank, names the first. What each rank wrote counts for its own elements.
+        """
+        try:
+            if compare:
+                with agree.on_all_ranks(self._sharded.wire, "zero.unsharded", kind=RankMismatchError) as report:
+                    settle()
+                    report.mine = [*self._shown()]
+                for rank, found in enumerate(report.everyone):
+                    for (name, theirs), (_, first) in zip(found, report.everyone[0]):
+                        if theirs != first:
+                            raise RankMismatchError(
+                                f"the parameters of the span of {name!r} were written inside "
+                                f"zero.unsharded with other values on rank {rank} than on rank 0: make the same edit on every "
+                                "rank, or edit inside zero.GatheredParameters(params, modifier_rank=0)"
+                            )
+            else:
+                settle()
+        finally:
+            self._leave()
+
+    def _shown(self) -> Iterator[tuple[str, int]]:
+        """What the parameters show, span by span."""
+        known = {whole.flat: whole.known for whole in self._wholes}
+        for flat in self._sharded.flats:
+            yield flat.span.spec.name, known[flat] if flat in known else digest(flat.full[: flat.span.used_numel])
+
+    def _leave(self) -> None:
+        for unit in self._sharded.units:
+            unit.show_whole(False)
+        for whole in self._wholes:
+            flat = whole.flat
+            flat.pinned.difference_update(whole.mine)
+            for index in whole.mine:
+                is_whole = whole.unit.policy.keep_full or whole.unit.state is State.GATHERED
+                flat.params[index].data = (flat.views if is_whole else flat.guards.shown)[index]
+                flat.uncount(index)
+            flat.account.add("gathered", -whole.buffer.nbytes)
+        self._wholes.clear()
