@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm import agree
+from ..comm.places import AFTER_STEP, NO_GRAD
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout, ParamSpec
@@ -92,6 +93,8 @@ class Engine:
         """Host memory of asynchronous saves, kept for the next one."""
         self._patches = overrides.Patches()
 
+        with self._wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
+            self._wire.start(config.stall_s)
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
         with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             if engine_of(model) is not None:
@@ -112,7 +115,6 @@ class Engine:
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-        self._wire.start(config.stall_s)
 
         # The plan needs to know what the tiers have room for, and may be refused as well.
         self.units = self.sharded.units
@@ -456,7 +458,8 @@ class Engine:
         """
         pending, self.pending_save = self.pending_save, None
         if pending is not None:
-            pending.wait()
+            with self._wire.watch.doing(f"waiting for the save to {pending.target}"):
+                pending.wait()
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
@@ -479,9 +482,10 @@ class Engine:
                 f"offload_states: {type(self.optimizer).__name__} steps over whole parameters, whose state does not move: use "
                 "an element-wise optimizer"
             )
-        self.flush()
-        self.quiesce()
-        self.offload.leave(include, self.optimizer)
+        with self._wire.watch.doing("Engine.offload_states"):
+            self.flush()
+            self.quiesce()
+            self.offload.leave(include, self.optimizer)
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
@@ -489,8 +493,9 @@ class Engine:
         Raises:
             StateError: nothing is away.
         """
-        self.offload.come_back(self.optimizer)
-        self._gradients.show_slices()
+        with self._wire.watch.doing("Engine.reload_states"):
+            self.offload.come_back(self.optimizer)
+            self._gradients.show_slices()
 
     @property
     def wire(self) -> SoloWire:
@@ -562,12 +567,13 @@ class Engine:
         """
         if self.model.__dict__.get(_ENGINE) is not self:
             return
-        self.quiesce()
-        binding = self._binding
-        state = None if binding is None else binding.plain_state()
-        if self.recorder is not None:
-            self.recorder.close()
-        self._assembly.dissolve()
+        with self._wire.watch.doing("Engine.detach"):
+            self.quiesce()
+            binding = self._binding
+            state = None if binding is None else binding.plain_state()
+            if self.recorder is not None:
+                self.recorder.close()
+            self._assembly.dissolve()
         self.offload.close()
         self.schedule.detach()
         self._patches.take_off()
@@ -605,8 +611,9 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
-        self._wire.watch.phase = "forward"
-        if self._trains_unbound and torch.is_grad_enabled():
+        graph = torch.is_grad_enabled()
+        self._wire.watch.phase = "forward" if graph else NO_GRAD
+        if self._trains_unbound and graph:
             self._trains_unbound = None
             warnings.warn(
                 f"this {type(self.model).__name__} was sharded without an optimizer, and gradients are there: no step will "
@@ -617,7 +624,6 @@ class Engine:
         self.offload.check()
         if self._binding is not None and not self._binding.is_current():
             self.bind(self._binding.optimizer)
-        graph = torch.is_grad_enabled()
         self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
         self.buffers.before_forward()
@@ -701,7 +707,7 @@ class Engine:
         if self.offload.monitor is not None:
             self.offload.monitor.look()
         self._gradients.show_slices()
-        self._wire.watch.phase = "what follows the step"
+        self._wire.watch.phase = AFTER_STEP
 
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]
