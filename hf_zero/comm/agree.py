@@ -44,15 +44,15 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
             the program's. With RankMismatchError this rank's own failure stays as it is, of whatever class.
 
     Raises:
-        ZeroError: this rank's own refusal.
+        ZeroError: this rank's own refusal; KeyboardInterrupt, SystemExit: as they are.
         CheckpointError (or `kind`): names the first rank that failed, and how; or the other ranks cannot be reached.
     """
     report = Report()
-    failure: Exception | None = None
+    failure: BaseException | None = None
     with wire.watch.doing(what):
         try:
             yield report
-        except Exception as error:  # any failure must reach the other ranks, which would wait for this one
+        except BaseException as error:  # also Ctrl-C: the other ranks would wait for this one, which may go on
             failure = error
         reason = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
@@ -64,7 +64,9 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
         except RuntimeError as error:  # the process group's own
             raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
     if failure is not None and (
-        kind is RankMismatchError or (isinstance(failure, ZeroError) and not isinstance(failure, TierError))
+        not isinstance(failure, Exception)
+        or kind is RankMismatchError
+        or (isinstance(failure, ZeroError) and not isinstance(failure, TierError))
     ):
         raise failure
     for rank, (theirs, _) in enumerate(told):

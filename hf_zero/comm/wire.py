@@ -19,6 +19,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -26,16 +27,20 @@ from torch import Tensor
 
 from ..errors import RankMismatchError
 from .inflight import DONE, Counters, Inflight
-from .watch import Watch
+from .watch import Watch, Watcher
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
-_ENGINES, _WATCH = "hf_zero/engines", "hf_zero/watch/"
+_ENGINES, _WATCH = "hf_zero/engines", "hf_zero/watch"
 _STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
 _INTERRUPT_TAG = (1 << 31) - 1
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
+
+
+_WATCHERS: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
+"""Of the process, because its threads are: a wire's rank waits for another's that may be in the call of another wire."""
 
 
 class Traffic(Counters):
@@ -74,7 +79,7 @@ class Wait:
         if watch.verdict is not None:
             raise watch.error()
         before = watch.at
-        self.started = time.perf_counter()
+        watch.last = self.started = time.perf_counter()
         watch.at = self
         try:
             self._call()
@@ -137,10 +142,10 @@ class SoloWire:
         return self
 
     def start(self, stall_s: float) -> None:
-        """Before an engine's first message: tags that no other engine's messages have, and a watch. A collective.
+        """Before an engine's first message: tags that no other engine's messages have, and the same watch. A collective.
 
         Args:
-            stall_s: see `watch.Watch`; 0: waits are not watched.
+            stall_s: of the process group from now on, see `watch.Watcher`; 0: waits are not watched.
         """
 
     def sum_scalar(self, value: Tensor) -> Tensor:
@@ -175,12 +180,15 @@ class SoloWire:
 class _GroupWire(SoloWire):
     """What both real wires share: small synchronous exchanges over the default group."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__()
+        home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
         self.device = device
-        self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
+        self.group: dist.ProcessGroup = group or home
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.watch = Watch(self.rank, self.size)
+        self.watch = Watch(partial(_interrupt, ref(self.group), device, (self.rank + 1) % self.size))
+        self.watcher = _watcher(home)
+        self.watcher.join(self.watch, lane)
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
@@ -236,7 +244,12 @@ class _GroupWire(SoloWire):
                 landing.copy_(arrived)
 
     def side(self) -> SoloWire:
-        return PairWire(torch.device("cpu"), dist.new_group(backend="gloo"))
+        with self.watch.doing("opening a process group"):
+            self.barrier()  # torch's own waiting in `new_group` is not watched
+            group = dist.new_group(backend="gloo")
+        beside = PairWire(torch.device("cpu"), group, lane=f"beside {self.watch.engine}")
+        beside.watch.engine = self.watch.engine
+        return beside
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -247,26 +260,18 @@ class _GroupWire(SoloWire):
         self._call(dist.barrier, self.group)
 
     def start(self, stall_s: float) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        clone, fault = None, None
-        if stall_s > 0:
-            try:
-                clone = store.clone()  # a connection of its own: a call of the main thread would block the other
-            except RuntimeError as error:  # a file that may not grow, a server that takes no more connections
-                fault = f"rank {self.rank}: {error}"
-        told = self.exchange((store.add(_ENGINES, 1) if self.rank == 0 else None, fault))
-        self.number: int = told[0][0]
-        faults = [theirs for _, theirs in told if theirs is not None]
+        watcher = self.watcher
+        watcher.stall_s = stall_s
+        number = dist.distributed_c10d._get_default_store().add(_ENGINES, 1) if self.rank == 0 else 0
+        told = self.exchange((number, watcher.prefix, watcher.fault))
+        faults = [fault for _, _, fault in told if fault is not None]
+        self.watch.engine, prefix, _ = told[0]
+        watcher.settle(stall_s, prefix, faults)
         if faults and self.rank == 0:
-            # One rank alone without a watch would look like one that has ended.
             warnings.warn(
                 f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
                 stacklevel=4,  # who called zero.shard
             )
-        if clone is None or faults:
-            return
-        interrupt = partial(_interrupt, self.group, self.device, (self.rank + 1) % self.size)
-        self.watch.start(self, clone, f"{_WATCH}{self.number}", stall_s, interrupt)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
@@ -298,14 +303,14 @@ class _GroupWire(SoloWire):
 class PairWire(_GroupWire):
     """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(device, group)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
+        super().__init__(device, group, lane)
         self._first_tag = 0
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def start(self, stall_s: float) -> None:
         super().start(stall_s)
-        self._first_tag = self.number % _TAGS_WRAP * _TAGS_EACH
+        self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
 
     def _message_tag(self, tag: int, kind: int) -> int:
         """What only this engine's message of this span, kind and step has.
@@ -410,15 +415,33 @@ class CollectiveWire(_GroupWire):
         return Inflight((work,), (), finish)
 
 
-def open_wire(device: torch.device) -> SoloWire:
-    """The wire of the default process group for buffers on `device`; `SoloWire` where there is none."""
+def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
+    """The wire of the default process group for buffers on `device`; `SoloWire` where there is none.
+
+    Args:
+        stall_s: see `SoloWire.start`; None: as before.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SoloWire()
-    return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
+    wire = PairWire(device) if device.type == "cpu" else CollectiveWire(device)
+    if stall_s is not None:
+        wire.watcher.stall_s = stall_s
+    return wire
 
 
-def _interrupt(group: dist.ProcessGroup, device: torch.device, peer: int) -> None:
-    """Break every wait over `group`, in whichever thread."""
+def _watcher(home: dist.ProcessGroup) -> Watcher:
+    found = _WATCHERS.get(home)
+    if found is None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        found = _WATCHERS[home] = Watcher(home, store, _WATCH, dist.get_rank(), dist.get_world_size())
+    return found
+
+
+def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> None:
+    """Break every wait over a group, in whichever thread."""
+    group = of()
+    if group is None:
+        return
     if device.type != "cpu":
         group.abort()
         return

@@ -159,7 +159,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
             CheckpointError: on every rank: what to resume from is damaged, or all there is; another job is training into
                 the same `output_dir`.
         """
-        wire = open_wire(home_device())
+        wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
         with on_all_ranks(wire, f"training into {self._zero_output}"):
             taken = Occupancy(self._zero_output) if alone else None

@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, home_device, open_wire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError
@@ -102,6 +103,7 @@ class Init:
             those that are frozen when `shard` puts them on disk are read from these files from then on, and never copied. The
             files must stay as they are; a change is an error. Parameters that are converted or cast in loading are read.
         enabled: False to do nothing.
+        stall_s: as in that `ZeroConfig`.
 
     Attributes:
         wire: the ranks.
@@ -110,7 +112,9 @@ class Init:
         leaves_at_rest: whether values may stay in their files.
     """
 
-    def __init__(self, *, init: str = "exact", offload_params: str = "none", enabled: bool = True) -> None:
+    def __init__(
+        self, *, init: str = "exact", offload_params: str = "none", enabled: bool = True, stall_s: float = STALL_S
+    ) -> None:
         if init not in ("exact", "fast"):
             raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
         if offload_params not in OFFLOADS:
@@ -120,6 +124,7 @@ class Init:
         self.init = init
         self.leaves_at_rest = offload_params in ("disk", "auto")
         self.enabled = enabled
+        self._stall_s = stall_s
         self.wire: SoloWire = SoloWire()
         self.peak_numel = 0
         self.bytes_read = 0
@@ -143,7 +148,8 @@ class Init:
         if outer is not None:
             outer._depth += 1
             return outer
-        self.wire = open_wire(home_device())
+        self.wire = open_wire(home_device(), self._stall_s)
+        self.wire.watch.phase = "zero.Init"
         self._own_random = None
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -190,7 +196,8 @@ class Init:
 
     def align_random_states(self) -> None:
         """Where the ranks' random states differ, rank 0's is used on all until the context is left. A collective."""
-        own = _align_random_states(self.wire)
+        with self.wire.watch.doing("zero.Init"):
+            own = _align_random_states(self.wire)
         if self._own_random is None:
             self._own_random = own
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..comm.wire import SoloWire
+from ..errors import RankMismatchError
 from .unit import State, Unit
 from .uses import Trace
 
@@ -81,6 +82,8 @@ class BackwardOrder:
         numbers += [latest and latest - base for latest in lasts]
         numbers += passes
         numbers += [int(not first) for first in firsts]
+        step = self._wire.watch.step
+        numbers += (step, -step)
         self._agreement = self._wire.start_maximum(numbers)
 
     def agreed(self) -> list[Trace]:
@@ -88,6 +91,13 @@ class BackwardOrder:
         answer, self._agreement = self._agreement, None
         if answer is not None:
             numbers, count = answer(), len(self._traces)
+            if numbers[-2] != -numbers[-1]:
+                raise RankMismatchError(
+                    f"ranks average the gradients of different steps: rank {self._wire.rank} has made "
+                    f"{self._wire.watch.step} optimizer steps, others from {-numbers[-1]} to {numbers[-2]}. "
+                    "Call optimizer.step() on every rank or on none; their "
+                    "parameters may differ now, so go on from the last checkpoint"
+                )
             first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
             used = [trace for trace in self._traces if first[trace.at]]
             for trace in used:

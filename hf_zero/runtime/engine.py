@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm import agree
+from ..comm.places import AFTER_STEP, NO_GRAD
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout, ParamSpec
@@ -99,6 +100,8 @@ class Engine:
         self._unsharded: Unsharded | None = None
         self._patches = overrides.Patches()
 
+        with self._wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
+            self._wire.start(config.stall_s)
         # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
         with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
             if engine_of(model) is not None:
@@ -120,7 +123,6 @@ class Engine:
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-        self._wire.start(config.stall_s)
 
         # The plan needs to know what the tiers have room for, and may be refused as well.
         self.units = self.sharded.units
@@ -570,7 +572,8 @@ class Engine:
         """
         pending, self.pending_save = self.pending_save, None
         if pending is not None:
-            pending.wait()
+            with self._wire.watch.doing(f"waiting for the save to {pending.target}"):
+                pending.wait()
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
         """`torch.compile` block by block; also what `model.compile(...)` does. Gathers and releases stay outside of the graphs.
@@ -614,9 +617,10 @@ class Engine:
                 "an element-wise optimizer"
             )
         self.sharded.refuse_unsharded("offload_states")
-        self.flush()
-        self.quiesce()
-        self.offload.leave(include, self.optimizer)
+        with self._wire.watch.doing("Engine.offload_states"):
+            self.flush()
+            self.quiesce()
+            self.offload.leave(include, self.optimizer)
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
@@ -624,8 +628,9 @@ class Engine:
         Raises:
             StateError: nothing is away.
         """
-        self.offload.come_back(self.optimizer)
-        self._gradients.show_slices()
+        with self._wire.watch.doing("Engine.reload_states"):
+            self.offload.come_back(self.optimizer)
+            self._gradients.show_slices()
 
     @property
     def wire(self) -> SoloWire:
@@ -707,14 +712,15 @@ class Engine:
         if self.model.__dict__.get(_ENGINE) is not self:
             return
         self.sharded.refuse_unsharded("Engine.detach")
-        self.quiesce()
-        if self._preemption is not None:
-            self._preemption.close()
-        binding = self._binding
-        state = None if binding is None else binding.plain_state()
-        if self.recorder is not None:
-            self.recorder.close()
-        self._assembly.dissolve()
+        with self._wire.watch.doing("Engine.detach"):
+            self.quiesce()
+            if self._preemption is not None:
+                self._preemption.close()
+            binding = self._binding
+            state = None if binding is None else binding.plain_state()
+            if self.recorder is not None:
+                self.recorder.close()
+            self._assembly.dissolve()
         self.offload.close()
         self.schedule.detach()
         self._patches.take_off()
@@ -759,8 +765,9 @@ class Engine:
     # What hooks call ------------------------------------------------------------------------------------------------
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._wire.watch.phase = "forward"
-        if self._trains_unbound and torch.is_grad_enabled():
+        graph = torch.is_grad_enabled()
+        self._wire.watch.phase = "forward" if graph else NO_GRAD
+        if self._trains_unbound and graph:
             self._trains_unbound = None
             warnings.warn(
                 f"this {type(self.model).__name__} was sharded without an optimizer, and gradients are there: no step will "
@@ -773,7 +780,6 @@ class Engine:
             self.bind(self._binding.optimizer)
         if self._assembly.look_at_flags():
             self._unfreeze()
-        graph = torch.is_grad_enabled()
         self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
         self.buffers.before_forward()
@@ -867,7 +873,7 @@ class Engine:
         if self.offload.monitor is not None:
             self.offload.monitor.look()
         self._gradients.show_slices()
-        self._wire.watch.phase = "what follows the step"
+        self._wire.watch.phase = AFTER_STEP
 
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]

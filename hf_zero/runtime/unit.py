@@ -19,7 +19,7 @@ from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
 from ..config import StagePolicy
 from ..core.layout import UnitLayout
-from ..errors import StateError, TierError
+from ..errors import StallError, StateError, TierError, is_told
 from ..tiers.tier import Tier
 from . import writes
 from .flat_param import Flat
@@ -174,7 +174,12 @@ class Unit:
         if self.state is State.SHARDED or self.policy.keep_full:
             return
         if self.state is State.GATHERING:
-            self.wait()
+            try:
+                self.wait()
+            except StallError as error:
+                if is_told(error):  # torch calls hooks after an error, too, and would warn of each that raises
+                    return
+                raise
         for flat in self.flats:
             if flat.rest is not Tier.DEVICE:
                 self._close_sends()  # peers are still being sent what `full` holds

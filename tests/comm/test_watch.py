@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pdb
 import re
 import resource
 import signal
-import threading
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import hf_zero as zero
-from hf_zero.comm.watch import Place, explain
+from hf_zero.comm.places import AFTER_STEP, Place, explain
+from hf_zero.comm.watch import SLOW
 from tests.kit.common import batch, gpt2, optimizer_for
-from tests.kit.pool import RankFailure, RankPool
+from tests.kit.pool import RankFailure, RankPool, free_port
 
 pytestmark = pytest.mark.gloo
 STALL_S = 3.0
@@ -29,12 +36,12 @@ STALL_S = 3.0
 class Loop:
     """Three steps; then `fault` happens in the fourth on one rank."""
 
-    def __init__(self, rank: int, stage: int, folder: Path) -> None:
+    def __init__(self, rank: int, stage: int, folder: Path, stall_s: float = STALL_S) -> None:
         self.rank = rank
         self.folder = folder
         self.model = gpt2()
         self.optimizer = optimizer_for(self.model, 1)
-        self.engine = zero.shard(self.model, self.optimizer, zero.ZeroConfig(stage=stage, stall_s=STALL_S))
+        self.engine = zero.shard(self.model, self.optimizer, zero.ZeroConfig(stage=stage, stall_s=stall_s))
 
     def loss(self, step: int) -> object:
         ids = batch(step, 0, self.rank)
@@ -46,6 +53,10 @@ class Loop:
         self.optimizer.zero_grad()
 
 
+class Injected(Exception):
+    """What a test raises in user code."""
+
+
 def left_out(loop: Loop) -> None:
     """A batch is left out: this rank makes one step fewer, and waits at a barrier of its program."""
     loop.train(4)
@@ -54,48 +65,158 @@ def left_out(loop: Loop) -> None:
     loop.engine.exchange(None)
 
 
-def after_an_exception(loop: Loop) -> None:
-    with contextlib.suppress(ValueError):
-        loss = loop.loss(3)
-        raise ValueError("caught by the user's loop", loss)
+def left_out_before_a_save(loop: Loop) -> None:
     loop.train(4)
+    loop.engine.save(loop.folder / "saved")
+
+
+def raised(where: str, loop: Loop) -> None:
+    """The program raises in the middle of a step, catches it, and goes on with the next batch."""
+
+    def fail(*_: object) -> None:
+        raise Injected(where)
+
+    block, tensors = loop.model.transformer.h[1], []
+    hooks = {
+        "forward": lambda: block.register_forward_pre_hook(fail),
+        "loss": lambda: loop.model.register_forward_hook(fail),
+        "backward": lambda: block.register_forward_pre_hook(
+            lambda _, args: tensors.append(args[0].register_hook(fail))
+        ),
+        "optimizer": lambda: loop.optimizer.register_step_pre_hook(fail),
+    }
+    handle = hooks[where]()
+    with pytest.raises(Injected):
+        loop.train(3)
+    handle.remove()
+    loop.optimizer.zero_grad()
+    for step in range(4, 6):
+        loop.train(step)
     loop.engine.exchange(None)
+
+
+def without_sync(loop: Loop) -> None:
+    """One rank sends the gradients of the first of two micro-batches, the other does not."""
+    with loop.engine.no_sync() if loop.rank == 0 else contextlib.nullcontext():
+        loop.loss(3).backward()
+    loop.train(3)
+
+
+def gathered(loop: Loop) -> None:
+    with zero.GatheredParameters(loop.model):
+        pass
+
+
+class Choosing(nn.Module):
+    """Runs the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4))
+
+    def forward(self, which: tuple[int, ...]) -> torch.Tensor:
+        hidden = torch.ones(2, 16)
+        for number in which:
+            hidden = self.blocks[number](hidden)
+        return hidden.square().mean()
+
+
+def choose(loop: Loop, which: tuple[int, ...], others: tuple[int, ...]) -> None:
+    model = Choosing()
+    zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=3, stall_s=STALL_S))
+    for _ in range(2):
+        model((0, 1, 2, 3)).backward()
+    model(which if loop.rank == 0 else others).backward()
+
+
+def other_model(loop: Loop) -> None:
+    second = gpt2()
+    zero.shard(second, optimizer_for(second, 1), zero.ZeroConfig(stage=3, stall_s=STALL_S))
+    model = second if loop.rank == 0 else loop.model
+    ids = batch(3, 0, loop.rank)
+    model(input_ids=ids, labels=ids)
+
+
+def sharded_alone(loop: Loop) -> None:
+    model = gpt2()
+    zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=3, stall_s=STALL_S))
+
+
+def born_alone(loop: Loop) -> None:
+    with zero.Init(stall_s=STALL_S):
+        gpt2()
 
 
 ALONE: dict[str, tuple[Callable[[Loop], object], str]] = {
     "state_dict": (lambda loop: loop.model.state_dict(), r"rank 0 called state_dict\(\)"),
     "save": (lambda loop: loop.engine.save(loop.folder / "saved"), "rank 0 called saving to"),
+    "load": (lambda loop: loop.engine.load(loop.folder / "saved"), "rank 0 called loading"),
     "full_parameter": (
         lambda loop: zero.full_parameter(next(loop.model.parameters())),
         r"rank 0 called full_parameter\(\)",
     ),
+    "GatheredParameters": (gathered, "rank 0 called GatheredParameters"),
     "clip": (lambda loop: loop.engine.clip_grad_norm_(1.0), r"rank 0 called clip_grad_norm_\(\)"),
     "bind": (lambda loop: loop.engine.bind(optimizer_for(loop.model, 1)), "rank 0 called Engine.bind"),
-    "step": (lambda loop: loop.optimizer.step(), ""),
-    "forward": (lambda loop: loop.loss(3), ""),
-    "left_out": (left_out, "torch.distributed, in barrier"),
-    "after_an_exception": (after_an_exception, ""),
+    "detach": (lambda loop: loop.engine.detach(), "rank 0 called Engine.detach"),
+    "step": (lambda loop: loop.optimizer.step(), "rank 1 has made 1 optimizer step fewer"),
+    "forward": (lambda loop: loop.loss(3), "different parts of one step"),
+    "generate": (
+        lambda loop: loop.model.generate(batch(0, 0, 0), max_new_tokens=2, do_sample=False, pad_token_id=0),
+        "rank 0 runs the model without gradients",
+    ),
+    "shard": (sharded_alone, "rank 0 called zero.shard"),
+    "Init": (born_alone, "rank 0 called zero.Init"),
+    "left_out": (
+        left_out,
+        "(?s)torch.distributed, in barrier.*rank 0 has gone on where the others have begun another step",
+    ),
+    "left_out_before_a_save": (
+        left_out_before_a_save,
+        "Where every rank calls it, they have had different numbers of batches",
+    ),
+    "raised_in_forward": (partial(raised, "forward"), "left a pass by an exception"),
+    "raised_after_forward": (partial(raised, "loss"), "rank 0 has gone on where the others have begun another step"),
+    "raised_in_backward": (partial(raised, "backward"), "different parts of one step"),
+    "raised_in_optimizer": (partial(raised, "optimizer"), "rank 0 has made 1 optimizer step fewer"),
 }
 """What rank 0 does alone, and what the error says of the cause."""
 
+BOTH: dict[str, tuple[Callable[[Loop], object], str]] = {
+    "skipped_block": (lambda loop: choose(loop, (0,), (0, 1, 2, 3)), "skipped a layer"),
+    "other_experts": (lambda loop: choose(loop, (0, 1), (0, 3)), "different parts of the model"),
+    "no_sync": (without_sync, "disagree in no_sync"),
+    "other_model": (other_model, "different models: rank 1 in number 1, rank 0 in number 2"),
+}
+"""What each rank does in its own way."""
 
-def diverge(rank: int, world: int, stage: int, case: str, folder: Path) -> tuple[str, str]:
-    loop = Loop(rank, stage, folder)
+
+def diverge(
+    rank: int, world: int, stage: int, case: str, folder: Path, stall_s: float = STALL_S
+) -> tuple[str, list[str], float]:
+    """The error of this rank, what was warned of, and the seconds until then."""
+    loop = Loop(rank, stage, folder, stall_s)
     for step in range(3):
         loop.train(step)
+    if case == "load":
+        loop.engine.save(folder / "saved")
     loop.engine.exchange(None)
-    said = io.StringIO()
-    error = ""
-    try:
-        with contextlib.redirect_stderr(said):
-            if rank == 0:
+    error, began = "", time.monotonic()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            if case in BOTH:
+                BOTH[case][0](loop)
+            elif rank == 0:
                 ALONE[case][0](loop)
             for step in range(3, 6):
                 loop.train(step)
             loop.engine.exchange(None)
-    except zero.StallError as stalled:
-        error = str(stalled)
-    return error, said.getvalue()
+        except zero.StallError as stalled:
+            error = str(stalled)
+    silenced = [str(warning.message) for warning in told if "silenced" in str(warning.message)]
+    return error, silenced, time.monotonic() - began
 
 
 @pytest.fixture
@@ -106,83 +227,316 @@ def pool() -> Iterator[RankPool]:
     ranks.stop()
 
 
-CASES = [
-    *[(stage, case) for stage in (2, 3) for case in ("state_dict", "full_parameter", "clip")],
-    *[(3, case) for case in ("forward", "save", "bind", "step")],
-    (1, "left_out"),
-]
+def side_by_side(function: Callable[..., object], rows: Sequence[tuple[object, ...]]) -> list[list[object]]:
+    """`function(*row)` of every row on ranks of its own, all at the same time: what takes the time is waiting."""
+    pools = [RankPool(2, preload=("tests.comm.test_watch",)) for _ in rows]
+    try:
+        with ThreadPoolExecutor(len(rows)) as threads:
+            runs = [threads.submit(ranks.run, function, *row, timeout_s=150) for ranks, row in zip(pools, rows)]
+            return [run.result() for run in runs]
+    finally:
+        for ranks in pools:
+            ranks.stop()
 
 
-@pytest.mark.parametrize(("stage", "case"), CASES)
-def test_ranks_that_diverge_are_named_on_every_rank(pool, stage, case, tmp_path):
-    answers = pool.run(diverge, stage, case, tmp_path, timeout_s=100)
-    for error, _ in answers:
-        assert "ranks have diverged" in error
-        assert "rank 0: " in error
-        assert "rank 1: " in error
-        assert "test_watch.py:" in error  # where each rank's own program stands
-        assert re.search(ALONE[case][1], error), error
+CASES = {
+    "collectives at stage 3": [
+        (3, case) for case in ("state_dict", "save", "load", "full_parameter", "GatheredParameters", "bind")
+    ],
+    "collectives": [(2, "state_dict"), (2, "clip"), (3, "detach"), (3, "shard"), (3, "Init"), (1, "save")],
+    "steps": [
+        *[(3, case) for case in ("step", "forward", "generate", "skipped_block", "other_experts")],
+        (1, "no_sync"),
+        (3, "other_model"),
+    ],
+    "batches": [
+        *[(stage, "left_out") for stage in (1, 3)],
+        (2, "left_out_before_a_save"),
+        (2, "raised_after_forward"),
+        *[(3, f"raised_in_{where}") for where in ("forward", "backward", "optimizer")],
+    ],
+}
 
 
-def slow(rank: int, world: int, stage: int) -> tuple[int, str]:
-    """Rank 1 is busy, and then stopped for less than the limit; both go on."""
-    loop = Loop(rank, stage, Path())
+def quoted() -> dict[tuple[int, str], str]:
+    """The messages in docs/RELIABILITY.md, by stage and case."""
+    page = (Path(__file__).parents[2] / "docs" / "RELIABILITY.md").read_text(encoding="utf-8")
+    found = re.findall(r"^`(\w+)` on rank 0 alone, stage (\d):\n\n```text\n(.*?)```", page, re.S | re.M)
+    return {(int(stage), case): text for case, stage, text in found}
+
+
+def without_numbers(message: str) -> str:
+    """What is the same in every run."""
+    message = re.sub(r"\S*/(?=[\w.]+)", "", message)
+    message = re.sub(r"\.py:\d+", ".py:1", message)
+    return re.sub(r"\d+ s\b", "1 s", message).strip()
+
+
+def test_messages_are_quoted():
+    """The comparison below is not passed by finding none."""
+    cases = {row for rows in CASES.values() for row in rows}
+    assert len(quoted()) >= 4
+    assert {*quoted()} <= cases
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_ranks_that_diverge_are_named_on_every_rank(group, tmp_path):
+    rows = [(stage, case, tmp_path / f"{stage}_{case}") for stage, case in CASES[group]]
+    for (stage, case, _), answers in zip(rows, side_by_side(diverge, rows)):
+        for error, silenced, _ in answers:
+            assert "ranks have diverged" in error, (stage, case, answers)
+            assert "rank 0: " in error
+            assert "rank 1: " in error
+            assert "test_watch.py:" in error  # where each rank's own program stands
+            assert re.search({**ALONE, **BOTH}[case][1], error), (stage, case, error)
+            assert silenced == [], (stage, case)
+        page = quoted().get((stage, case))
+        if page is not None:
+            assert without_numbers(answers[0][0]) == without_numbers(page)
+
+
+def late(rank: int, world: int, case: str) -> tuple[str, str]:
+    """Rank 0 waits for what rank 1, which sleeps, never calls."""
+    error, said = "", io.StringIO()
+    side = None
+    if case == "behind":
+        model = gpt2()
+        side = zero.shard(model, None, zero.ZeroConfig(stage=3, stall_s=0.3)).side_wire()
+    if rank == 0:
+        with contextlib.redirect_stderr(said):
+            try:
+                if side is None:
+                    model = gpt2()
+                    zero.shard(model, None, zero.ZeroConfig(stage=3, stall_s=0.3))
+                else:
+                    with ThreadPoolExecutor(1) as threads:
+                        threads.submit(side.exchange, None).result()
+            except zero.StallError as stalled:
+                error = str(stalled)
+    else:
+        time.sleep(SLOW * 0.3 + 5)
+    return error, said.getvalue()
+
+
+def test_a_rank_that_never_comes(tmp_path):
+    """It may be slow, so it is given longer: before its first call, and behind training."""
+    before, behind = side_by_side(late, [("before",), ("behind",)])
+    error, said = before[0]
+    assert re.search(r"rank 0 has waited \d+ s in zero.shard, for rank 1: nothing heard of it yet", said), said
+    assert "rank 1: has not come this far" in error
+    error, said = behind[0]
+    assert "rank 1: in the start of step 0, waits for no other rank" in error, error
+
+
+def apart(rank: int, world: int) -> tuple[str, float]:
+    """At stage 0 a step waits for nobody: rank 0 makes one alone."""
+    loop = Loop(rank, 0, Path())
     loop.train(0)
+    loop.loss(1).backward()
+    loop.optimizer.step()
+    if rank == 0:
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    began = time.monotonic()
+    with pytest.raises(zero.RankMismatchError, match="gradients of different steps") as refused:
+        loop.train(2)
+    return str(refused.value), time.monotonic() - began
+
+
+def test_gradients_of_different_steps_are_not_averaged(pool):
+    first, second = pool.run(apart)
+    assert "rank 0 has made 3 optimizer steps, others from 2 to 3" in first[0]
+    assert "rank 1 has made 2 optimizer steps" in second[0]
+
+
+def slow(rank: int, world: int, how: str) -> tuple[int, str]:
+    """Rank 1 is late for its first step, or for a later one; both go on."""
+    loop = Loop(rank, 3, Path())
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        for step in range(1, 3):
-            if rank == 1 and step == 1:
-                until = time.monotonic() + 2 * STALL_S
-                while time.monotonic() < until:
-                    sum(range(1000))
-            if rank == 1 and step == 2:
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-                time.sleep(0.3)
+        for step in range(3):
+            if rank == 1 and step == (0 if how == "in its first step" else 1):
+                SLOWLY[how]()
             loop.train(step)
         loop.engine.exchange(None)
     loop.engine.detach()
     return loop.engine.rank, said.getvalue()
 
 
-def test_a_slow_rank_is_waited_for(pool):
-    """Busy for longer than `stall_s`: the others say for whom they wait. Stopped for less: nobody notices."""
-    done = threading.Event()
-
-    def wake() -> None:
-        while not done.wait(STALL_S / 3):
-            for process, _ in pool._ranks:
-                os.kill(process.pid, signal.SIGCONT)
-
-    waker = threading.Thread(target=wake, daemon=True)
-    waker.start()
-    try:
-        answers = pool.run(slow, 3, timeout_s=100)
-    finally:
-        done.set()
-        waker.join()
-    assert [rank for rank, _ in answers] == [0, 1]
-    assert re.search(r"rank 0 has waited \d+ s for .*rank 1: .*test_watch.py:\d+ in slow", answers[0][1]), answers[0][1]
+def work() -> None:
+    until = time.monotonic() + 2 * STALL_S
+    while time.monotonic() < until:
+        sum(range(1000))
 
 
-def leave(rank: int, world: int, stage: int) -> str:
+def hold_the_interpreter() -> None:
+    """One call into C that lets no other thread run, the watch's neither."""
+    began, numel = time.monotonic(), 2_000_000
+    sum(range(numel))
+    sum(range(int(numel * 2 * STALL_S / (time.monotonic() - began))))
+
+
+class Traced(pdb.Pdb):
+    """A debugger in which somebody thinks before they type."""
+
+    def __init__(self) -> None:
+        super().__init__(stdin=self, stdout=io.StringIO())
+        self.use_rawinput = False
+
+    def readline(self) -> str:
+        time.sleep(2 * STALL_S)
+        return "continue\n"
+
+
+def stop() -> None:
+    """As Ctrl-Z does, for as long as the limit; someone else wakes this process."""
+    os.system(f"(sleep {STALL_S}; kill -CONT {os.getpid()}) &")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+SLOWLY: dict[str, Callable[[], object]] = {
+    "in its first step": partial(time.sleep, 3 * STALL_S),
+    "asleep": partial(time.sleep, 2 * STALL_S),
+    "busy": work,
+    "in a call": hold_the_interpreter,
+    "stopped": stop,
+    "in a debugger": lambda: Traced().set_trace(),
+}
+
+
+def test_a_slow_rank_is_waited_for():
+    """For longer than `stall_s`: the others say for whom they wait, and go on."""
+    for how, answers in zip(SLOWLY, side_by_side(slow, [(how,) for how in SLOWLY])):
+        assert [rank for rank, _ in answers] == [0, 1]
+        if how not in ("stopped", "in a call"):  # for how long depends on the machine
+            assert re.search(r"rank 0 has waited \d+ s for .*rank 1: ", answers[0][1]), (how, answers)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+LEAVING: dict[str, Callable[[], object]] = {
+    "killed": die,
+    "ends": partial(os._exit, 9),
+}
+
+
+def leave(rank: int, world: int, stage: int, how: str, where: str) -> None:
+    """Rank 1 leaves in the third step; raises rank 0's error, and the seconds until it came."""
     loop = Loop(rank, stage, Path())
-    for step in range(4):
-        if step == 2 and rank == 1:
-            os._exit(9)
+    for step in range(2):
         loop.train(step)
-    return "went on"
+    if rank == 1:
+        if where == "forward":
+            loop.model.transformer.h[1].register_forward_pre_hook(lambda *_: LEAVING[how]())
+        elif where == "optimizer":
+            loop.optimizer.register_step_pre_hook(lambda *_: LEAVING[how]())
+    began = time.monotonic()
+    with pytest.raises(zero.StallError) if rank == 0 else contextlib.nullcontext() as caught:
+        for step in range(2, 4):
+            loop.train(step)
+        loop.engine.exchange(None)
+    raise Left(f"{time.monotonic() - began:.1f} s: {caught.value}")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_dead_rank_is_noticed_at_once(pool, stage):
-    """Its connections are closed with it; the error is ours, and says where this rank was."""
-    pool.run(rank_of)  # both are up
+class Left(Exception):
+    """Carries what rank 0 found past the failure of rank 1."""
+
+
+def leaving(ranks: RankPool, *row: object) -> str:
+    ranks.run(rank_of)  # both are up
     with pytest.raises(RankFailure) as failure:
-        pool.run(leave, stage, timeout_s=60)
-    found = str(failure.value)
-    assert "no answer" not in found
-    assert "StallError: rank 0, in " in found
-    assert "the connection to another rank has broken" in found
+        ranks.run(leave, *row, timeout_s=60)
+    return str(failure.value)
+
+
+def test_a_rank_that_leaves_is_noticed_at_once():
+    """Its connections are closed with it; the error is ours, and says where this rank was."""
+    rows = [(stage, "killed", "forward") for stage in (0, 1, 2, 3)]
+    rows += [(3, how, "optimizer") for how in LEAVING]
+    pools = [RankPool(2, preload=("tests.comm.test_watch",)) for _ in rows]
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda pair: leaving(pair[0], *pair[1]), zip(pools, rows)))
+    finally:
+        for ranks in pools:
+            ranks.stop()
+    for row, text in zip(rows, found):
+        assert "no answer" not in text, row
+        assert re.search(r"Left: [\d.]+ s: rank 0, in .*: the connection to another rank has broken", text), (row, text)
+
+
+@pytest.mark.slow
+def test_how_long_an_error_takes(capsys):
+    """Figures of docs/RELIABILITY.md; on a machine that does nothing else."""
+    figures = []
+    for stage, how in [(2, "state_dict"), (3, "forward"), (1, "clip")]:
+        for stall_s in (3.0, 30.0):
+            (answers,) = side_by_side(diverge, [(stage, how, Path(), stall_s)])
+            took_s = max(seconds for _, _, seconds in answers)
+            figures.append(f"{how}, stage {stage}, stall_s {stall_s:.0f}: {took_s:.1f} s")
+            assert took_s <= stall_s + 5
+    for stage, how in [(0, "killed"), (2, "killed"), (3, "killed"), (3, "ends")]:
+        pool = RankPool(2, preload=("tests.comm.test_watch",))
+        text = leaving(pool, stage, how, "forward")
+        took_s = float(text.partition("Left: ")[2].split()[0])
+        figures.append(f"{how}, stage {stage}: {took_s:.1f} s")
+        assert took_s <= 5
+    with capsys.disabled():
+        print("\n" + "\n".join(figures))
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from tests.comm.test_watch import Loop
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+loop = Loop(rank, 2, None)
+for step in range(4):
+    if step == 2 and rank == 1:
+        match sys.argv[1]:
+            case "exit":
+                sys.exit(0)
+            case "error":
+                raise ValueError("of the program")
+            case "memory":
+                raise torch.OutOfMemoryError("of the device")
+    loop.train(step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exit", 0, "after 2 steps"),
+        ("error", 1, "after 2 steps: ValueError: of the program"),
+        ("memory", 1, "after 2 steps: OutOfMemoryError: of the device"),
+    ],
+)
+def test_a_program_that_ends_on_one_rank(how, code, words, tmp_path):
+    """Real interpreters: the others are told what ended it, though its process is gone."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    root = str(Path(__file__).parents[2])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": root}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py"), how],
+            env={**os.environ, **world, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[1].returncode == code, said[1]
+    assert "StallError" in said[0]
+    assert re.search(f"rank 1:? has ended, or let go of the model, {words}", said[0]), said[0]
 
 
 def with_a_full_store(rank: int, world: int, folder: Path) -> list[str]:
@@ -227,6 +581,12 @@ def standing(rank: int, **what: object) -> Place:
             [standing(0, waits_for="the parameters of a"), standing(1, waits_for="the parameters of b")],
             "different parts",
         ),
+        (
+            [standing(0, waits_for="x", step=0, purpose="zero.shard"), standing(1, engine=1, waits_for="y")],
+            "rank 0 called zero.shard, the others did not",
+        ),
+        ([standing(0, waits_for="x", phase=AFTER_STEP), standing(1, waits_for="y")], "rank 0 has gone on where"),
+        ([standing(0, waits_for="x", engine=2), standing(1, engine=1, waits_for="y")], "in different models"),
         ([standing(0, waits_for="x"), standing(1, phase="backward", waits_for="y")], "different parts of one step"),
         ([standing(0, waits_for="x"), standing(1)], "rank 1 stands still"),
         ([standing(0), standing(1, ended=True, code="ValueError: y")], "rank 1 has ended before the others"),

@@ -1,0 +1,267 @@
+"""Where a rank stands, as it tells the others; and what the places of all ranks say together.
+
+What is said of user code comes from the stack of the main thread: the innermost frame outside of this package, PyTorch, and
+what is built on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import psutil
+
+_LIBRARIES = ("torch", "hf_zero", "accelerate", "transformers", "peft", "trl")
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
+
+NO_GRAD = "a forward without gradients"
+AFTER_STEP = "what follows the step"
+SAME_STEPS = "Every rank needs the same number of batches, and an exception on one rank ends all"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands, as it publishes it."""
+
+    rank: int
+    step: int
+    phase: str
+    waits_for: str
+    """Empty: it waits for no rank."""
+    purpose: str
+    """What it has called: `state_dict()`, `saving to …`; empty within a step."""
+    code: str
+    """File, line and function of the user's program; once it has ended, the error that ended it."""
+    progress: int
+    """Counts looks between which the rank got further."""
+    ended: bool = False
+    """Its process is about to end, or it let go of what the others wait for."""
+    answers: int = 0
+    """The number of the question that this answers: a rank that does not answer is stopped, or holds the GIL."""
+    silent_s: float = 0.0
+    """Since when it has not answered; filled in by who asks."""
+    engine: int = 0
+    """The number of the engine whose model it is in, or was in last."""
+    newest: int = 0
+    """The highest number of an engine that this rank has had."""
+    engines: tuple[int, ...] = ()
+    """Numbers of the engines that it still has."""
+
+    def __str__(self) -> str:
+        if self.ended:
+            return f"has ended, or let go of the model, after {self.step} steps" + (
+                f": {self.code}" if self.code else ""
+            )
+        doing = f"in {self.purpose}" if self.purpose else f"in {self.phase} of step {self.step}"
+        waits = f"waits for {self.waits_for}" if self.waits_for else "waits for no other rank"
+        silent = (
+            f"; no answer for {self.silent_s:.0f} s: its process is stopped, or in a call that lets no other thread run"
+            if self.silent_s
+            else ""
+        )
+        return f"{doing}, {waits}; its program is at {self.code}{silent}"
+
+    def has_let_go(self, engine: int) -> bool:
+        """Nobody will answer here for engine `engine` (0: for what is of no engine)."""
+        return self.ended or (0 < engine <= self.newest and engine not in self.engines)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: bytes) -> Place:
+        found: dict[str, Any] = json.loads(text)
+        found["engines"] = tuple(found["engines"])
+        return cls(**found)
+
+
+def explain(places: Sequence[Place | None], waited_s: float) -> str:
+    """The verdict: where each rank stands, what is the likely cause, and what to do.
+
+    Args:
+        places: by rank; None: nothing was ever heard of it.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        groups.setdefault("has not come this far" if place is None else str(place), []).append(rank)
+    lines = [f"{_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+    return (
+        f"ranks have diverged: for {waited_s:.0f} s no rank got further.\n  "
+        + "\n  ".join(lines)
+        + f"\n{_cause(places)}"
+    )
+
+
+def _cause(places: Sequence[Place | None]) -> str:
+    known = [place for place in places if place is not None]
+    silent = [rank for rank, place in enumerate(places) if place is None]
+    if silent:
+        return (
+            f"{_ranks(silent)} has not called what the others have: every rank makes the same calls in the same order"
+        )
+    ended = [place.rank for place in known if place.ended]
+    if ended:
+        return f"{_ranks(ended)} has ended before the others. {SAME_STEPS}"
+    if len({place.engine for place in known}) == 1 and len(steps := {place.step for place in known}) > 1:
+        fewer = max(steps) - min(steps)
+        behind = _ranks([place.rank for place in known if place.step == min(steps)])
+        return (
+            f"{behind} has made {fewer} optimizer step{'s' if fewer > 1 else ''} fewer: fewer "
+            "batches, or a batch left out after an exception or a `continue`. Give every rank the same number, "
+            "and leave one out on all or on none"
+        )
+    purposes = {place.purpose for place in known}
+    if len(purposes) > 1:
+        called = " and ".join(
+            f"{_ranks([place.rank for place in known if place.purpose == purpose])} called {purpose}"
+            for purpose in sorted(purposes - {""})
+        )
+        others = ", the others did not" if "" in purposes else ""
+        return (
+            f"{called}{others}: it is a collective. Call it on every rank, outside of `if rank == 0` and "
+            "`if trainer.is_world_process_zero()`. Where every rank calls it, they have had different numbers of batches"
+        )
+    engines = {place.engine for place in known if place.engine}
+    if len(engines) > 1:
+        where = ", ".join(
+            f"{_ranks([place.rank for place in known if place.engine == engine])} in number {engine}"
+            for engine in sorted(engines)
+        )
+        return (
+            f"ranks are in different models: {where} in the order in which they were sharded. Every rank runs the same models "
+            "in the same order"
+        )
+    if any(not place.waits_for for place in known):
+        idle = _ranks([place.rank for place in known if not place.waits_for])
+        return f"{idle} stands still at the line above, where the others wait for it"
+    phases = {place.phase for place in known}
+    if len(phases) > 1 and NO_GRAD in phases:
+        evaluates = _ranks([place.rank for place in known if place.phase == NO_GRAD])
+        return (
+            f"{evaluates} runs the model without gradients (generate, an evaluation), the others do not: with stage 3 a "
+            "forward is a collective. Run it on every rank"
+        )
+    if len(phases) > 1 and AFTER_STEP in phases:
+        ahead = _ranks([place.rank for place in known if place.phase == AFTER_STEP])
+        return (
+            f"{ahead} has gone on where the others have begun another step: fewer batches, one left out after an exception or "
+            "a `continue`, or a collective that is called there alone. Give every rank the same number of batches"
+        )
+    if len(phases) > 1:
+        return (
+            "ranks are in different parts of one step: one may have left a pass by an exception, skipped a layer (stage 3), "
+            "clipped or stepped alone, or disagree in no_sync. Every rank makes the same calls in the same order"
+        )
+    if len({place.waits_for for place in known if place.waits_for}) > 1:
+        return (
+            "ranks run different parts of the model in one pass: one may have skipped a layer, chosen other experts, or begun "
+            "again after an exception. With stage 3 every rank runs the same units in the same order (stages 1 and 2 have no "
+            "such limit)"
+        )
+    return "every rank makes the same calls in the same order"
+
+
+def user_code() -> str:
+    """File, line and function of the main thread's innermost frame that is the user's."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame, innermost = main, main
+    while frame is not None:
+        if _is_users(frame):
+            innermost = frame
+            break
+        frame = frame.f_back
+    if innermost is None:
+        return "an unknown place"
+    code = innermost.f_code
+    return f"{code.co_filename}:{innermost.f_lineno} in {code.co_name}"
+
+
+def torch_wait() -> str:
+    """The call of torch.distributed that the main thread is in, if it is the program's own."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+    return f"torch.distributed, in {frame.f_code.co_name}" if frame is not None and inside else ""
+
+
+def last_error() -> str:
+    """What ended this program, where an exception did."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in _LIBRARIES and not frame.f_code.co_filename.startswith((_STANDARD, "<"))
+
+
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def is_debugged() -> bool:
+    """Whether a debugger holds the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What this process and its children have done so far: data loaders and compilers work there."""
+
+    processor_s: float
+    moved_bytes: int
+    """Read from files and written to them."""
+    in_disk_wait: bool
+    """A thread waits for a disk: an fsync, a page that is not in memory."""
+
+    @classmethod
+    def now(cls) -> Work:
+        # Not counted: what the thread that calls this has used, for it looks more often where `stall_s` is small.
+        processor_s, moved_bytes, in_disk_wait = time.process_time() - time.thread_time(), 0, False
+        with suppress(psutil.Error):
+            this = psutil.Process()
+            for process in (this, *this.children(recursive=True)):
+                with suppress(psutil.Error):
+                    if process is not this:
+                        times = process.cpu_times()
+                        processor_s += times.user + times.system
+                    if hasattr(process, "io_counters"):  # not on macOS
+                        counted = process.io_counters()
+                        moved_bytes += counted.read_bytes + counted.write_bytes
+                    in_disk_wait |= process.status() == psutil.STATUS_DISK_SLEEP
+        return cls(processor_s, moved_bytes, in_disk_wait)
+
+    def goes_on(self, before: Work, within_s: float) -> bool:
+        return (
+            self.processor_s - before.processor_s > max(_JIFFIES_S, 0.05 * within_s)
+            or self.moved_bytes - before.moved_bytes > _MOVED_BYTES
+            or self.in_disk_wait
+        )
+
+
+_JIFFIES_S = 0.02  # times of children come in steps of this length
+_MOVED_BYTES = 1 << 20  # log lines and the like are no progress
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
