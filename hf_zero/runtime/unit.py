@@ -295,8 +295,7 @@ class Unit:
         for flat in self.trained:
             if not flat.moving_bytes:  # else it has it already
                 flat.count_local()
-        if self.wire.size == 1:  # else whoever allocates or frees looks
-            self.look()
+        self.trained[0].account.look()
 
     def look(self) -> None:
         """The ledger's bytes on the device may be the highest now."""
@@ -331,7 +330,6 @@ class Unit:
                 self.finish_reduce()
             return
         account = self.trained[0].account
-        account.look()
         for flat, inflight, mean, _ in self._reduces:
             inflight.close()
             account.now["communication"] -= flat.moving_bytes
