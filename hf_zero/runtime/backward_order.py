@@ -170,14 +170,17 @@ class BackwardOrder:
             trace = self._order[self._turn]
             self._turn += 1
             trace.in_backward = trace.in_open = False
-            trace.release()
             if trace.unit.trained and (self._wire.size > 1 or trace.unit.has_grads()):
                 self.reduce(trace)
+            else:
+                trace.release()
 
     def reduce(self, trace: Trace) -> None:
+        """Its backward is over: its parameters leave, its gradients are on their way."""
         if self._frees:
             self._suspect(trace)
-        trace.unit.count_local()
+        trace.unit.count_local()  # before the parameters leave: both are there at this moment
+        trace.release()
         previous, self.reducing = self.reducing, trace
         if previous is not None:
             if previous.everywhere:

@@ -8,11 +8,18 @@ unit is released, the dictionaries of its modules answer through `GatherOnRead`.
 from __future__ import annotations
 
 import copy
+import dis
 import sys
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 from torch import nn
+
+DESCRIPTIONS = frozenset(
+    ("device", "dim", "dtype", "element_size", "is_floating_point", "ndim", "numel", "shape", "size")
+)
+"""Of a tensor, what is the same while its unit is released."""
 
 
 class ParameterDict(dict[str, Any]):
@@ -82,4 +89,35 @@ def is_read_by_itself(module: nn.Module) -> bool:
         code = frame.f_code
         if code.co_name.startswith(("forward", "_forward", "_conv_forward")) and code.co_varnames[:1] == ("self",):
             return frame.f_locals.get("self") is module
+    return False
+
+
+class Readers:
+    """What the code that reads a parameter does with it, as its bytecode says. Remembers what it has found."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[CodeType, int], bool] = {}
+
+    def want_no_values(self) -> bool:
+        """Whether it is asked for its type, device or shape and for nothing else: `module.weight.dtype`.
+
+        The attribute is then what the very next instruction loads, which takes the parameter off the stack: nobody else gets
+        to see it. To be called from `read`.
+        """
+        lookup = sys._getframe(3)  # read, __getitem__, nn.Module.__getattr__, the reader
+        reader = lookup.f_back
+        if lookup.f_code is not nn.Module.__getattr__.__code__ or reader is None:
+            return False
+        place = reader.f_code, reader.f_lasti
+        found = self._found.get(place)
+        if found is None:
+            found = self._found[place] = _loads_description(*place)
+        return found
+
+
+def _loads_description(code: CodeType, offset: int) -> bool:
+    """Whether what follows the instruction at `offset` loads one of `DESCRIPTIONS`."""
+    for each in dis.get_instructions(code):
+        if each.offset > offset and each.opname != "EXTENDED_ARG":
+            return each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in DESCRIPTIONS
     return False

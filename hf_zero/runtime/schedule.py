@@ -151,6 +151,7 @@ class Schedule:
             self._hook(host, self._pre_forward, self._post_forward)
         hosts = {host.module for host in self._hosts}
         self._inner = [(m, host) for host in self._hosts for m in host.module.modules() if m not in hosts]
+        self._readers = on_read.Readers()
         self._dictionaries = on_read.put_on(self._readable(), self._read) if self.frees else []
         self._trace_of: dict[nn.Module, Trace] = {}
         self._set_out()
@@ -369,7 +370,10 @@ class Schedule:
         """A forward with a graph; `entry` is the node whose backward comes right after it."""
         use = None if trace.use is None else trace.use()
         if use is None:
-            if trace.noted != self._pass:
+            # Uses before in this pass that made no graph (a frozen embedding, before a head with its weight) are not where its
+            # backward ends: to reduce up to there would send units that backward has yet to come to.
+            again = (trace.seen or trace.use is not None) and not self._in_backward
+            if again or trace.noted != self._pass:
                 self._begin_use(trace)
             use = Use(trace, trace.begun)
             trace.use = weakref.ref(use)
@@ -487,6 +491,8 @@ class Schedule:
         wait for the others for ever. Between a forward and its backward with a graph (a loss function) counts as a pass.
         """
         trace = self._trace_of[read.module]
+        if trace.unit.state is not State.GATHERED and self._readers.want_no_values():
+            return
         if self._running:
             host = self._running[-1]
             if trace is host.trace or trace in host.borrowed:
@@ -583,8 +589,8 @@ class Schedule:
             return
         trace.in_backward = trace.in_open = False
         if self._in_backward and not trace.pending:
-            trace.release()
             self._passed(trace)
+            trace.release()
 
     def _passed(self, trace: Trace) -> None:
         """Backward has come to where this unit was first used: its gradients are complete, and those of all used after it."""
@@ -735,10 +741,10 @@ def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
         return
     use.finish()
     trace.in_backward = trace.in_open
-    if not trace.in_open:
-        trace.release()
     if not use.is_open and not trace.pending:
         schedule._passed(trace)
+    if not trace.in_open:
+        trace.release()
 
 
 def _bring(lead: Lead, owner: weakref.ref[Trace]) -> None:

@@ -335,8 +335,7 @@ class Unit:
         for flat in self.trained:
             if not flat.moving_bytes:  # else it has it already
                 flat.count_local()
-        if self.wire.size == 1:  # else whoever allocates or frees looks
-            self.look()
+        self.trained[0].account.look()
 
     def look(self) -> None:
         """The ledger's bytes on the device may be the highest now."""
@@ -375,7 +374,6 @@ class Unit:
             return
         named = self._named("wait for reduce") if profiler._is_profiler_enabled else None
         account = self.trained[0].account
-        account.look()
         for flat, inflight, mean, _ in self._reduces:
             inflight.close()
             account.now["communication"] -= flat.moving_bytes

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
+from hf_zero.runtime.unit import State
 
 pytestmark = pytest.mark.gloo
 
@@ -568,6 +569,68 @@ def reduces(rank: int, world: int, forwards: int) -> int:
 def test_a_unit_is_reduced_once_per_backward(two):
     for forwards in (1, 2, 3):
         assert two.run(reduces, forwards) == [0, 0]
+
+
+def reduces_frozen(rank: int, world: int, stage: int) -> tuple[int, int, int]:
+    """A frozen embedding makes no graph: where its weight is the head's too, backward is not over when it leaves the head."""
+    model = Model(tied=True)
+    model.body.embed.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    engine.record()
+    for step in range(2):
+        before = engine.traffic["reduce"].calls
+        ids = ids_of(rank, step)
+        token_loss(model(ids), ids).backward()
+        sent = engine.traffic["reduce"].calls - before
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = {(row.tier, row.kind): (row.predicted_peak, row.measured_peak or 0) for row in engine.report().tiers}
+    planned, found = rows.get(("device", "gathered"), (0, 0))  # none at stage 2
+    return sent - sum(len(unit.trained) for unit in engine.units), planned, found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_tied_embedding_does_not_end_a_backward(two, stage: int):
+    for too_many, planned, found in two.run(reduces_frozen, stage):
+        assert too_many == 0
+        assert found <= planned
+
+
+class Describes(nn.Module):
+    """Reads other modules' weights: one for its type and shape alone, one for its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Body()
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        wide = self.body.embed.weight.dtype == torch.float32 and self.body.embed.weight.size(0) == VOCAB
+        hidden = self.body(ids).to(self.body.embed.weight.dtype)
+        return F.linear(hidden, self.head.weight) if wide else self.head(hidden)
+
+
+def described(rank: int, world: int) -> tuple[set[str], list[str]]:
+    """Units that are gathered when the last block has run; units that others have read."""
+    model = Describes()
+    engine = zero.shard(model, optimizer_of(model), zero.ZeroConfig(stage=3))
+    found: set[str] = set()
+    model.body.norm.register_forward_hook(
+        lambda *_: found.update(unit.name for unit in engine.units if unit.state is State.GATHERED)
+    )
+    for step in range(2):
+        found.clear()
+        ids = ids_of(rank, step)
+        token_loss(model(ids), ids).backward()
+    return found, [unit.name for unit in engine.units if unit.always_asks]
+
+
+def test_who_asks_for_a_type_alone_keeps_nothing_gathered(two):
+    for gathered, read in two.run(described):
+        assert "body.embed" not in gathered
+        assert read == ["head"]
 
 
 # A way into a unit that nobody sees --------------------------------------------------------------------------------
