@@ -3,7 +3,7 @@
     accelerate launch scripts/finetune.py                             # gpt2-tiny on Python's own library, in a minute
     accelerate launch scripts/finetune.py --zero-stage 3
     torchrun --nproc-per-node 2 scripts/finetune.py --zero-stage 3    # 2 ranks, also on CPU
-    accelerate launch scripts/finetune.py --model gpt2 --lora --lora-rank 8 --lora-targets c_attn    # saves the adapter alone
+    accelerate launch scripts/finetune.py --model gpt2 --lora --lora-rank 8 --lora-targets c_attn    # saves an adapter
     accelerate launch scripts/finetune.py --task classification --model bert-base-uncased --dataset imdb
     accelerate launch scripts/finetune.py --save-steps 50 --resume-from-checkpoint latest    # from the newest whole one, if any
 

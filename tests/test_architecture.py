@@ -297,7 +297,13 @@ def test_nothing_is_dead() -> None:
     paths = [path for folder in ("hf_zero", "scripts", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
     used: set[str] = {*hf_zero.__all__, "_at_exit"}  # that one is called by atexit
     read: set[str] = {"_tensor", "__array_interface__"}  # numpy
-    read |= {"daemon", "atexit", "should_training_stop", "_n_gpu"}  # threading, weakref, transformers
+    read |= {
+        "daemon",
+        "atexit",
+        "should_training_stop",
+        "should_evaluate",
+        "_n_gpu",
+    }  # threading, weakref, transformers
     for path in paths:
         tests = ROOT / "tests" in path.parents
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -328,9 +334,7 @@ def test_requirements_are_what_is_imported() -> None:
     required = set(re.findall(r'^ *"([A-Za-z0-9_-]+)', listed[1], re.M)) if listed else set()
     found = {name.partition(".")[0] for module, tree in TREES.items() for name, _ in imports(module, tree)}
     found -= {"hf_zero", *sys.stdlib_module_names}
-    assert found - {"matplotlib", "peft", "plotly"} == {"yaml" if name == "pyyaml" else name for name in required} - {
-        "jinja2"  # huggingface_hub imports that one for us
-    }
+    assert found - {"matplotlib", "peft", "plotly"} == {"yaml" if name == "pyyaml" else name for name in required}
 
 
 def test_public_names() -> None:

@@ -136,6 +136,8 @@ class Loading:
 
     def marks(self, folder: str = OPTIMIZER_FOLDER) -> dict[str, str]:
         """By parameter that has optimizer state here: what of it is one value for the parameter, as text. A collective."""
+        if not self.has_optimizer(folder):
+            return {}
         with on_all_ranks(self._wire, self._what):
             entries = self._index(folder)["parameters"]
             return {

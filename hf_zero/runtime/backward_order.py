@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..comm.wire import SoloWire
 from ..errors import RankMismatchError
+from .preemption import Preemption
 from .unit import State, Unit
 from .uses import Trace
 
@@ -21,7 +22,8 @@ class BackwardOrder:
         ask, after_reduce: see `schedule.Callbacks`.
 
     Attributes:
-        answers: which of what `ask` says was true on any rank.
+        answered: whether `ask` was true on any rank.
+        preemption: what is told whether any rank was asked to end.
         reducing: the unit whose gradients are on their way.
         blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
     """
@@ -30,7 +32,7 @@ class BackwardOrder:
         self,
         traces: Sequence[Trace],
         wire: SoloWire,
-        ask: Callable[[], Sequence[bool]],
+        ask: Callable[[], bool],
         after_reduce: Callable[[Unit], None] | None,
         *,
         frees: bool,
@@ -38,7 +40,8 @@ class BackwardOrder:
     ) -> None:
         self._traces, self._wire, self._frees, self._defers = traces, wire, frees, defers
         self._ask, self._after_reduce = ask, after_reduce
-        self.answers: Sequence[bool] = ()
+        self.answered = False
+        self.preemption: Preemption | None = None
         self.blind: Trace | None = None
         self._sync = True
         self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
@@ -227,7 +230,8 @@ class BackwardOrder:
                     self.reduce(trace)
                 trace.unit.set_present(trace.unit.arrived(), 0)
             self._finish_reduces()
-            self.answers = self._ask()
+            if self.preemption is not None:
+                self.preemption.agreed |= self.preemption.signalled
         else:
             self.agreed()
             while self._walked < len(self._walk):
@@ -241,13 +245,13 @@ class BackwardOrder:
 
     def _agree_on_gradients(self) -> None:
         """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""
-        asked = self._ask()
+        asked, ends = self._ask(), self.preemption
         while True:
             blind = self.blind
             flags: list[int] = [trace.unit.has_grads() for trace in self._traces]
             for trace in self._traces:
                 flags += trace.unit.arrived()
-            flags += (*asked, 0 if blind is None else 1 + blind.at)
+            flags += (asked, ends is not None and ends.signalled, 0 if blind is None else 1 + blind.at)
             found = self._wire.start_maximum(flags)()
             more = [trace for trace in self._traces if found[trace.at]]
             if not more:
@@ -255,7 +259,9 @@ class BackwardOrder:
             for trace in more:
                 self.reduce(trace)
             self._finish_reduces()
-        self.answers = [answer > 0 for answer in found[-1 - len(asked) : -1]]
+        self.answered = bool(found[-3])
+        if ends is not None and found[-2]:
+            ends.agreed = True
         if found[-1]:
             self.blind = self._traces[found[-1] - 1]
         start = len(self._traces)

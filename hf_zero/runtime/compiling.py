@@ -86,7 +86,9 @@ class Failures:
     def __call__(self, module: nn.Module, error: Exception) -> None:
         if not self._said:
             self._said = True
-            first = " ".join(str(error).strip().partition("\n\n")[0].split())  # what follows is advice on torch's own flags
+            first = " ".join(
+                str(error).strip().partition("\n\n")[0].split()
+            )  # what follows is advice on torch's own flags
             print(
                 f"hf_zero: {type(module).__name__} could not be compiled and runs as it is ({type(error).__name__}: {first})",
                 file=sys.stderr,

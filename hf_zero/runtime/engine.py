@@ -96,7 +96,6 @@ class Engine:
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
-        self._preemption: Preemption | None = None
         self._unsharded: Unsharded | None = None
         self._patches = overrides.Patches()
 
@@ -155,7 +154,7 @@ class Engine:
         overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
         self._patches.method(model, "compile", self.compile)
         if self.world_size > 1 and (not self.policy.keep_full or self.buffers.watched):
-            overrides.generate_together(self._patches, model, self.buffers.apart, self._releases)
+            overrides.generate_together(self._patches, model, self.buffers.apart, self._releases, self._generates)
         model.__dict__[_ENGINE] = self
         self._watch()
         self.offload.explain_with(self.sharded.advice)
@@ -184,7 +183,7 @@ class Engine:
                 before_forward=self._before_forward,
                 before_backward=self._before_backward,
                 after_reduce=(lambda unit: self.offload.step_unit(unit, self.optimizer)) if in_backward else None,
-                ask=self._ask,
+                ask=self.buffers.changed,
                 after_backward=self._after_backward,
             ),
         )
@@ -338,6 +337,10 @@ class Engine:
 
     def _releases(self) -> bool:
         return not self.policy.keep_full and not self.sharded.is_unsharded
+
+    def _generates(self) -> None:
+        with self._wire.watch.doing("generate()"):
+            self._wire.exchange(None)
 
     def total_weight(self, weight: float | Tensor) -> float:
         """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.
@@ -714,8 +717,8 @@ class Engine:
         self.sharded.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
-            if self._preemption is not None:
-                self._preemption.close()
+            if self.schedule.order.preemption is not None:
+                self.schedule.order.preemption.close()
             binding = self._binding
             state = None if binding is None else binding.plain_state()
             if self.recorder is not None:
@@ -731,10 +734,10 @@ class Engine:
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
-        if self._preemption is not None:
-            self._preemption.close()
-        self._preemption = Preemption(signals)
-        return self._preemption
+        if self.schedule.order.preemption is not None:
+            self.schedule.order.preemption.close()
+        made = self.schedule.order.preemption = Preemption(signals)
+        return made
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -804,15 +807,9 @@ class Engine:
         if self.schedule.sync or self.policy.reduce_each_backward:
             self._gradients.hide()
 
-    def _ask(self) -> tuple[bool, bool]:
-        return self.buffers.changed(), self._preemption is not None and self._preemption.signalled
-
     def _after_backward(self) -> None:
-        buffers_changed, ends = self.schedule.order.answers or (False, False)
         if self.schedule.sync and self.buffers.watched:
-            self.buffers.agree(changed=buffers_changed)
-        if ends and self._preemption is not None:
-            self._preemption.agreed = True
+            self.buffers.agree(changed=self.schedule.order.answered)
         self.offload.agree_on_reads()
         if self.schedule.sync:
             self.offload.land()

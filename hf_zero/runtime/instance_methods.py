@@ -68,30 +68,38 @@ def put_on(
 
 
 def generate_together(
-    patches: Patches, model: nn.Module, buffers: Callable[[], AbstractContextManager[None]], sync: Callable[[], bool]
+    patches: Patches,
+    model: nn.Module,
+    buffers: Callable[[], AbstractContextManager[None]],
+    sync: Callable[[], bool],
+    meet: Callable[[], object],
 ) -> None:
     """`generate` of several ranks, as of a model that is not wrapped in DDP, which has none: buffers are each rank's own.
 
     Args:
         buffers: a context in which none are sent.
         sync: whether parameters are released: a rank that stops generating early would leave the others waiting for its parts.
+        meet: all ranks, first: on gloo transformers' own all-reduces would meet other ranks' of another size, which ends the
+            process, where one rank alone generates.
     """
     for module in model.modules():
         stock = getattr(type(module), "generate", None)
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
             asks = sync if takes else lambda: False
-            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, asks))
+            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, asks, meet))
 
 
 def _generate(
     stock: Callable[..., Any],
     buffers: Callable[[], AbstractContextManager[None]],
     sync: Callable[[], bool],
+    meet: Callable[[], object],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if sync():
+        meet()
         kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
     with buffers():
         return stock(*args, **kwargs)

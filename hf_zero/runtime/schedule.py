@@ -31,7 +31,7 @@ Everything here costs Python time per unit, never per parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,14 +96,14 @@ class Callbacks:
             anew in it.
         before_backward: the first event of a backward, before the ranks agree on its order.
         after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
-        ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answers` says what was true on any of them.
+        ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
         after_backward: every owner's gradients are complete, and everything is released.
     """
 
     before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
     before_backward: Callable[[], None] = lambda: None
     after_reduce: Callable[[Unit], None] | None = None
-    ask: Callable[[], Sequence[bool]] = lambda: ()
+    ask: Callable[[], bool] = lambda: False
     after_backward: Callable[[], None] = lambda: None
 
 

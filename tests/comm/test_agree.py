@@ -23,7 +23,7 @@ FAILURES = {
 
 @pytest.fixture(scope="module")
 def pool():
-    ranks = RankPool(2, preload=("tests.comm.test_agree",))
+    ranks = RankPool(2)
     yield ranks
     ranks.stop()
 

@@ -95,16 +95,14 @@ def raised(where: str, loop: Loop) -> None:
     loop.engine.exchange(None)
 
 
-def without_sync(loop: Loop) -> None:
-    """One rank sends the gradients of the first of two micro-batches, the other does not."""
-    with loop.engine.no_sync() if loop.rank == 0 else contextlib.nullcontext():
-        loop.loss(3).backward()
-    loop.train(3)
-
-
 def gathered(loop: Loop) -> None:
     with zero.GatheredParameters(loop.model):
         pass
+
+
+def evaluated(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.loss(3)
 
 
 class Choosing(nn.Module):
@@ -164,8 +162,9 @@ ALONE: dict[str, tuple[Callable[[Loop], object], str]] = {
     "forward": (lambda loop: loop.loss(3), "different parts of one step"),
     "generate": (
         lambda loop: loop.model.generate(batch(0, 0, 0), max_new_tokens=2, do_sample=False, pad_token_id=0),
-        "rank 0 runs the model without gradients",
+        r"rank 0 called generate\(\)",
     ),
+    "evaluate": (evaluated, "rank 0 runs the model without gradients"),
     "shard": (sharded_alone, "rank 0 called zero.shard"),
     "Init": (born_alone, "rank 0 called zero.Init"),
     "left_out": (
@@ -186,7 +185,6 @@ ALONE: dict[str, tuple[Callable[[Loop], object], str]] = {
 BOTH: dict[str, tuple[Callable[[Loop], object], str]] = {
     "skipped_block": (lambda loop: choose(loop, (0,), (0, 1, 2, 3)), "skipped a layer"),
     "other_experts": (lambda loop: choose(loop, (0, 1), (0, 3)), "different parts of the model"),
-    "no_sync": (without_sync, "disagree in no_sync"),
     "other_model": (other_model, "different models: rank 1 in number 1, rank 0 in number 2"),
 }
 """What each rank does in its own way."""
@@ -229,7 +227,7 @@ def pool() -> Iterator[RankPool]:
 
 def side_by_side(function: Callable[..., object], rows: Sequence[tuple[object, ...]]) -> list[list[object]]:
     """`function(*row)` of every row on ranks of its own, all at the same time: what takes the time is waiting."""
-    pools = [RankPool(2, preload=("tests.comm.test_watch",)) for _ in rows]
+    pools = [RankPool(2) for _ in rows]
     try:
         with ThreadPoolExecutor(len(rows)) as threads:
             runs = [threads.submit(ranks.run, function, *row, timeout_s=150) for ranks, row in zip(pools, rows)]
@@ -245,8 +243,7 @@ CASES = {
     ],
     "collectives": [(2, "state_dict"), (2, "clip"), (3, "detach"), (3, "shard"), (3, "Init"), (1, "save")],
     "steps": [
-        *[(3, case) for case in ("step", "forward", "generate", "skipped_block", "other_experts")],
-        (1, "no_sync"),
+        *[(3, case) for case in ("step", "forward", "generate", "evaluate", "skipped_block", "other_experts")],
         (3, "other_model"),
     ],
     "batches": [
@@ -455,7 +452,7 @@ def test_a_rank_that_leaves_is_noticed_at_once():
     """Its connections are closed with it; the error is ours, and says where this rank was."""
     rows = [(stage, "killed", "forward") for stage in (0, 1, 2, 3)]
     rows += [(3, how, "optimizer") for how in LEAVING]
-    pools = [RankPool(2, preload=("tests.comm.test_watch",)) for _ in rows]
+    pools = [RankPool(2) for _ in rows]
     try:
         with ThreadPoolExecutor(4) as threads:
             found = list(threads.map(lambda pair: leaving(pair[0], *pair[1]), zip(pools, rows)))
@@ -478,7 +475,7 @@ def test_how_long_an_error_takes(capsys):
             figures.append(f"{how}, stage {stage}, stall_s {stall_s:.0f}: {took_s:.1f} s")
             assert took_s <= stall_s + 5
     for stage, how in [(0, "killed"), (2, "killed"), (3, "killed"), (3, "ends")]:
-        pool = RankPool(2, preload=("tests.comm.test_watch",))
+        pool = RankPool(2)
         text = leaving(pool, stage, how, "forward")
         took_s = float(text.partition("Left: ")[2].split()[0])
         figures.append(f"{how}, stage {stage}: {took_s:.1f} s")
