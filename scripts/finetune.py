@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 scripts/finetune.py --zero-stage 3    # 2 ranks, also on CPU
     accelerate launch scripts/finetune.py --model gpt2 --lora --lora-rank 8 --lora-targets c_attn    # saves an adapter
     accelerate launch scripts/finetune.py --task classification --model bert-base-uncased --dataset imdb
-    accelerate launch scripts/finetune.py --save-steps 50 --resume-from-checkpoint latest    # from the newest whole one, if any
+    accelerate launch scripts/finetune.py --save-steps 50 --resume-from-checkpoint latest    # the newest whole one
 
 Every flag of `transformers.TrainingArguments` works, written with dashes or underscores. What is not given gets a value
 that suits the model; what is given is never changed. --resume-from-checkpoint takes a folder; True: the newest in the

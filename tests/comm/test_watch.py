@@ -102,7 +102,8 @@ def gathered(loop: Loop) -> None:
 
 def evaluated(loop: Loop) -> None:
     with torch.no_grad():
-        loop.loss(3)
+        for _ in range(2):  # the first meets the others' forward
+            loop.loss(3)
 
 
 class Choosing(nn.Module):
