@@ -1,7 +1,7 @@
 """The same causal language modelling as `finetune.py`, as a plain accelerate loop: the only line about ZeRO is marked.
 
 torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50
-torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50 --resume   # any number of ranks
+torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50 --resume
 
 Every flag is one of `finetune.py`, with the same meaning; the short spellings are this script's own.
 """
