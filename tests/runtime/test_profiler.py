@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hf_zero as zero
@@ -30,8 +29,6 @@ def named(rank: int, world: int) -> tuple[list[str], dict[str, int]]:
     step(0)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         step(1)
-        with pytest.raises(IndexError), torch.no_grad():
-            model(input_ids=torch.full((1, 4), 10**6))  # ranges of a forward that raises end with it
     step(2)
     events = Counter(event.name for event in seen.events() if event.name.startswith("hf_zero::"))
     return [unit.name for unit in engine.units], dict(events)
