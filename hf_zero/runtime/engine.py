@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,43 +17,33 @@ from torch import Tensor, nn
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm import agree
-from ..comm.places import AFTER_STEP, NO_GRAD
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
-from ..core.layout import Layout, ParamSpec
+from ..core.layout import Layout
 from ..core.precision import Precision, gathered_as
-from ..errors import ConfigError, LayoutError, RankMismatchError, StateError, ZeroError
+from ..errors import ConfigError, RankMismatchError, ZeroError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, Plan
-from ..plan.record import Recorder, batch_of
+from ..plan.record import Recorder
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
-from ..tiers.pool import is_out_of_memory
 from ..tiers.tier import Tier
 from . import deferred_hooks, weighing
 from . import instance_methods as overrides
-from .autocast import Autocast
-from .buffers import Buffers
 from .build import Assembly, device_of
 from .casting import shown_in
 from .checkpoints import Behind, load, save
 from .clipping import Overflow, clip_norm, clip_values
-from .compiling import Block, Compile, Failures, blocks_of, refuse_compiled, take_wrapper_off
+from .compiling import Block, Compile, Failures, refuse_compiled, take_wrapper_off
 from .flat_param import Flat
-from .gradient_ops import Gradients
-from .moves import Monitor
 from .offload import STATES, Offload
-from .optimizer import Binding, WholeBinding, take_state, with_closure_followed, with_closure_run
+from .optimizer import Binding, WholeBinding
 from .ownership import refuse_owned
 from .preemption import Preemption
-from .saved_tensors import in_backward_of_any
-from .schedule import Callbacks, Schedule
 from .sharded import Sharded
-from .state_dict import ShardedHooks
+from .training import Training
 from .transports import Roads
-from .unsharded import Unsharded
-from .usage import Usage, free_device_bytes, report
-from .writes import WriteWatch
+from .usage import Usage, report
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -82,21 +71,13 @@ class Engine:
     ) -> None:
         self.model, self.config = model, config
         self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision)
-        roads = roads or Roads()
+        roads, machine = roads or Roads(), machine or Machine()
         self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._machine, self._mixed_precision = machine or Machine(), mixed_precision
-        self._binding: Binding | None = None
-        self._trains_unbound: bool | None = False
-        """A backward left gradients that no optimizer will see; None once that was said."""
-        self._passes = 0  # backwards and steps
-        self.recorder: Recorder | None = None
-        """What measures every step, see `record`."""
         self._side: SoloWire | None = None
         self.pending_save: Behind | None = None
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
-        self._unsharded: Unsharded | None = None
         self._patches = overrides.Patches()
 
         with self._wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
@@ -116,7 +97,7 @@ class Engine:
             self._assembly = Assembly(self.sharded, drafter)
             names = self.sharded.names
             refuse_owned(names)
-            self._overflow = Overflow(model, self.precision, self._wire, self.device)
+            overflow = Overflow(model, self.precision, self._wire, self.device)
             originals = [] if optimizer is None else self._assembly.originals(optimizer, None)
             kind = Binding if optimizer is None else self._assembly.kind_of_binding(optimizer)
             specs = self._assembly.specs(originals)
@@ -127,11 +108,11 @@ class Engine:
         self.units = self.sharded.units
         self.offload = Offload(config, self._wire, self.device, self.units, roads)
         self.sharded.storage = self.offload.storage
-        self.offload.storage.wide = self._overflow.possible
+        self.offload.storage.wide = overflow.possible
         with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
-            self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
+            self.sharded.plan = self._assembly.plan(specs, optimizer, machine, self.offload.ranks_here)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
-            if config.step_in_backward and self._overflow.possible:
+            if config.step_in_backward and overflow.possible:
                 raise ConfigError(
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
@@ -141,66 +122,24 @@ class Engine:
         self._assembly.build(specs, self.plan.placements)
         deferred_hooks.take_off(model)
         overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
-        self.buffers = Buffers(model, self._wire)  # sends rank 0's, on the device
-        self._gradients = Gradients(self.sharded, self.offload, self._overflow, self.flush)
-        self._state_dict_hooks = ShardedHooks(self.sharded, self.settle)
-        for module in model.modules():
-            if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
-                self._patches.hooks(*self._state_dict_hooks.register(module))
-        self._writes = WriteWatch(model, self.units, self.quiesce, self.refresh)
-        self._hook_model()
-        if optimizer is not None:
-            self._bind(optimizer, originals, kind)
-        overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
+        self._training = Training(
+            self.sharded, self._assembly, self.offload, overflow, self._patches, machine, mixed_precision
+        )
+        self.buffers, self.schedule = self._training.buffers, self._training.schedule
+        self._training.adopt(optimizer, originals, kind)
         self._patches.method(model, "compile", self.compile)
-        if self.world_size > 1 and (not self.policy.keep_full or self.buffers.watched):
-            overrides.generate_together(self._patches, model, self.buffers.apart, self._releases, self._generates)
         model.__dict__[_ENGINE] = self
-        self._watch()
         self.offload.explain_with(self.sharded.advice)
         if self.rank == 0:
             self._print_summary()
 
-    def _hook_model(self) -> None:
-        """Everything that hears of the model's forward, from the outside in.
-
-        torch runs pre-hooks that were prepended from the last to the first, other hooks in the order of their registration.
-        """
-        model, add = self.model, self._patches.hooks
-        hosts = [host for _, modules in self._assembly.hosts() for host in modules]
-        self._blocks = list(blocks_of(model, hosts))
-        # 1. Around the call itself, so that all hooks, and what they start, run under autocast.
-        self._autocast = Autocast(self.sharded, hosts) if self.precision.autocast_dtype is not None else None
-        if self._autocast is not None:
-            add(self._autocast)
-        # 2. Gathers and releases.
-        in_backward = self.config.step_in_backward
-        self.schedule = Schedule(
-            model,
-            self._assembly.hosts(),
-            self._wire,
-            Callbacks(
-                before_forward=self._before_forward,
-                before_backward=self._before_backward,
-                after_reduce=(lambda unit: self.offload.step_unit(unit, self.optimizer)) if in_backward else None,
-                ask=self.buffers.changed,
-                after_backward=self._after_backward,
-            ),
-        )
-        # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
-        if self.config.is_auto:
-            add(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
-        # 4. After the schedule's: the forward has waited for its reads. Not after an exception: ranks do not share it.
-        if self.offload.reads or self.buffers.watched:
-            add(model.register_forward_hook(self._after_forward))
-        # 5. Last: what any of these raised is explained.
-        add(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
-
     def _print_summary(self) -> None:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         print(f"hf_zero: stage {self.config.stage} on {ranks}; {self.precision}", file=sys.stderr)
-        if self._autocast is not None and self.precision.autocast_dtype is not None:
-            cast = gathered_as([*self._autocast.cast.values()], len(self.sharded.names), self.precision.autocast_dtype)
+        if self._training.autocast is not None and self.precision.autocast_dtype is not None:
+            cast = gathered_as(
+                [*self._training.autocast.cast.values()], len(self.sharded.names), self.precision.autocast_dtype
+            )
             print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -225,6 +164,11 @@ class Engine:
         return self.sharded.optimizer
 
     @property
+    def recorder(self) -> Recorder | None:
+        """What measures every step, see `record`."""
+        return self._training.recorder
+
+    @property
     def plan(self) -> Plan:
         return self.sharded.plan
 
@@ -241,86 +185,7 @@ class Engine:
         Raises:
             UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
         """
-        previous = self._binding
-        if previous is not None and previous.optimizer is optimizer and previous.is_current():
-            return
-        self.sharded.refuse_unsharded("Engine.bind")
-        with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
-            kind = self._assembly.kind_of_binding(optimizer)
-            if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
-                raise LayoutError(
-                    f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, or "
-                    "the other way round: build the optimizer anew with all its groups, and bind that"
-                )
-            originals = self._assembly.originals(optimizer, previous)
-            specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
-        self.quiesce()
-        if previous is not None and previous.optimizer is not optimizer:
-            previous.forget()
-            previous = None
-        if self._assembly.cuts_otherwise(specs):
-            if any(flat.grads() for flat in self.sharded.trained):
-                raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
-            self._recut(specs, optimizer, previous)
-        self._bind(optimizer, originals, kind)
-        self._watch()
-
-    def _recut(
-        self,
-        specs: list[list[ParamSpec]],
-        optimizer: torch.optim.Optimizer | None,
-        binding: Binding | None,
-    ) -> None:
-        # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
-        self._writes.settle()
-        self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
-        self._assembly.recut(specs, binding, self.plan.placements)
-        self.schedule.recut(self.units)
-        self._writes.restart()
-
-    def _part_spans(self) -> None:
-        """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
-        binding = self._binding
-        if binding is None or not binding.one_gradient or self.config.step_in_backward:
-            return
-        specs = self._assembly.parted(binding.originals)
-        if specs is not None:
-            self._cut_anew(specs)
-
-    def _unfreeze(self) -> None:
-        """Parameters were frozen or unfrozen. Frozen ones keep their place and their state, and get no gradient; the first time
-        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step.
-        """
-        self.schedule.notice_again()
-        if not self._assembly.has_unfrozen:
-            return
-        binding = self._binding
-        originals = [] if binding is None else binding.originals
-        specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
-        self.flush()
-        self.quiesce()
-        self._cut_anew(specs)
-
-    def _cut_anew(self, specs: list[list[ParamSpec]]) -> None:
-        """Between passes: the same optimizer over other spans. A collective."""
-        binding = self._binding
-        self._recut(specs, self.optimizer, binding)
-        if binding is not None:
-            self._bind(binding.optimizer, binding.originals, type(binding))
-        self._gradients.show()
-        self._watch()
-
-    def make_room(self, marks: Mapping[str, str]) -> None:
-        """Before optimizer state is loaded, on every rank with the same `marks`: see `Assembly.arranged`. A collective then."""
-        binding = self._binding
-        if binding is None or not binding.one_gradient or self.config.step_in_backward:
-            return
-        specs = self._assembly.arranged(binding.originals, marks)
-        if specs is not None:
-            self.quiesce()
-            self._cut_anew(specs)
+        self._training.bind(optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -334,13 +199,6 @@ class Engine:
             yield
         finally:
             self.schedule.sync = before
-
-    def _releases(self) -> bool:
-        return not self.policy.keep_full and not self.sharded.is_unsharded
-
-    def _generates(self) -> None:
-        with self._wire.watch.doing("generate()"):
-            self._wire.exchange(None)
 
     def total_weight(self, weight: float | Tensor) -> float:
         """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.
@@ -374,30 +232,9 @@ class Engine:
             raise ConfigError(problem)
         return weighing.scaled(loss, weight, total, self.world_size)
 
-    @contextmanager
-    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+    def unsharded(self, *, in_compute_dtype: bool = False) -> AbstractContextManager[None]:
         """As `zero.unsharded`, of this model. A collective at its beginning and its end."""
-        if self._unsharded is not None:  # the outer one decides
-            yield
-            return
-        self.offload.refuse_while_away("zero.unsharded")
-        if in_backward_of_any():
-            raise StateError("zero.unsharded cannot begin in a backward")
-        self.quiesce()
-        whole = Unsharded(
-            self.sharded, in_compute_dtype=in_compute_dtype, free_bytes=free_device_bytes(self, self._wire.ranks_here())
-        )
-        whole.begin()
-        self._unsharded, self.sharded.is_unsharded = whole, True
-        completed = False
-        try:
-            yield
-            completed = True
-        finally:
-            try:
-                whole.end(self.settle, compare=completed)
-            finally:
-                self._unsharded, self.sharded.is_unsharded = None, False
+        return self._training.unsharded(in_compute_dtype=in_compute_dtype)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -413,7 +250,7 @@ class Engine:
         self.offload.refuse_clipping("clip_grad_norm_")
         with self._wire.watch.doing("clip_grad_norm_()"):
             self.flush()
-            self._gradients.wrote()
+            self._training.gradients.wrote()
             return clip_norm(
                 self.sharded.trained, self.sharded.names, self._wire, max_norm, float(norm_type), parameters
             )
@@ -422,7 +259,7 @@ class Engine:
         """Clamp every gradient element to ±`clip_value`."""
         self.offload.refuse_clipping("clip_grad_value_")
         self.flush()
-        self._gradients.wrote()
+        self._training.gradients.wrote()
         clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -431,15 +268,7 @@ class Engine:
         Args:
             set_to_none: False: reduced gradients stay, as zeros.
         """
-        if not set_to_none:
-            self._gradients.zero()
-            self.schedule.unsynced = False
-            return
-        for unit in self.units:
-            unit.drop_grads(shards=True)
-        self.schedule.unsynced = False
-        if self._binding is not None:
-            self._binding.show_grads()
+        self._training.zero_grad(set_to_none)
 
     def report(self) -> Report:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
@@ -466,18 +295,18 @@ class Engine:
         if self.recorder is not None:
             self.recorder.close()
         said = {"model": type(self.model).__name__, **(about or {})}
-        self.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
-        return self.recorder
+        made = self._training.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
+        return made
 
     def _recorder_closed(self, recorder: Recorder) -> None:
         if self.recorder is recorder:
-            self.recorder = None
+            self._training.recorder = None
 
     def group_options(self) -> list[dict[str, Any]]:
         """The optimizer's groups: their options, and under `params` the parameters' names."""
-        if self._binding is None:
+        if self._training.binding is None:
             return []
-        return self._binding.group_options({param: names[0] for param, names in self.sharded.names.items()})
+        return self._training.binding.group_options({param: names[0] for param, names in self.sharded.names.items()})
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -546,7 +375,7 @@ class Engine:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
         with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
-            self._writes.settle()
+            self._training.writes.settle()
         self.wait_for_save()
         load(
             self.sharded,
@@ -586,21 +415,22 @@ class Engine:
         Args:
             using: compiles a function, instead of `torch.compile` with these options.
         """
-        blocks = [module for module in self._blocks if not isinstance(module.__dict__.get("forward"), Block)]
+        blocks = [module for module in self._training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
         failed = Failures()
         for module in blocks:
             self._patches.method(module, "forward", Block(module, using or partial(torch.compile, **options), failed))
         if self.rank == 0:
-            found = f"{len(self._blocks)} blocks, each by itself" if self._blocks else "nothing: it has no blocks"
+            count = len(self._training.blocks)
+            found = f"{count} blocks, each by itself" if count else "nothing: it has no blocks"
             print(f"hf_zero: torch.compile: {found}", file=sys.stderr)
 
     @property
     def is_compiled(self) -> bool:
-        return any(isinstance(module.__dict__.get("forward"), Block) for module in self._blocks)
+        return any(isinstance(module.__dict__.get("forward"), Block) for module in self._training.blocks)
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
-        return self._state_dict_hooks.outline()
+        return self._training.state_dict_hooks.outline()
 
     def offload_states(self, include: Iterable[str] = STATES) -> None:
         """Move what rests on the device to host memory, until `reload_states`: for who shares the GPU with something else.
@@ -614,7 +444,7 @@ class Engine:
             ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
-        if isinstance(self._binding, WholeBinding):
+        if isinstance(self._training.binding, WholeBinding):
             raise ConfigError(
                 f"offload_states: {type(self.optimizer).__name__} steps over whole parameters, whose state does not move: use "
                 "an element-wise optimizer"
@@ -633,7 +463,7 @@ class Engine:
         """
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back(self.optimizer)
-            self._gradients.show_slices()
+            self._training.gradients.show_slices()
 
     @property
     def wire(self) -> SoloWire:
@@ -658,49 +488,31 @@ class Engine:
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
-        self.schedule.quiesce()
-        self.settle()
+        self._training.quiesce()
 
     def settle(self, flats: Iterable[Flat] | None = None) -> None:
-        """Masters are those of one step, and have what was written to parameters since. Without communication.
-
-        Args:
-            flats: spans that matter; None: all.
-
-        Raises:
-            StateError, TierError: see `finish_step`; what was written cannot be carried over.
-        """
-        self.finish_step()
-        if self._unsharded is not None:
-            self._unsharded.carry()
-        self._writes.settle(flats)
+        """See `Training.settle`."""
+        self._training.settle(flats)
 
     def finish_step(self) -> None:
-        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
+        """See `Training.finish_step`."""
+        self._training.finish_step()
 
-        Raises:
-            StateError, TierError: one broke off.
-        """
-        self.offload.finish_step()
+    def make_room(self, marks: Mapping[str, str]) -> None:
+        """See `Training.make_room`."""
+        self._training.make_room(marks)
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self._state_dict_hooks.after_load()
+        self._training.refresh()
 
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
-        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
-
-        Args:
-            flats: whose gradients are to be what the parameters' `.grad` say; None: all.
-        """
-        self.schedule.flush()
-        self.finish_step()
-        if not in_backward_of_any():
-            self._gradients.settle(flats)
+        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any; see `Training.flush`."""
+        self._training.flush(flats)
 
     def gradients_written(self) -> None:
         """On every rank: norms that are known are not those of the gradients any more."""
-        self._gradients.wrote()
+        self._training.gradients.wrote()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -719,7 +531,7 @@ class Engine:
             self.quiesce()
             if self.schedule.order.preemption is not None:
                 self.schedule.order.preemption.close()
-            binding = self._binding
+            binding = self._training.binding
             state = None if binding is None else binding.plain_state()
             if self.recorder is not None:
                 self.recorder.close()
@@ -730,7 +542,7 @@ class Engine:
         self.model.__dict__.pop(_ENGINE, None)
         if binding is not None and state is not None:
             binding.unbind(state)
-            self._binding = self.sharded.optimizer = None
+            self._training.binding = self.sharded.optimizer = None
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
@@ -738,164 +550,6 @@ class Engine:
             self.schedule.order.preemption.close()
         made = self.schedule.order.preemption = Preemption(signals)
         return made
-
-    # Building -------------------------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Anew where units or optimizer are."""
-        if self.config.is_auto:
-            free = partial(self.offload.free_host_bytes, self.offload.ranks_here)
-            self.offload.monitor = Monitor(self.sharded, free)
-
-    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]], kind: type[Binding]) -> None:
-        fresh = self.sharded.optimizer is not optimizer
-        state = take_state(optimizer, originals)
-        agree.same_answer(
-            self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
-        )
-        self._binding = kind(optimizer, self.units, self._wire, originals)
-        self.sharded.optimizer = optimizer
-        if state is not None:
-            self._binding.load_state_dict(state)
-        if fresh:
-            self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
-            self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
-            overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
-            self._patches.method(optimizer, "zero_grad", self.zero_grad)
-            self._patches.method(optimizer, "state_dict", self._optimizer_state_dict)
-            self._patches.method(optimizer, "load_state_dict", self._optimizer_load_state_dict)
-
-    # What hooks call ------------------------------------------------------------------------------------------------
-
-    def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        graph = torch.is_grad_enabled()
-        self._wire.watch.phase = "forward" if graph else NO_GRAD
-        if self._trains_unbound and graph:
-            self._trains_unbound = None
-            warnings.warn(
-                f"this {type(self.model).__name__} was sharded without an optimizer, and gradients are there: no step will "
-                "change it. Pass the optimizer to zero.shard (accelerator.prepare), or call engine.bind(optimizer)",
-                stacklevel=2,
-            )
-        self.offload.refuse_while_away("forward")
-        self.offload.check()
-        if self._binding is not None and not self._binding.is_current():
-            self.bind(self._binding.optimizer)
-        if self._assembly.look_at_flags():
-            self._unfreeze()
-        self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
-        self._overflow.look()
-        self.buffers.before_forward()
-        if self.recorder is not None:
-            self.recorder.forward(*batch_of(args, kwargs, getattr(self.model, "main_input_name", "input_ids")))
-
-    def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.offload.monitor is not None and torch.is_grad_enabled() and not in_backward_of_any():
-            self.offload.refuse_while_away("forward")
-            self.offload.monitor.expect(args, kwargs)
-
-    def _after_forward(self, *_: Any) -> None:
-        self.buffers.after_forward(self.schedule.sync)
-        if (
-            not in_backward_of_any() and not self.sharded.is_unsharded
-        ):  # not a recomputation; something may have been read
-            self.offload.agree_on_reads()
-
-    def _before_backward(self) -> None:
-        self.sharded.refuse_unsharded("a backward")
-        self._wire.watch.phase = "backward"
-        if self.schedule.sync or self.policy.reduce_each_backward:
-            self._gradients.hide()
-
-    def _after_backward(self) -> None:
-        if self.schedule.sync and self.buffers.watched:
-            self.buffers.agree(changed=self.schedule.order.answered)
-        self.offload.agree_on_reads()
-        if self.schedule.sync:
-            self.offload.land()
-        if self._binding is None and self._trains_unbound is False:
-            self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
-        storage = self.offload.storage if self.config.offloads else None
-        self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.layout.shards > 1)
-        if self._binding is not None:
-            self._binding.show_grads()
-        self._gradients.show()
-        self._passes += 1
-        self._wire.watch.phase = "what follows the backward"
-
-    def _optimizer_wrote(self) -> None:
-        self._writes.optimizer_wrote = True
-
-    def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.sharded.refuse_unsharded("optimizer.step()")
-        self._wire.watch.phase = "optimizer.step()"
-        self.offload.refuse_while_away("optimizer.step()")
-        # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
-        arguments = None
-        if self.config.offloads:
-            arguments = with_closure_run(args, kwargs)
-        elif (
-            self.layout.shards > 1
-        ):  # it may make backwards, and clip what they leave; the optimizer goes on with plain gradients
-            arguments = with_closure_followed(args, kwargs, self._gradients.hide_slices)
-        if self._binding is not None and not self._binding.is_current():
-            raise LayoutError(
-                "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
-                "yet: run a forward and a backward before the step"
-            )
-        self.schedule.flush()
-        self.schedule.quiesce()
-        self._gradients.settle()
-        self._writes.before_step(in_backward=self.config.step_in_backward)
-        self._assembly.check()
-        self._part_spans()
-        self._gradients.hide_slices()
-        if self._binding is not None:
-            self._binding.show_grads()
-            self.offload.prepare_step()
-        return arguments
-
-    def _after_step(self, *_: Any) -> None:
-        if self._binding is not None:
-            self._binding.stepped()
-            self.offload.begin_step(self._binding.optimizer)
-        self._wire.watch.step += 1
-        self.offload.end_step()
-        self._assembly.regather()
-        self._writes.optimizer_wrote = False
-        self.schedule.stepped()
-        self._passes += 1
-        if self.recorder is not None:
-            self.recorder.step()
-        if self.offload.monitor is not None:
-            self.offload.monitor.look()
-        self._gradients.show_slices()
-        self._wire.watch.phase = AFTER_STEP
-
-    def _explain_out_of_memory(self, *_: Any) -> None:
-        error = sys.exc_info()[1]
-        if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
-            error.add_note(
-                f"hf_zero: {self.sharded.advice()}. The model's state is whole: the next forward starts afresh"
-            )
-
-    def _quiet_binding(self) -> Binding:
-        if self._binding is None:
-            raise ConfigError("no optimizer is bound")
-        self.quiesce()
-        return self._binding
-
-    def _optimizer_state_dict(self) -> dict[str, Any]:
-        return self._quiet_binding().state_dict()
-
-    def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        binding = self._quiet_binding()
-        if binding.one_gradient:
-            what = "the optimizer's load_state_dict()"
-            with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
-                report.mine = binding.marks(state_dict, self.sharded.names)
-            self.make_room(report.everyone[0])
-        self._quiet_binding().load_state_dict(state_dict)
 
 
 def shard(

@@ -39,12 +39,15 @@ from ..version import __version__
 from .flat_param import Flat
 from .offload import Offload
 from .optimizer import state_tensors
+from .sharded import Sharded
 from .unit import Unit
 
 
 class Measurable(Protocol):
     """A running engine, as far as it is measured. Whoever measures reads; nothing here is written."""
 
+    @property
+    def sharded(self) -> Sharded: ...
     @property
     def config(self) -> ZeroConfig: ...
     @property
@@ -91,10 +94,10 @@ class _Tally:
         self.table[tier.value][kind] += nbytes
 
 
-def at_rest(engine: Measurable) -> Table:
+def at_rest(sharded: Sharded) -> Table:
     """Bytes of parameters and optimizer state, by tier and kind, where they rest. O(tensors)."""
     tally = _Tally()
-    for unit in engine.units:
+    for unit in sharded.units:
         for flat in unit.flats:
             _tally_parameters(tally, flat)
             for shard in flat.shards:
@@ -103,26 +106,26 @@ def at_rest(engine: Measurable) -> Table:
                     tally.add(shard.tier, "optimizer", values)
                 own = values.numel() * values.element_size() if shard.aliased else 0
                 tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.disk_bytes - own))
-                if engine.optimizer is not None:
-                    _tally_states(tally, shard.entries(engine.optimizer), shard.tier, engine.device)
-            for entries in () if engine.optimizer is None else flat.whole_entries(engine.optimizer):
-                _tally_states(tally, entries, Tier.DEVICE, engine.device)
+                if sharded.optimizer is not None:
+                    _tally_states(tally, shard.entries(sharded.optimizer), shard.tier, sharded.device)
+            for entries in () if sharded.optimizer is None else flat.whole_entries(sharded.optimizer):
+                _tally_states(tally, entries, Tier.DEVICE, sharded.device)
     return tally.table
 
 
-def free_device_bytes(engine: Measurable, ranks_here: int) -> int:
+def free_device_bytes(sharded: Sharded, offload: Offload, ranks_here: int) -> int:
     """What this rank may still take of its device: of the budget where there is one, else of what is free.
 
     Args:
         ranks_here: that share the host's memory, where that is the device.
     """
-    budget = engine.config.device_memory
+    budget = sharded.config.device_memory
     if budget is not None:
-        taken = sum(at_rest(engine)[Tier.DEVICE.value].values())
-        return int(budget) - taken - sum(engine.offload.storage.ledger.device.now.values())
-    if engine.device.type == "cuda":
-        return machine.free_device_bytes(engine.device)
-    return engine.offload.free_host_bytes(ranks_here)
+        taken = sum(at_rest(sharded)[Tier.DEVICE.value].values())
+        return int(budget) - taken - sum(sharded.storage.ledger.device.now.values())
+    if sharded.device.type == "cuda":
+        return machine.free_device_bytes(sharded.device)
+    return offload.free_host_bytes(ranks_here)
 
 
 def _tally_parameters(tally: _Tally, flat: Flat) -> None:
@@ -146,7 +149,7 @@ def _tally_states(tally: _Tally, entries: Mapping[str, Any], tier: Tier, device:
 
 def measure(engine: Measurable) -> Table:
     """Bytes of this rank now, by tier and kind. O(tensors)."""
-    table, ledger = at_rest(engine), engine.offload.storage.ledger
+    table, ledger = at_rest(engine.sharded), engine.offload.storage.ledger
     table[Tier.DEVICE.value] |= ledger.device.now
     table[Tier.HOST.value] |= ledger.host.now
     return table
@@ -218,7 +221,7 @@ class Usage:
         known = ledger.places, 0 if engine.optimizer is None else len(engine.optimizer.state)
         self._looks += 1
         if known != self._known or self._looks <= 4:  # an optimizer makes its state in its first steps
-            self._known, self._resting = known, at_rest(engine)
+            self._known, self._resting = known, at_rest(engine.sharded)
         table = {tier: dict(kinds) for tier, kinds in self._resting.items()}
         for kinds in table.values():
             kinds["all"] = sum(kinds.values())
