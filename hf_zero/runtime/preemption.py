@@ -6,11 +6,15 @@ tell each other at the end of each backward anyway (`backward_order`): there is 
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import Any
 
 from ..errors import ConfigError
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Preemption:
@@ -23,19 +27,26 @@ class Preemption:
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         self.signalled = self.agreed = False
-        try:
-            self._before = {number: signal.signal(number, self._note) for number in signals}
-        except ValueError as error:
-            raise ConfigError(
-                f"on_preemption: {error}; call it in the main thread, with signals of this system"
-            ) from None
+        self._pid, self._before = os.getpid(), dict[signal.Signals, Handler]()
+        for number in signals:
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except (ValueError, OSError) as error:  # another thread; SIGKILL, SIGSTOP, numbers that are none
+                self.close()
+                raise ConfigError(
+                    f"on_preemption: signal {number!r} cannot be heard here: {error}; call it in the main thread, with signals "
+                    "that a process may handle (SIGTERM, SIGUSR1)"
+                ) from None
 
     def __call__(self) -> bool:
         return self.agreed
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signalled = True
         self.close()  # a second one does what it would do without us: it ends a process that does not get to its next step
+        if os.getpid() == self._pid:
+            self.signalled = True
+        else:  # a child that was forked has this handler, but no step at whose end it would look
+            os.kill(os.getpid(), number)
 
     def close(self) -> None:
         """Give the signals back."""

@@ -100,6 +100,26 @@ def test_a_second_signal_does_what_it_did_before():
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_forked_child_dies_of_the_signal_as_it_would_without_us():
+    ends = zero.on_preemption(Loop(2).engine, [signal.SIGTERM])
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)  # it lives on: the test fails
+    _, status = os.waitpid(child, 0)
+    ends.close()
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert not ends.signalled
+
+
+@pytest.mark.parametrize("last", [signal.SIGKILL, 10**6])
+def test_signals_that_cannot_be_heard_are_refused_and_the_others_given_back(last):
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(zero.ConfigError, match="cannot be heard"):
+        zero.on_preemption(Loop(2).engine, [signal.SIGUSR1, last])
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_a_model_that_is_not_sharded_is_refused():
     with pytest.raises(zero.ConfigError, match="is not sharded"):
         zero.on_preemption(gpt2())
