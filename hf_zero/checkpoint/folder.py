@@ -18,7 +18,6 @@ import fcntl
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +72,7 @@ class Staging:
                 recover(self.target, locked=True)
                 _refuse_linked_folders(self.target, _files_of(self.target))  # before anything is written
             remove_left_overs(self.target.parent, but=self.root)
-            _empty(self.root, self._lock)
+            _empty(self._lock)
             self.path.mkdir()
         except OSError as error:
             self.discard()
@@ -440,17 +439,15 @@ def _rivals(target: Path, manifest: Manifest) -> set[str]:
     return out
 
 
-def _empty(folder: Path, fd: int) -> None:
+def _empty(fd: int) -> None:
     """The folder that is open as `fd`, whatever its name has come to mean since."""
     with os.scandir(fd) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in found:
         if not is_folder:
             os.unlink(name, dir_fd=fd)
-        elif sys.version_info >= (3, 11):
-            shutil.rmtree(name, dir_fd=fd)
         else:
-            shutil.rmtree(folder / name)
+            shutil.rmtree(name, dir_fd=fd)
 
 
 def sync_tree(folder: Path) -> None:

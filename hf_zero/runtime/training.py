@@ -381,7 +381,7 @@ class Training:
 
     def _explain_out_of_memory(self, *_: Any) -> None:
         error = sys.exc_info()[1]
-        if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
+        if error is not None and is_out_of_memory(error):
             error.add_note(
                 f"hf_zero: {self.sharded.advice()}. The model's state is whole: the next forward starts afresh"
             )
