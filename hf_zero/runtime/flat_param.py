@@ -37,7 +37,8 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .bucket import SpanGradients
 from .deferred import left_in_files, poured
-from .state_shard import DiskShard, Shard, assembled, is_elementwise, new_shard
+from .offloaded_shard import SHARDS, DiskShard, new_shard
+from .state_shard import Shard, assembled, is_elementwise
 
 
 class Staging(Protocol):
@@ -445,7 +446,7 @@ class Flat(SpanGradients):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
             if tier is not shard.tier:
-                self.shards[index] = shard.move(tier, optimizer, alias)
+                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias)
             elif moves:
                 shard.rest_on(alias)
         if self.in_memory is False:

@@ -31,8 +31,9 @@ from ..errors import StateError, TierError, ZeroError
 from ..tiers.array import OnDisk, fetch
 from ..tiers.pool import Storage
 from .flat_param import Flat
+from .offloaded_shard import DiskShard
 from .shadow_optimizer import Twin
-from .state_shard import MASTER, DiskShard, Shard, is_elementwise
+from .state_shard import MASTER, Shard, is_elementwise
 from .unit import Unit
 
 

@@ -7,7 +7,8 @@ A slice is one shard, or a few where the plan splits it between tiers. The optim
 * `DiskShard`: values and element-wise states are arrays in this rank's file; `master` is one NaN expanded to the length, so
   that groups, hooks and gradient scalers have a parameter to look at. The gradient rests in host memory.
 
-`SHARDS` has the class of each tier; `Shard.move` makes another one, with the same master.
+`Shard.move` makes the one of another tier, with the same master. The last two and `SHARDS`, which has the class of each tier,
+are in `offloaded_shard`.
 
 On several ranks what a master shows between a backward and the optimizer's own step is a `gradients.Slice`, whose norms are
 those over all ranks. Code of this package asks for `grad` or `device_grad`, which are never one.
@@ -18,18 +19,18 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.inflight import Inflight, together
-from ..errors import StateError, ZeroError
-from ..tiers.array import DiskArray, OnDisk, OnDone, Values, fetch
+from ..comm.inflight import Inflight
+from ..errors import ZeroError
+from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
-from ..tiers.tier import Tier, padded
+from ..tiers.tier import Tier
 from .gradients import Keeper
 from .slices import Slice
 
@@ -42,7 +43,7 @@ Claim = tuple[Tensor, Tensor | None, Inflight | None]
 
 
 class Shard(ABC):
-    """One stretch of a slice, see above. Made by `new_shard`, `DiskShard.over` and `move`.
+    """One stretch of a slice, see above. Made by `offloaded_shard.new_shard`, `DiskShard.over` and `move`.
 
     Args:
         start: its first element in the slice.
@@ -314,21 +315,21 @@ class Shard(ABC):
 
     # Between tiers ----------------------------------------------------------------------------------------------------
 
-    def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None, alias: Tensor | None = None) -> Shard:
-        """The shard in `tier`, with everything of this one, the same to the bit, and the same master. This one is over.
+    def move(self, kind: type[Shard], optimizer: torch.optim.Optimizer | None, alias: Tensor | None = None) -> Shard:
+        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
 
         Args:
-            alias: memory in `tier` that has the master's values already.
+            alias: memory in that tier that has the master's values already.
 
         Raises:
             TierError, ConfigError: a tier failed or has no room; everything is where it was.
         """
-        if tier is self.tier:
+        if kind.tier is self.tier:
             return self
         grad, values = self.whole_grad(), fetch(self.values)
         found = {} if optimizer is None else self.entries(optimizer)
         entries = {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in found.items()}
-        moved = SHARDS[tier](self.storage, self.start, self.numel, self.dtype, self._travels)
+        moved = kind(self.storage, self.start, self.numel, self.dtype, self._travels)
         moved.master = self.master
         try:
             data = moved._hold(values) if alias is None else alias
@@ -424,347 +425,6 @@ class DeviceShard(Shard):
 
     def show_grad(self) -> None:
         """The master has it from the start."""
-
-
-class HostShard(Shard):
-    """In host memory. The gradient is float32, or of the compute dtype while that loses nothing."""
-
-    tier = Tier.HOST
-
-    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
-        super().__init__(storage, start, numel, dtype, travels)
-        self._grad: Tensor | None = None
-        self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
-        self._move: Inflight | None = None
-        self._landing: Tensor | None = None
-
-    def _hold(self, values: Tensor) -> Tensor:
-        return self.storage.link.empty(self.numel, self.dtype, self._travels).copy_(values)
-
-    @property
-    def grad(self) -> Tensor | None:
-        self.land()
-        return self._grad
-
-    @property
-    def has_grad(self) -> bool:
-        return self._grad is not None or self._landing is not None
-
-    def whole_grad(self) -> Tensor | None:
-        grad = self.grad
-        if grad is None:
-            return None
-        if grad.dtype != self.dtype:
-            grad = self._widen(grad)
-        self._apply_coefficient(grad)
-        return grad
-
-    def _apply_coefficient(self, grad: Tensor) -> None:
-        if self.coefficient is not None:
-            grad.mul_(self.coefficient.to(grad.dtype))
-            self.coefficient = None
-
-    def _new_grad(self, grad: Tensor | None) -> Tensor:
-        new = self._room(self.dtype)
-        self._set(new.zero_() if grad is None else new.copy_(grad))
-        return new
-
-    def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
-        if not isinstance(former, HostShard):
-            super()._take_grad(former, grad)
-            return
-        self._grad, self._buffer = grad, former._buffer
-        former._grad = former._buffer = None
-        self.show_grad()
-
-    def add(self, piece: Tensor) -> None:
-        self.land()
-        link = self.storage.link
-        keeps = piece.dtype == self.dtype or not (self.storage.wide or self._is_wide())
-        if self._grad is None and keeps:
-            self._grad = self._room(piece.dtype)
-            self._move = link.down(piece, self._grad)
-            if self._move.ready:
-                self.land()
-            return
-        self._landing = self.storage.scratch(piece.numel(), piece.dtype)
-        self._move = link.down(piece, self._landing)
-        self.storage.land(self)
-
-    def land(self) -> None:
-        move, self._move = self._move, None
-        if move is not None:
-            move.close()
-            self.show_grad()
-        landing, self._landing = self._landing, None
-        if landing is None:
-            return
-        if self._grad is None:
-            self._new_grad(landing)
-        else:
-            grad = self._grad if self._grad.dtype == self.dtype else self._widen(self._grad)
-            self._apply_coefficient(grad)
-            grad.add_(landing)
-        self.storage.give_back(landing)
-
-    def scale(self, coefficient: Tensor) -> None:
-        grad = self.grad
-        if grad is None:
-            return
-        if self.storage.wide:
-            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
-            return
-        if self.coefficient is not None:
-            self.whole_grad()
-        self.coefficient = coefficient.to("cpu", self.dtype)
-
-    def follow_grad(self) -> bool:
-        offered, now = self._offered, self.master.grad
-        if now is offered:
-            return False
-        if now is None:
-            self.drop_grad()
-        elif isinstance(now, Slice) and now.owner is self:  # `p.grad = p.grad.detach()`
-            self.master.grad = offered
-            return False
-        else:
-            grad = self.some_grad()
-            grad.copy_(now.plain() if isinstance(now, Slice) else now.detach())
-            self.master.grad = self._offered = offered if type(offered) is Slice else grad
-        return True
-
-    def drop_grad(self) -> None:
-        super().drop_grad()
-        if self._move is not None or self._landing is not None:
-            self.land()
-        self._grad = self.coefficient = None
-
-    def release_buffer(self) -> None:
-        self.drop_grad()
-        buffer = self._buffer
-        self._keep(None)
-        if buffer is not None and self.storage.transient:
-            self.storage.give_back(buffer)
-
-    def claim(self) -> Claim | None:
-        if self._landing is not None or self.storage.wide:
-            self.land()
-        move, self._move = self._move, None
-        return None if self._grad is None else (self._grad, self.coefficient, move)
-
-    @property
-    def grad_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
-
-    def hide_slice(self) -> None:
-        """The optimizer's own step does not look at it."""
-
-    def hide_grad(self) -> None:
-        self.master.grad = self._offered = None
-
-    def show_grad(self) -> None:
-        if self.shown is not None and self.master.grad is self.shown:
-            return
-        if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
-            self.master.grad = self._offered = self._grad
-
-    def _is_wide(self) -> bool:
-        return self._buffer is not None and self._buffer.dtype == self.dtype
-
-    def _room(self, dtype: torch.dtype) -> Tensor:
-        if self._buffer is None or self._buffer.dtype != dtype:
-            new = self.storage.scratch if self.storage.transient else self.storage.link.empty
-            return self._keep(new(self.numel, dtype))
-        return self._buffer
-
-    def _keep(self, buffer: B) -> B:
-        """The memory of a host gradient. Where it is lent by the pool, that has it in the ledger."""
-        if not self.storage.transient:
-            self.storage.ledger.host.add("gradients", (0 if buffer is None else buffer.nbytes) - self.grad_bytes)
-        self._buffer = buffer
-        return buffer
-
-    def _widen(self, grad: Tensor) -> Tensor:
-        wide = self._new_grad(grad)
-        if self.storage.transient:
-            self.storage.give_back(grad)
-        return wide
-
-    def _set(self, grad: Tensor) -> None:
-        self._grad = grad
-        self.show_grad()
-
-
-class DiskShard(HostShard):
-    """Values and element-wise states in this rank's file, the gradient in host memory.
-
-    A step reads, updates and writes `Sizes.slab_numel` elements of every array at a time. A state takes space when the
-    optimizer has made it.
-    """
-
-    tier = Tier.DISK
-
-    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
-        super().__init__(storage, start, numel, dtype, travels)
-        self._array: DiskArray | None = None
-        self._states: dict[str, DiskArray] = {}
-        self._new: dict[str, DiskArray] = {}  # arrays of states that the optimizer does not have yet
-
-    @staticmethod
-    def over(storage: Storage, array: DiskArray) -> DiskShard:
-        """A frozen shard whose values are in `array` already, and serve as the parameters' slice, too."""
-        shard = DiskShard(storage, 0, array.numel, array.dtype)
-        shard._array = array
-        shard.aliased = True
-        shard.master = nn.Parameter(shard._placeholder(), requires_grad=False)
-        return shard
-
-    def _hold(self, values: Tensor) -> Tensor:
-        self._array = DiskArray(self.storage.disk, self.numel, self.dtype)
-        OnDisk(self._array).copy_(values)
-        return self._placeholder()
-
-    def _placeholder(self) -> Tensor:
-        value = float("nan") if self.dtype.is_floating_point else 0
-        return torch.full((), value, dtype=self.dtype).expand(self.numel)
-
-    @property
-    def array(self) -> DiskArray:
-        if self._array is None:
-            raise StateError("the values of a shard on disk were asked for before it had any")
-        return self._array
-
-    @property
-    def values(self) -> Values:
-        return OnDisk(self.array)
-
-    def _arrays(self) -> list[DiskArray]:
-        values = [] if self._array is None else [self._array]
-        return [*values, *self._states.values(), *self._new.values()]
-
-    @property
-    def in_files(self) -> bool:
-        return self.array.base is not None
-
-    def note(self) -> None:
-        """Nobody but this package can write to what is on disk."""
-
-    def rest_on(self, alias: Tensor | None) -> None:
-        """What was read from the array rests elsewhere now."""
-        self.aliased = False
-
-    # The optimizer's state --------------------------------------------------------------------------------------------
-
-    def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return super().entries(optimizer) | {name: OnDisk(array) for name, array in self._states.items()}
-
-    def new_state(self, name: str, dtype: torch.dtype) -> OnDisk:
-        return OnDisk(self._array_of(name, dtype))
-
-    def _array_of(self, name: str, dtype: torch.dtype) -> DiskArray:
-        for arrays in (self._states, self._new):
-            found = arrays.get(name)
-            if found is not None and found.dtype == dtype:
-                return found
-        if name in self._new:
-            self._new.pop(name).close()
-        self._new[name] = DiskArray(self.storage.disk, self.numel, dtype)
-        return self._new[name]
-
-    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
-        names = [key for key, value in entries.items() if is_elementwise(key, value, self.numel)]
-        for name in names:
-            value = entries[name]
-            array = self._array_of(name, value.dtype)
-            if not (isinstance(value, OnDisk) and value.source is array):
-                OnDisk(array).copy_(value)
-        rest = {key: value for key, value in entries.items() if key not in names}
-        self.keep_states(names)
-        return super()._at_rest(optimizer, rest)
-
-    def keep_states(self, names: Iterable[str]) -> None:
-        """The optimizer has these states, which have been written, and no others."""
-        arrays = {name: self._new.get(name) or self._states[name] for name in names}
-        for array in (*self._states.values(), *self._new.values()):
-            if all(array is not kept for kept in arrays.values()):
-                array.close()
-        self._states, self._new = arrays, {}
-
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        super().forget(optimizer)
-        self.keep_states(())
-
-    # Slabs: what a step reads and writes at a time --------------------------------------------------------------------
-
-    @property
-    def slabs(self) -> range:
-        """First elements of all slabs."""
-        return range(0, self.numel, self.storage.sizes.slab_numel)
-
-    @property
-    def slab_bytes(self) -> int:
-        """Host memory for a slab of values and states, each from a page's start."""
-        return sum(padded(nbytes) for _, _, nbytes in self._parts(0))
-
-    def _parts(self, start: int) -> list[tuple[str, DiskArray, int]]:
-        """Of the slab from element `start` on: name, array and bytes."""
-        numel = min(self.storage.sizes.slab_numel, self.numel - start)
-        return [(name, a, numel * a.dtype.itemsize) for name, a in ((MASTER, self.array), *self._states.items())]
-
-    def views(self, start: int, memory: Tensor) -> dict[str, Tensor]:
-        """Values (`MASTER`) and states in memory that holds the slab from element `start` on."""
-        out, at = {}, 0
-        for name, array, nbytes in self._parts(start):
-            out[name] = memory[at : at + nbytes].view(array.dtype)
-            at += padded(nbytes)
-        return out
-
-    def read(self, start: int, memory: Tensor, on_done: OnDone = None) -> Inflight:
-        """The slab from element `start` on into `memory`: uint8, of `slab_bytes`."""
-        views = self.views(start, memory)
-        return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start)])
-
-    def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
-        """Values (`MASTER`) and states from element `start` on, which must not change until waited for.
-
-        States that are new are the optimizer's from `keep_states` on.
-
-        Raises:
-            TierError: there is no room for a new one.
-        """
-        arrays = {
-            name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
-        }
-        return together([arrays[name].write(start, part, on_done) for name, part in parts.items()])
-
-
-SHARDS: dict[Tier, type[Shard]] = {Tier.DEVICE: DeviceShard, Tier.HOST: HostShard, Tier.DISK: DiskShard}
-
-
-def new_shard(
-    storage: Storage,
-    start: int,
-    values: Tensor,
-    tier: Tier,
-    *,
-    trainable: bool,
-    travels: bool = True,
-    alias: Tensor | None = None,
-) -> Shard:
-    """A shard in `tier` with these values.
-
-    Args:
-        start, travels: see `Shard`.
-        alias: memory of the values that rests in `tier` already and is to be the master itself.
-    """
-    shard = SHARDS[tier](storage, start, values.numel(), values.dtype, travels)
-    data = shard._hold(values) if alias is None else alias
-    shard.aliased = alias is not None
-    # `.data` gives the master a version counter of its own. With the one of the memory that it is an alias of, gathers
-    # into that memory would count as writes to the optimizer's tensors once the master rests elsewhere.
-    shard.master = nn.Parameter(data.data, requires_grad=trainable)
-    shard.note()
-    return shard
 
 
 def is_elementwise(key: str, value: Any, numel: int) -> bool:

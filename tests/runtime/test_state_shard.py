@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.errors import StateError, TierError
-from hf_zero.runtime.state_shard import MASTER, SHARDS, DiskShard, Shard, new_shard
+from hf_zero.runtime.offloaded_shard import SHARDS, DiskShard, new_shard
+from hf_zero.runtime.state_shard import MASTER, Shard
 from hf_zero.tiers.array import OnDisk, fetch
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Sizes, Tier, padded
@@ -132,7 +133,7 @@ def test_moves(storage: Storage, origin: Tier, tier: Tier) -> None:
     shard.add(random(5))
     master, edited = shard.master, ""
     for target in (tier, origin):
-        shard = shard.move(target, optimizer)
+        shard = shard.move(SHARDS[target], optimizer)
         assert type(shard) is SHARDS[target]
         assert shard.master is master is optimizer.param_groups[0]["params"][0]
         assert torch.equal(fetch(shard.values), random(0))
@@ -161,7 +162,7 @@ def test_a_move_that_the_disk_refuses(storage: Storage, origin: Tier, allowed: i
 
     with instead(os, posix_fallocate=allocate):
         with pytest.raises(TierError, match="No space left"):
-            shard.move(Tier.DISK, optimizer)
+            shard.move(SHARDS[Tier.DISK], optimizer)
     assert len(calls) == allowed + 1
     assert torch.equal(fetch(shard.values), random(0))
     assert differing(shard.entries(optimizer), states()) == []
