@@ -16,7 +16,7 @@ import torch
 import hf_zero as zero
 from hf_zero.tiers.tier import SIZES, Tier, padded
 from tests.kit.common import MODELS, Case, Result, batch, optimizer_for, train_engine
-from tests.kit.offloading import SMALL, mixed, pairwise, same, unequal
+from tests.kit.offloading import SMALL, pairwise, same, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -76,10 +76,9 @@ def compare(rank: int, world: int, chosen: list[Case], folder: str) -> list[str]
     for case in chosen:
         in_memory = replace(case, offload_optimizer="none", offload_params="none", step_in_backward=False, sizes=SIZES)
         expected = run_in_memory(rank, world, in_memory)
-        with mixed(case):
-            ours, engine = train_engine(rank, world, case, folder)
-            wrong += misplaced(engine, case)
-            engine.detach()
+        ours, engine = train_engine(rank, world, case, folder)
+        wrong += misplaced(engine, case)
+        engine.detach()
         different = unequal(ours, expected)
         if different:
             wrong.append(f"rank {rank}: {case}: {len(different)} differ, among them {different[:3]}")
@@ -360,8 +359,7 @@ def compare_loops(
             case = Case(
                 "gpt2", stage, dtype, groups=2, offload_optimizer=tiers[0], offload_params=tiers[1], sizes=SMALL
             )
-            with mixed(case):
-                ours = loop(rank, world, case, folder, which)
+            ours = loop(rank, world, case, folder, which)
             reference = references[stage]
             places = [i for i, (mine, theirs) in enumerate(zip(ours, reference)) if not same(mine, theirs)]
             if places or len(ours) != len(reference):
