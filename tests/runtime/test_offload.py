@@ -346,11 +346,11 @@ TIERS = (("cpu", "none"), ("disk", "none"), ("mixed", "none"), ("cpu", "disk"), 
 def compare_loops(
     rank: int, world: int, name: str, dtype: str, variants: tuple[str, ...], folder: str, alternate: bool = False
 ) -> list[str]:
-    """`alternate`: each variant in every second place, its neighbours in the others."""
+    """`alternate`: each variant in every second place, its neighbours in the others, as the other precision of a loop."""
     loop: Loop = globals()[name]
     stages = itertools.cycle((2, 3) if world > 1 else (0, 3))
     wrong = []
-    for number, which in enumerate(variants):
+    for number, which in enumerate(variants, start=dtype == "bf16"):
         references = {}
         for tiers in TIERS[number % 2 :: 2] if alternate else TIERS:
             stage = 3 if tiers[1] != "none" else next(stages)
@@ -370,14 +370,14 @@ def compare_loops(
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("name", "dtype", "variants"), LOOPS)
 def test_loops_equal_those_in_memory(pools, tmp_path, world, name, dtype, variants):
-    # An optimizer's step is each rank's own: every pair of optimizer and tier is run on one rank.
-    alternate = world > 1 and len(variants) == len(OPTIMIZERS)
-    answers = pools[world].run(compare_loops, name, dtype, variants, str(tmp_path), alternate, timeout_s=200)
+    # Steps over offloaded state are each rank's own: every loop in every tier is run on one rank, in each precision.
+    answers = pools[world].run(compare_loops, name, dtype, variants, str(tmp_path), world > 1, timeout_s=200)
     wrong = [line for lines in answers for line in lines]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow  # the pairs that two ranks leave out above
-def test_every_optimizer_in_every_tier_on_two_ranks(two, tmp_path):
-    answers = two.run(compare_loops, "optimizers", "no", tuple(OPTIMIZERS), str(tmp_path), timeout_s=200)
+@pytest.mark.parametrize(("name", "dtype", "variants"), LOOPS)
+def test_every_loop_in_every_tier_on_two_ranks(two, tmp_path, name, dtype, variants):
+    answers = two.run(compare_loops, name, dtype, variants, str(tmp_path), timeout_s=200)
     assert not any(answers), answers
