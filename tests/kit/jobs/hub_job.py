@@ -8,28 +8,25 @@ import sys
 os.environ.update(HF_ENDPOINT=sys.argv[2], HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1")
 
 import torch  # noqa: E402
-from harness import OUT, RANK, Tokens, check, gpt2, watch  # noqa: E402
+from harness import OUT, RANK, Tokens, arguments, check, gpt2, watch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
 import hf_zero as zero  # noqa: E402
 
 
 def push() -> None:
-    args = TrainingArguments(
-        output_dir=str(OUT / "run"),
+    args = arguments(
+        OUT / "run",
+        None,
         parallelism_config=zero.ZeroPlugin(stage=3, async_save=True),
         max_steps=4,
         save_steps=2,
-        per_device_train_batch_size=2,
         push_to_hub=True,
         hub_strategy="checkpoint",
         hub_always_push=True,
         hub_model_id="user/tiny",
         hub_token=sys.argv[3],
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
     )
     run = Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=[zero.ZeroCallback(report=False)])
     run.train()
