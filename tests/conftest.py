@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
+HOME = tempfile.TemporaryDirectory(prefix="hf_home_")
+"""Caches of this session's own, empty at its start."""
+# Libraries read these when they are imported, here and in all children. Several processes share the cores: a thread each.
+os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
-from tests.kit.pool import RankPool
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.kit.pool import RankPool  # noqa: E402
 
 torch.set_num_threads(1)
 LONG = ("runtime", "scripts")
@@ -17,6 +24,10 @@ LONG = ("runtime", "scripts")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
+
+
+def pytest_unconfigure() -> None:
+    HOME.cleanup()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from torch import nn
 
 import hf_zero
 
@@ -325,6 +326,90 @@ def test_nothing_is_dead() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in read:
                 found.append(f"{at(module, node)} {node.attr}")
     assert not found, f"nobody uses {', '.join(found)}: remove it"
+
+
+TESTS = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))}
+SYSTEM_ONLY = ROOT / "tests" / "kit" / "injection.py"
+"""Answers in place of the system's calls: a full disk, a `kill -9` between two of them."""
+OF_THE_TRAINER = {"_load_from_checkpoint"}
+"""Where the stock Trainer lets a subclass in, and the only way to weights of a checkpoint without training."""
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def owner(node: ast.AST) -> str:
+    """The first name of `a.b[c].d`."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_ones_own(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) == "super()" or owner(node) in ("self", "cls")
+
+
+def test_tests_reach_for_no_private_name() -> None:
+    """Of this package's; a test that does breaks with what nobody else sees. What torch's modules have is torch's."""
+    ours = {
+        name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if private(name := getattr(node, "name", "") or (node.attr if isinstance(node, ast.Attribute) else ""))
+        and (not isinstance(node, ast.Attribute) or owner(node) in ("self", "cls"))
+    }
+    ours -= {*dir(nn.Module()), *OF_THE_TRAINER}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+        for path, tree in TESTS.items()
+        for node in ast.walk(tree)
+        for name in (
+            [node.attr] * (not is_ones_own(node))
+            if isinstance(node, ast.Attribute)
+            else [each.name for each in node.names] * (node.module or "").startswith("hf_zero")
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        if name in ours
+    ]
+    assert not found, found
+
+
+def test_tests_patch_nothing() -> None:
+    """No attribute of an imported module or class is set, but those of the system by `tests.kit.injection`.
+
+    What a test wants otherwise it gives: as an argument, in the environment, or as `Roads`.
+    """
+    found = []
+    for path, tree in TESTS.items():
+        if path == SYSTEM_ONLY:
+            continue
+        imported = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        } - {"sys"}  # `sys.argv` of a rank that is forked, `sys.path` for scripts
+        for node in ast.walk(tree):
+            targets = [
+                target
+                for each in getattr(node, "targets", [getattr(node, "target", None)])
+                for target in (each.elts if isinstance(each, ast.Tuple) else [each])
+                if isinstance(target, ast.Attribute)
+            ]
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called == "setattr" and isinstance(node, ast.Call):
+                targets.append(ast.Attribute(node.args[0], "", ast.Store()))
+            if any(owner(target) in imported for target in targets) or called.endswith(
+                ("monkeypatch.setattr", "mock.patch")
+            ):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            if called == "instead" and isinstance(node, ast.Call):
+                module = ast.unparse(node.args[0])
+                if module.partition(".")[0] not in sys.stdlib_module_names:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {module}")
+    assert not found, found
 
 
 def test_requirements_are_what_is_imported() -> None:

@@ -73,6 +73,9 @@ with tempfile.TemporaryDirectory() as folder:
     Trainer(Model(), args, train_dataset=data).train()
 """
 
+FRESH = "\nfrom accelerate.state import AcceleratorState\nAcceleratorState._reset_state(True)\n"
+"""Between two loops in one process: accelerate's settings are the process's."""
+
 # A process in which these cannot be found, as in an environment without the extras. `tokenizers` is transformers' own need.
 WITHOUT_EXTRAS = """
 import importlib, runpy, sys
@@ -132,22 +135,22 @@ def without_extras(code: str, *arguments: str) -> subprocess.CompletedProcess[st
     )
 
 
-def loaded(code: str) -> set[str]:
-    """The heavy modules that are there after `code`."""
-    tail = f"\nimport sys\nprint('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
+def loaded(*codes: str) -> list[set[str]]:
+    """The heavy modules that are there after each of these, run one after the other in one process."""
+    tail = f"\nimport sys\nprint('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])\n"
     ended = subprocess.run(
-        [sys.executable, "-c", "import torch\n" + code + tail],
+        [sys.executable, "-c", "import torch\n" + FRESH.join(code + tail for code in codes)],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
     )
     assert ended.returncode == 0, ended.stderr
-    return set(ended.stdout.rpartition("LOADED")[2].split())
+    return [set(line.split()[1:]) for line in ended.stdout.splitlines() if line.startswith("LOADED")]
 
 
 def test_import_alone() -> None:
-    assert loaded("import hf_zero") == set()
+    assert loaded("import hf_zero") == [set()]
 
 
 def test_names_of_the_engine_and_a_check() -> None:
@@ -160,25 +163,24 @@ for name in zero.__all__:
         getattr(zero, name)
 zero.verify({str(ROOT / "tests/kit/golden/adamw_bf16/whole")!r})
 """
-    assert loaded(code) == set()
+    assert loaded(code) == [set()]
 
 
 def test_command_line() -> None:
-    assert loaded("import hf_zero.cli.main") == set()
+    assert loaded("import hf_zero.cli.main") == [set()]
 
 
 @pytest.mark.parametrize("hub", [False, True])
 def test_plain_accelerate_loop(hub: bool) -> None:
     """Prepared, trained, saved and loaded; `transformers` itself brings what its models need."""
-    without = loaded(LOOP.format(ours=False, hub=hub))
-    found = loaded(LOOP.format(ours=True, hub=hub))
-    assert found <= without, sorted(found - without)
+    without, found = loaded(*(LOOP.format(ours=ours, hub=hub) for ours in (False, True)))
+    assert found == without
     assert not found & {"datasets", "pandas", "peft", "evaluate", "matplotlib", "sklearn"}
 
 
 def test_stock_trainer() -> None:
-    found = loaded(TRAINER.format(ours=True))
-    assert found <= loaded(TRAINER.format(ours=False))
+    without, found = loaded(*(TRAINER.format(ours=ours) for ours in (False, True)))
+    assert found == without
 
 
 def test_works_without_the_extras() -> None:

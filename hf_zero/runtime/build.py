@@ -17,7 +17,7 @@ from ..core.precision import Precision, dtype_name, dtype_of
 from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
-from ..plan.plan import Drafter, Plan, plan
+from ..plan.plan import Drafter, Plan
 from ..plan.solve import PlanInputs
 from .deferred import birth_of
 from .flat_param import Flat, slice_of
@@ -38,10 +38,10 @@ class Assembly:
         ConfigError: it was born on another number of ranks.
     """
 
-    def __init__(self, sharded: Sharded, drafter: Drafter) -> None:
+    def __init__(self, sharded: Sharded, drafter: Drafter, planner: Callable[[PlanInputs], Plan]) -> None:
         self.sharded = sharded
         self._placements: Sequence[Placement] = ()
-        self._drafter = drafter
+        self._drafter, self._planner = drafter, planner
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
@@ -131,7 +131,7 @@ class Assembly:
             in_files=self._in_files(),
             sizes=sharded.storage.sizes,
         )
-        return plan(inputs)
+        return self._planner(inputs)
 
     def _in_files(self) -> frozenset[str]:
         """Parameters whose values the model's own files have, and may keep. A collective once there are units."""

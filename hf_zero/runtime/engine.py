@@ -94,7 +94,7 @@ class Engine:
             self.sharded = Sharded(
                 model, config, self.policy, self.precision, self._wire, self.device, dict(drafter.names)
             )
-            self._assembly = Assembly(self.sharded, drafter)
+            self._assembly = Assembly(self.sharded, drafter, roads.plan)
             names = self.sharded.names
             refuse_owned(names)
             overflow = Overflow(model, self.precision, self._wire, self.device)

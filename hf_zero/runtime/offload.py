@@ -15,7 +15,6 @@ from ..config import ZeroConfig
 from ..errors import ConfigError, StateError, TierError, ZeroError
 from ..plan.costs import Placement
 from ..tiers.host import empty_cache
-from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .host_step import Stepper
 from .moves import Arrangement, Monitor
@@ -48,7 +47,7 @@ class Offload:
     ) -> None:
         self._config, self._wire, self._device, self._units = config, wire, device, units
         self.ranks_here = wire.ranks_here() if config.offloads else 1
-        self.storage = Storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
+        self.storage = roads.storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
         self.free_host_bytes = roads.free_host_bytes
         self.storage.transient = config.step_in_backward
         self.storage.make_room = self._make_room

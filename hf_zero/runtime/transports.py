@@ -1,4 +1,4 @@
-"""What an engine has from outside: its roads (what bytes move with), how much goes at a time, what memory is free."""
+"""What an engine has from outside: what bytes move with, how much at a time, what is free, who decides what rests where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 from ..comm.wire import SoloWire, open_wire
 from ..plan.machine import free_host_bytes
+from ..plan.plan import Plan, plan
+from ..plan.solve import PlanInputs
 from ..tiers.host import Link
+from ..tiers.pool import Storage
 from ..tiers.tier import SIZES, Meter, Sizes
 
 
@@ -21,10 +24,14 @@ class Roads:
         wire: between ranks, for buffers on a device.
         link: between host memory and a device; counts into the meter.
         sizes: of the blocks and records that offloaded state is updated and moved in.
+        storage: what allocates, and holds what the tiers of the engine share.
+        plan: what is to rest in which tier; the same spans in the same units as it was asked for.
         free_host_bytes: what the monitor of `auto` finds free in host memory, by the number of ranks that share it.
     """
 
     wire: Callable[[torch.device], SoloWire] = open_wire
     link: Callable[[torch.device, Meter], Link] = Link
     sizes: Sizes = SIZES
+    storage: type[Storage] = Storage
+    plan: Callable[[PlanInputs], Plan] = plan
     free_host_bytes: Callable[[int], int] = free_host_bytes

@@ -65,10 +65,10 @@ class Link:
         """
         memory = pages(numel * dtype.itemsize)
         if travels and self._locks_pages and memory.nbytes:
-            self._lock_pages(memory)
+            self.lock_pages(memory)
         return torch.from_numpy(memory).view(dtype)
 
-    def _lock_pages(self, memory: Bytes) -> None:
+    def lock_pages(self, memory: Bytes) -> None:
         address, nbytes = memory.ctypes.data, memory.nbytes
         cudart = torch.cuda.cudart()
         with torch.cuda.device(self.device):

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from hf_zero.runtime.checkpoints import put_weights
 from hf_zero.runtime.pieces import ParameterPieces
 from hf_zero.tiers.array import FileSource, OnDisk
 from hf_zero.tiers.tier import Meter
-from tests.kit.injection import Call, Forked, calls, fail_at, kill_at
+from tests.kit.injection import Call, Forked, calls, fail_at, instead, kill_at
 
 pytestmark = pytest.mark.gloo
 
@@ -225,23 +226,18 @@ def attempt(job: Job, folder: Path, **options: Any) -> str | None:
     return None
 
 
-def hide(rank: int) -> Callable[[], None]:
-    """This rank does not see the folder of rank 0, as on another node without a shared file system."""
-    exists = os.path.exists
-    os.path.exists = lambda path: False if ".nonce-" in str(path) else exists(path)  # type: ignore[assignment]
-
-    def show() -> None:
-        os.path.exists = exists
-
-    return show if rank == 1 else (show(), show)[1]
+def hidden(rank: int) -> AbstractContextManager[None]:
+    """Rank 1 does not see the folder of rank 0, as on another node without a shared file system."""
+    if rank != 1:
+        return nullcontext()
+    return instead(os.path, exists=lambda exists, path: ".nonce-" not in str(path) and exists(path))
 
 
 def failing(rank: int, world: int, place: Path, where: int, behind: bool, blind: bool, stride: int) -> None:
     """Every `stride`th call of rank `where` fails once."""
     job, template, folder = Job(), place / "template", place / "out" / "checkpoint"
     job.save(template, 1)
-    show = hide(rank) if blind else lambda: None
-    try:
+    with hidden(rank) if blind else nullcontext():
         seen, k = set(), 0
         while True:
             if rank == 0:
@@ -282,8 +278,6 @@ def failing(rank: int, world: int, place: Path, where: int, behind: bool, blind:
         assert job.version(folder) == 3
         job.engine.exchange(None)
         assert not left_overs(folder)
-    finally:
-        show()
 
 
 @pytest.mark.parametrize(
@@ -591,13 +585,10 @@ def apart(rank: int, world: int, place: Path) -> None:
     (model[0].weight.sum() + model[1].weight.sum() + model[2].weight.float().sum()).backward()
     optimizer.step()
     engine.save(place / "seen")
-    show = hide(rank)
-    try:
+    with hidden(rank):
         engine.save(place / "unseen")
         with pytest.raises(zero.CheckpointError, match=r"ranks \[1\] do not see .*shared file system"):
             engine.save(place / "behind", async_save=True)
-    finally:
-        show()
     engine.exchange(None)
     assert not list(place.glob(".*"))
     engine.load(place / "unseen")
@@ -623,13 +614,10 @@ def apart_and_unreadable(rank: int, world: int, place: Path) -> None:
     parameters.path = place / f"rest{rank}"
     with open(parameters.path, "wb") as file:
         file.truncate(4)
-    show = hide(rank)
-    try:
+    with hidden(rank):
         saving = Saving(job.engine.wire, place / "out")
         form, outline = format_of(job.engine.model), job.engine.outline
         saving.weights(parameters, lambda: form.draw(outline(), saving.folder, "50GB"))
-    finally:
-        show()
     with pytest.raises(zero.ZeroError, match="rest1"):
         saving.commit()
     job.engine.exchange(None)

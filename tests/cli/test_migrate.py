@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import HfArgumentParser
 
 import hf_zero as zero
 from hf_zero.cli.main import main
+from hf_zero.cli.migrations import DEEPSPEED, FSDP
 
 # transformers' documentation, "ZeRO-3 with CPU offload", and what its parts become.
 ZERO3: dict[str, Any] = {
@@ -294,3 +297,47 @@ def test_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 def test_what_is_no_such_file(content: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(written(tmp_path, content))]) == 2
     assert words in capsys.readouterr().err
+
+
+# The documentation ----------------------------------------------------------------------------------------------------
+
+SAID = {"nothing": "not needed", "not there": "lost"}
+"""How docs/migration.md begins about a key, by what the command's table says of it."""
+
+
+def documented() -> list[tuple[str, str]]:
+    """(key, what is said of it) for the settings in docs/migration.md; calls have tables of their own."""
+    text = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    tables = re.findall(
+        r"^\| (?:DeepSpeed JSON|accelerate or Trainer setting) \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.M
+    )
+    rows = [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()]
+    return [
+        (key, said)
+        for keys, said in rows
+        for key in re.findall(r"`([a-z][a-z0-9_.*]+)(?:: [^`]*)?`", keys)
+        if not key.endswith(".py")
+    ]
+
+
+def test_the_documentation_says_what_the_command_says() -> None:
+    checked = 0
+    for key, said in documented():
+        short = key.removeprefix("fsdp_")
+        found = [
+            row
+            for row in (FSDP if key.startswith("fsdp_") else DEEPSPEED)
+            if any(
+                fnmatch(f"{short}{rest}", pattern)
+                for rest in ("", ".x")
+                for pattern in (row.key, row.key.removeprefix("zero_optimization."))
+            )
+        ]
+        verdict = next((verdict for start, verdict in SAID.items() if said.startswith(start)), None)
+        assert found or (verdict is None and not key.startswith("fsdp_")), f"{key}: not in the command's table"
+        if verdict is not None:
+            assert found[0].verdict == verdict, key
+        elif found and found[0].verdict == "same":
+            assert found[0].into in said, key
+        checked += bool(found)
+    assert checked > 25

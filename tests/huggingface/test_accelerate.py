@@ -10,18 +10,20 @@ import pickle
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import hf_zero as zero
+from hf_zero.huggingface.arguments import ACCELERATE_STATE, refuse
 from tests.kit.jobs.harness import distance, gpt2, optimizer_distance
 from tests.kit.launch import Results, launch
 
@@ -124,20 +126,17 @@ def test_fsdp_is_refused() -> None:
 
 
 def test_deepspeed_from_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator(cpu=True)
+    state = Accelerator(cpu=True).state
     AcceleratorState._reset_state(True)
-    plugin = zero.ZeroPlugin()
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # accelerate itself wants the library before it says so
     with refused("both want to shard the model"):
-        plugin._validate_accelerator(accelerator)
+        refuse(ACCELERATE_STATE, state)
 
 
 def test_fp8_is_refused() -> None:
-    plugin = zero.ZeroPlugin()
-    accelerator = Accelerator(cpu=True)
-    accelerator.state._mixed_precision = "fp8"  # accelerate itself wants a GPU and a library before it says so
+    """accelerate itself wants a GPU and a library before it says so."""
     with refused("fp8"):
-        plugin._validate_accelerator(accelerator)
+        refuse(ACCELERATE_STATE, SimpleNamespace(distributed_type=DistributedType.NO, mixed_precision="fp8"))
 
 
 def test_device_map_is_refused() -> None:

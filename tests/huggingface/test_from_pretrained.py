@@ -213,23 +213,38 @@ def test_tie_under_the_other_name(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_computed_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class of its own, so that what is registered for it is nobody else's."""
+
+
+def test_computed_keys(tmp_path: Path) -> None:
     """Tensors that transformers computes are read whole, one group at a time, and cut."""
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
-    def mapping(*args: Any, **kwargs: Any) -> list[Any]:
-        return [
+    register_checkpoint_conversion_mapping(
+        "OwnLlama",
+        [
             WeightRenaming("mlp.lower", "mlp.down_proj"),
             WeightConverter("mlp.turned", "mlp.up_proj.weight", operations=[Transpose(0, 1)]),
-        ]
+        ],
+    )
+    build("llama").save_pretrained(tmp_path)
 
-    source = build("llama")
-    source._weight_conversions = mapping()
-    source.save_pretrained(tmp_path)
+    def turn(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if "mlp.down_proj" in name:
+                tensors[name.replace("mlp.down_proj", "mlp.lower")] = tensors.pop(name)
+            elif name.endswith("mlp.up_proj.weight"):
+                tensors[name.replace("mlp.up_proj.weight", "mlp.turned")] = tensors.pop(name).T.contiguous()
+
+    edit(tmp_path / "model.safetensors", turn)
     assert "model.layers.0.mlp.turned" in safetensors.torch.load_file(tmp_path / "model.safetensors")
-    monkeypatch.setattr("transformers.modeling_utils.get_model_conversion_mapping", mapping)
-    model, stock, init = loaded(transformers.AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
+    model, stock, init = loaded(OwnLlama, tmp_path, dtype=torch.bfloat16)
     assert differences(model, stock) == []
+    assert torch.equal(
+        stock.model.layers[0].mlp.up_proj.weight, build("llama").model.layers[0].mlp.up_proj.weight.bfloat16()
+    )
     assert init.bytes_read == (tmp_path / "model.safetensors").stat().st_size
 
 
@@ -279,8 +294,7 @@ class Own(PreTrainedModel):
 """
 
 
-def test_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_remote_code(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
     (folder / "modeling_own.py").write_text(_REMOTE)

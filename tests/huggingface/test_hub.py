@@ -82,8 +82,8 @@ def test_command_line(hub: Hub, job: Results) -> None:
         ("token", "ConfigError", "hf auth login"),
         ("none", "ConfigError", "hf auth login"),
         ("forbidden", "ConfigError", "may not write"),
-        ("upload", "CheckpointError", "500"),
-        ("commit", "CheckpointError", "500"),
+        ("upload", "CheckpointError", "507"),
+        ("commit", "CheckpointError", "507"),
     ],
 )
 def test_refusals(job: Results, what: str, kind: str, part: str) -> None:
@@ -95,8 +95,8 @@ def test_refusals(job: Results, what: str, kind: str, part: str) -> None:
 
 def test_unreachable(job: Results) -> None:
     said = job("unreachable")
-    assert said.startswith("CheckpointError")
-    assert "network" in said
+    assert said.startswith("hf-zero: ")
+    assert "is the network there, and HF_ENDPOINT right?" in said
 
 
 def test_damaged_checkpoint_makes_nothing(hub: Hub, job: Results) -> None:

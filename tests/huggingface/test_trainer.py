@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
+from tests.kit.hub_server import TOKEN, Hub
 from tests.kit.jobs.harness import Tokens, distance, gpt2
 from tests.kit.launch import Results, launch
 
@@ -298,18 +298,20 @@ def test_on_two_ranks(job: tuple[Results, Path], check: str) -> None:
 @pytest.mark.gloo
 def test_push_to_the_hub(tmp_path: Path) -> None:
     """Every save and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pushed = launch("hub_job", tmp_path, str(port), warm=False)("push")
+    with Hub() as hub:
+        launch("hub_job", tmp_path, hub.url, TOKEN, warm=False)("push")
+    repo = hub.repos["user/tiny"]
+    files = repo.branches["main"]
     steps = [f"Training in progress, step {step}" for step in (2, 4)]
-    assert pushed["commits"] == [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
-    assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(
-        pushed["files"]
-    )
-    assert not [name for name in pushed["files"] if "zero_saving" in name]
-    assert pushed["weights"] == 0.0
-    assert "zero-stage-3" in pushed["card"]
+    expected = [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
+    assert repo.commits == [("main", name) for name in expected]
+    assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(files)
+    assert not [name for name in files if "zero_saving" in name]
+    final = load_file(tmp_path / "final.safetensors")
+    pushed = load(files["model.safetensors"])
+    assert pushed
+    assert all(torch.equal(value, final[name]) for name, value in pushed.items())
+    assert b"zero-stage-3" in files["README.md"]
 
 
 class Look(TrainerCallback):

@@ -19,8 +19,12 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.core.layout import ALIGN_NUMEL, Span
+from hf_zero.plan.costs import Placement, together
+from hf_zero.plan.plan import Plan, plan
+from hf_zero.plan.solve import PlanInputs
 from hf_zero.runtime.transports import Roads
-from hf_zero.tiers.tier import SIZES, Sizes
+from hf_zero.tiers.tier import SIZES, Sizes, Tier
 
 transformers.logging.set_verbosity_error()
 VOCAB = 97
@@ -80,7 +84,40 @@ class Case:
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:
-        return replace(roads or Roads(), sizes=self.sizes)
+        roads = replace(roads or Roads(), sizes=self.sizes)
+        return replace(roads, plan=split_plan) if self.offload_optimizer == "mixed" else roads
+
+
+_ROTATED = (
+    (Tier.DEVICE, Tier.HOST, Tier.DISK),
+    (Tier.HOST, Tier.DISK, Tier.DEVICE),
+    (Tier.DISK, Tier.DEVICE),
+    (Tier.DISK, Tier.HOST),
+    (Tier.HOST, Tier.DEVICE),
+)
+
+
+def split(span: Span) -> tuple[tuple[Tier, int], ...]:
+    """Stretches of about equal length in tiers that change from span to span."""
+    if not span.is_updated:
+        return ()
+    tiers = _ROTATED[span.index % len(_ROTATED)]
+    length = span.slice_numel // len(tiers) // ALIGN_NUMEL * ALIGN_NUMEL
+    if not length:
+        return ((tiers[0], span.slice_numel),)
+    lengths = [length] * (len(tiers) - 1)
+    return tuple(zip(tiers, [*lengths, span.slice_numel - sum(lengths)]))
+
+
+def split_plan(inputs: PlanInputs) -> Plan:
+    """The plan that the settings make, with every updated span in several tiers, as `split` says."""
+    planned = plan(inputs)
+    # Frozen spans and those of another type than their masters stay where the settings want them.
+    placements = [
+        Placement(together(placement.parameters, span, stretches := split(span)), stretches)
+        for span, placement in zip(planned.layout.spans, planned.placements)
+    ]
+    return replace(planned, placements=tuple(placements))
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:

@@ -1,70 +1,22 @@
-"""For tests of offloading: plans that split every span between tiers, small blocks and records, cases that meet pairwise."""
+"""For tests of offloading: small blocks and records, cases that meet pairwise."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_zero as zero
-from hf_zero.core.layout import ALIGN_NUMEL, Span
-from hf_zero.plan.costs import Placement, together
-from hf_zero.runtime.build import Assembly
 from hf_zero.runtime.transports import Roads
-from hf_zero.tiers.tier import Sizes, Tier
+from hf_zero.tiers.tier import Sizes
 from tests.kit.common import MODELS, Case, Result, batch, optimizer_for
 
 SMALL = Sizes(block_numel=1536, loop_numel=512, plain_numel=3072, slab_numel=2048)
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
 SMALL_ROADS = Roads(sizes=SMALL)
-_ROTATED = (
-    (Tier.DEVICE, Tier.HOST, Tier.DISK),
-    (Tier.HOST, Tier.DISK, Tier.DEVICE),
-    (Tier.DISK, Tier.DEVICE),
-    (Tier.DISK, Tier.HOST),
-    (Tier.HOST, Tier.DEVICE),
-)
-
-
-def split(span: Span) -> tuple[tuple[Tier, int], ...]:
-    """Stretches of about equal length in tiers that change from span to span."""
-    if not span.is_updated:
-        return ()
-    tiers = _ROTATED[span.index % len(_ROTATED)]
-    length = span.slice_numel // len(tiers) // ALIGN_NUMEL * ALIGN_NUMEL
-    if not length:
-        return ((tiers[0], span.slice_numel),)
-    lengths = [length] * (len(tiers) - 1)
-    return tuple(zip(tiers, [*lengths, span.slice_numel - sum(lengths)]))
-
-
-@contextlib.contextmanager
-def mixed(case: Case) -> Iterator[None]:
-    """Engines made inside split spans as `split` says, where the case asks for it."""
-    if case.offload_optimizer != "mixed":
-        yield
-        return
-    plain = Assembly.plan
-
-    def planned(assembly: Assembly, *args: Any) -> Any:
-        plan = plain(assembly, *args)
-        placements = []
-        for span, placement in zip(plan.layout.spans, plan.placements):
-            stretches = split(span)
-            # Frozen spans and those of another type than their masters stay where the settings want them.
-            placements.append(Placement(together(placement.parameters, span, stretches), stretches))
-        return replace(plan, placements=tuple(placements))
-
-    Assembly.plan = planned  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Assembly.plan = plain  # type: ignore[method-assign]
 
 
 def unequal(ours: Result, reference: Result) -> list[str]:
@@ -135,10 +87,9 @@ class Run:
             for p in self.model.parameters():
                 p.add_(0.01 * seed)
         self.optimizer = optimizer_for(self.model, 2, lr=1e-3, amsgrad=True)
-        with mixed(case):
-            self.engine = zero.shard(
-                self.model, self.optimizer, case.config(folder), mixed_precision=dtype, roads=case.roads()
-            )
+        self.engine = zero.shard(
+            self.model, self.optimizer, case.config(folder), mixed_precision=dtype, roads=case.roads()
+        )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
 
     def train(self, *steps: int) -> list[float]:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.comm.inflight import Inflight
+from hf_zero.comm.wire import PairWire
 from hf_zero.runtime.deferred import birth_of
+from hf_zero.runtime.transports import Roads
 from tests.kit.common import MODELS, Case, batch, differences, gpt2, optimizer_for
 from tests.kit.common import Result as Trained
 from tests.kit.pool import RankPool
@@ -265,27 +268,36 @@ def recut(rank: int, world: int, stage: int) -> None:
     late = [p for block in (0, 2) for p in model.transformer.h[block].parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if all(p is not q for q in late)]
     optimizer = torch.optim.AdamW(rest, lr=1e-3)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
-    wholes: list[int] = []
-    assembly, measured = engine._assembly, []
-    restore = assembly._restore
+    wholes, measured = [], []
 
-    def watch(unit, in_own_type=True):
-        restore(unit, in_own_type)
-        measured.append(engine.report().measured["parameters"])
-        wholes.append(sum(p.numel() for p in model.parameters() if p.untyped_storage().nbytes() >= p.numel() * 4))
+    class Looking(PairWire):
+        """Looks at what is whole before each gather of a cut."""
 
-    assembly._restore = watch
+        cutting = False
+
+        def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+            if self.cutting:
+                measured.append(engine.report().measured["parameters"])
+                at_rest = (p for p in model.parameters() if p.untyped_storage().nbytes() >= p.numel() * 4)
+                wholes.append(sum(p.numel() for p in at_rest))
+            return super().gather(full, own, tag)
+
+    engine = zero.shard(
+        model, optimizer, zero.ZeroConfig(stage=stage), roads=Roads(wire=Looking) if world > 1 else None
+    )
     losses = []
     for step in range(case.steps):
         if step == 2:
             optimizer.add_param_group({"params": late, "lr": 1e-2})
+            engine.sharded.wire.cutting = True
+            engine.bind(optimizer)  # as the next forward would
+            engine.sharded.wire.cutting = False
         losses.append(backward(model, rank, step).item())
         optimizer.step()
         optimizer.zero_grad()
-    assert len(wholes) == 2
+    assert len(wholes) >= 4 or world == 1, "two units, of at least two spans each"
     largest = max(unit.layout.numel for unit in engine.units)
-    if stage == 3:
+    if stage == 3 and world > 1:
         assert max(wholes) <= largest
         slices = sum(flat.span.slice_numel for unit in engine.units for flat in unit.flats)
         assert max(measured) <= 4 * (slices + largest)

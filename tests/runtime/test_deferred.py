@@ -16,10 +16,11 @@ import hf_zero as zero
 from hf_zero.comm.inflight import Inflight
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.host import Link
+from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Meter, Tier
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
-from tests.kit.offloading import SMALL, equal, mixed, pairwise, same, unequal
+from tests.kit.offloading import SMALL, equal, pairwise, same, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -54,10 +55,9 @@ def cases(world: int, full: bool) -> list[Case]:
 
 
 def train(rank: int, world: int, case: Case, folder: str, watch: Watch) -> Result:
-    with mixed(case):
-        result, engine = train_engine(rank, world, replace(case, sizes=SMALL), folder, watch.roads, watch.watch)
-        watch.check()
-        engine.detach()
+    result, engine = train_engine(rank, world, replace(case, sizes=SMALL), folder, watch.roads, watch.watch)
+    watch.check()
+    engine.detach()
     return result
 
 
@@ -184,22 +184,24 @@ def test_the_instruments_find_what_they_are_for(two):
 # Out of memory in the middle of a pass ----------------------------------------------------------------------------------
 
 
-def scarce(engine: zero.Engine, every: int) -> None:
-    """Each `every`-th allocation that asks for device memory finds none at first."""
-    storage, count = engine.offload.storage, itertools.count(1)
-    plain = storage.allocate
+class Scarce(Storage):
+    """Device memory of which the allocation that `turns` names finds none, the first time it asks or for good."""
 
-    def allocate(kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
-        left = [next(count) % every == 0]
+    turns: Callable[[], bool] = staticmethod(lambda: False)
+    for_good = False
+
+    def allocate(self, kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
+        fails = self.turns()
+        if fails and self.for_good:
+            raise zero.OutOfMemoryError("none, says the test")
+        left = [fails]
 
         def first() -> Any:
             if left.pop() if left else False:
                 raise torch.OutOfMemoryError("none, says the test")
             return make()
 
-        return plain(kind, what, bytes_, first)
-
-    storage.allocate = allocate  # type: ignore[method-assign]
+        return super().allocate(kind, what, bytes_, first)
 
 
 def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: int, mode: Mode) -> list[str]:
@@ -214,12 +216,14 @@ def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: i
     def made(engine: zero.Engine) -> None:
         watch.watch(engine)
         if rank == world - 1:
-            scarce(engine, every)
+            count = itertools.count(1)
+            engine.offload.storage.turns = lambda: next(count) % every == 0  # type: ignore[attr-defined]
             moves.append("")
             engine.offload.monitor.moves = moves  # type: ignore[union-attr]
 
     case = replace(case, offload_optimizer="auto", offload_params=params, sizes=SMALL)
-    result, engine = train_engine(rank, world, case, folder, watch.roads, made)
+    roads = replace(watch.roads, storage=Scarce)
+    result, engine = train_engine(rank, world, case, folder, roads, made)
     engine.detach()
     wrong = watch.finish() + unequal(result, reference)
     if rank == world - 1 and not any("optimizer state" in line for line in moves):
@@ -370,17 +374,14 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
         model = gpt2()
         optimizer = optimizer_for(model, 2)
         config = zero.ZeroConfig(stage=3, offload_optimizer=params, offload_params=params, offload_dir=folder)
-        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=watch.roads)
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=replace(watch.roads, storage=Scarce))
         watch.watch(engine)
-        plain = engine.offload.storage.allocate
 
-        def allocate(kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
-            count[0] -= 1  # noqa: B023
-            if count[0] == 0:  # noqa: B023
-                raise zero.OutOfMemoryError("none, says the test")
-            return plain(kind, what, bytes_, make)  # noqa: B023
+        def turns(count: list[int] = count) -> bool:
+            count[0] -= 1
+            return count[0] == 0
 
-        engine.offload.storage.allocate = allocate  # type: ignore[method-assign]
+        engine.offload.storage.turns, engine.offload.storage.for_good = turns, True  # type: ignore[attr-defined]
         for step in range(8):
             ids = batch(step, 0, rank)
             for at in (1 + step, 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,12 @@ import pytest
 import torch
 
 import hf_zero as zero
+from hf_zero.comm.inflight import Inflight
 from hf_zero.core.layout import itemsize
+from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.host import Link
 from tests.kit.common import MODELS, Case, batch, optimizer_for
-from tests.kit.offloading import SMALL, mixed, pairwise, same
+from tests.kit.offloading import SMALL, pairwise, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -37,19 +38,18 @@ def cases() -> list[Case]:
     return [Case(**values, steps=6) for values in offloaded]
 
 
-def build(case: Case, folder: str) -> tuple[Any, Any, zero.Engine]:
+def build(case: Case, folder: str, roads: Roads | None = None) -> tuple[Any, Any, zero.Engine]:
     model = MODELS[case.model](**MODEL_SIZES[case.model]).cuda()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
-    with mixed(case):
-        engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads())
+    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads(roads))
     return model, optimizer, engine
 
 
-def train(case: Case, folder: str) -> list[Any]:
+def train(case: Case, folder: str, roads: Roads | None = None) -> list[Any]:
     """Losses, norms, parameters and optimizer states, on the CPU."""
-    model, optimizer, engine = build(case, folder)
+    model, optimizer, engine = build(case, folder, roads)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
     out: list[Any] = []
     for step in range(case.steps):
@@ -73,27 +73,20 @@ def train(case: Case, folder: str) -> list[Any]:
     return out
 
 
-@contextlib.contextmanager
-def in_order() -> Iterator[None]:
-    """Every copy over the link is over before anything else happens."""
-    real = {name: getattr(Link, name) for name in ("down", "up")}
+class InOrder(Link):
+    """Every copy is over before anything else happens."""
 
-    def wrap(name: str) -> Any:
-        def moved(*args: Any, **options: Any) -> Any:
-            torch.cuda.synchronize()
-            move = real[name](*args, **options)
-            torch.cuda.synchronize()
-            return move
+    def down(self, *args: Any) -> Inflight:
+        torch.cuda.synchronize()
+        move = super().down(*args)
+        torch.cuda.synchronize()
+        return move
 
-        return moved
-
-    for name in real:
-        setattr(Link, name, wrap(name))
-    try:
-        yield
-    finally:
-        for name, method in real.items():
-            setattr(Link, name, method)
+    def up(self, *args: Any, **options: Any) -> Inflight:
+        torch.cuda.synchronize()
+        move = super().up(*args, **options)
+        torch.cuda.synchronize()
+        return move
 
 
 @pytest.mark.parametrize(
@@ -102,8 +95,7 @@ def in_order() -> Iterator[None]:
 def test_streams_change_no_bit(case, tmp_path):
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with in_order():
-            expected = train(case, str(tmp_path))
+        expected = train(case, str(tmp_path), Roads(link=InOrder))
         ours = train(replace(case, sizes=SMALL), str(tmp_path))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.common import Case, autocast
-from tests.kit.offloading import mixed
+from hf_zero.plan.plan import plan
+from hf_zero.runtime.transports import Roads
+from tests.kit.common import autocast, split_plan
 
 pytestmark = pytest.mark.gloo
 
@@ -40,13 +41,15 @@ class Net(nn.Module):
 class Pair:
     """A sharded model, and a plain one that gets the mean of all ranks' gradients."""
 
-    def __init__(self, rank: int, world: int, dtype: str, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, rank: int, world: int, dtype: str, folder: Path, roads: Roads | None = None, **options: Any
+    ) -> None:
         self.rank, self.world, self.dtype = rank, world, dtype
         self.model, self.plain = Net(), Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.01)
         config = zero.ZeroConfig(offload_dir=str(folder), **options)
-        self.engine = zero.shard(self.model, self.optimizer, config, mixed_precision=dtype)
+        self.engine = zero.shard(self.model, self.optimizer, config, mixed_precision=dtype, roads=roads)
         self.tolerance = 3e-2 if dtype == "bf16" else 2e-5
         self.calls = 0
 
@@ -428,8 +431,7 @@ def groups_everywhere(rank: int, world: int, folder: Path, stage: int) -> None:
     everywhere(rank, world, folder, stage, groups_clipped)
     if stage:  # ranks' spans are cut into several shards
         for dtype in ("no", "bf16"):
-            with mixed(Case(offload_optimizer="mixed")):
-                pair = Pair(rank, world, dtype, folder, stage=stage, offload_optimizer="cpu")
+            pair = Pair(rank, world, dtype, folder, Roads(plan=split_plan), stage=stage, offload_optimizer="cpu")
             assert any(len(flat.shards) > 1 for unit in pair.engine.units for flat in unit.trained)
             groups_clipped(pair)
             pair.engine.detach()
@@ -595,8 +597,8 @@ def test_clipping_of_groups_that_are_updated_already_is_refused(two, tmp_path):
 
 def groups_unlike(rank: int, world: int, folder: Path) -> None:
     """Ranks whose spans rest in other tiers, and are cut at other places, as `auto` may leave them."""
-    with mixed(Case(offload_optimizer="mixed")) if rank else contextlib.nullcontext():
-        pair = Pair(rank, world, "no", folder, stage=2, offload_optimizer="cpu")
+    roads = Roads(plan=split_plan if rank else plan)
+    pair = Pair(rank, world, "no", folder, roads, stage=2, offload_optimizer="cpu")
     pair.engine.offload.storage.uses_disk = True  # as under `auto`, on every rank
     for _ in range(2):
         pair.backward()

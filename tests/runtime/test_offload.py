@@ -16,7 +16,7 @@ import torch
 import hf_zero as zero
 from hf_zero.tiers.tier import SIZES, Tier, padded
 from tests.kit.common import MODELS, Case, Result, batch, optimizer_for, train_engine
-from tests.kit.offloading import SMALL, mixed, pairwise, same, unequal
+from tests.kit.offloading import SMALL, pairwise, same, unequal
 
 pytestmark = pytest.mark.gloo
 
@@ -76,10 +76,9 @@ def compare(rank: int, world: int, chosen: list[Case], folder: str) -> list[str]
     for case in chosen:
         in_memory = replace(case, offload_optimizer="none", offload_params="none", step_in_backward=False, sizes=SIZES)
         expected = run_in_memory(rank, world, in_memory)
-        with mixed(case):
-            ours, engine = train_engine(rank, world, case, folder)
-            wrong += misplaced(engine, case)
-            engine.detach()
+        ours, engine = train_engine(rank, world, case, folder)
+        wrong += misplaced(engine, case)
+        engine.detach()
         different = unequal(ours, expected)
         if different:
             wrong.append(f"rank {rank}: {case}: {len(different)} differ, among them {different[:3]}")
@@ -347,11 +346,11 @@ TIERS = (("cpu", "none"), ("disk", "none"), ("mixed", "none"), ("cpu", "disk"), 
 def compare_loops(
     rank: int, world: int, name: str, dtype: str, variants: tuple[str, ...], folder: str, alternate: bool = False
 ) -> list[str]:
-    """`alternate`: each variant in every second place, its neighbours in the others."""
+    """`alternate`: each variant in every second place, its neighbours in the others, as the other precision of a loop."""
     loop: Loop = globals()[name]
     stages = itertools.cycle((2, 3) if world > 1 else (0, 3))
     wrong = []
-    for number, which in enumerate(variants):
+    for number, which in enumerate(variants, start=dtype == "bf16"):
         references = {}
         for tiers in TIERS[number % 2 :: 2] if alternate else TIERS:
             stage = 3 if tiers[1] != "none" else next(stages)
@@ -360,8 +359,7 @@ def compare_loops(
             case = Case(
                 "gpt2", stage, dtype, groups=2, offload_optimizer=tiers[0], offload_params=tiers[1], sizes=SMALL
             )
-            with mixed(case):
-                ours = loop(rank, world, case, folder, which)
+            ours = loop(rank, world, case, folder, which)
             reference = references[stage]
             places = [i for i, (mine, theirs) in enumerate(zip(ours, reference)) if not same(mine, theirs)]
             if places or len(ours) != len(reference):
@@ -372,14 +370,14 @@ def compare_loops(
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("name", "dtype", "variants"), LOOPS)
 def test_loops_equal_those_in_memory(pools, tmp_path, world, name, dtype, variants):
-    # An optimizer's step is each rank's own: every pair of optimizer and tier is run on one rank.
-    alternate = world > 1 and len(variants) == len(OPTIMIZERS)
-    answers = pools[world].run(compare_loops, name, dtype, variants, str(tmp_path), alternate, timeout_s=200)
+    # Steps over offloaded state are each rank's own: every loop in every tier is run on one rank, in each precision.
+    answers = pools[world].run(compare_loops, name, dtype, variants, str(tmp_path), world > 1, timeout_s=200)
     wrong = [line for lines in answers for line in lines]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow  # the pairs that two ranks leave out above
-def test_every_optimizer_in_every_tier_on_two_ranks(two, tmp_path):
-    answers = two.run(compare_loops, "optimizers", "no", tuple(OPTIMIZERS), str(tmp_path), timeout_s=200)
+@pytest.mark.parametrize(("name", "dtype", "variants"), LOOPS)
+def test_every_loop_in_every_tier_on_two_ranks(two, tmp_path, name, dtype, variants):
+    answers = two.run(compare_loops, name, dtype, variants, str(tmp_path), timeout_s=200)
     assert not any(answers), answers

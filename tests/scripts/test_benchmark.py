@@ -19,7 +19,8 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.gloo
-def test_measures_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("peers", [[], pytest.param(["fsdp2"], marks=pytest.mark.slow)], ids=len)
+def test_measures_engines(tmp_path: Path, peers: list[str]) -> None:
     output = tmp_path / "runs" / "benchmark.json"
     toy = [
         "--model-size",
@@ -35,12 +36,12 @@ def test_measures_engines(tmp_path: Path) -> None:
         "--clip",
         "0",
     ]
-    done = run("compare.py", *toy, "--engines", "zero2", "fsdp2", "--measure", "time", "--output", str(output))
+    done = run("compare.py", *toy, "--engines", "zero2", *peers, "--measure", "time", "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(output.read_text())
     assert record["failures"] == {}
     assert record["machine"]["versions"]["torch"]
-    assert list(record["results"]) == ["ddp", "zero2", "fsdp2"]
+    assert list(record["results"]) == ["ddp", "zero2", *peers]
     for engine, row in record["results"].items():
         assert engine in done.stdout
         assert row["ratio"] > 0

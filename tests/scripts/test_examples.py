@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -51,13 +50,7 @@ def job(place: Path) -> Results:
         for name, (script, words, stage) in CASES.items()
         for at in (0, stage)
     }
-    before = dict(os.environ)
-    os.environ["HF_HOME"] = str(place / "cache")
-    try:
-        return launch("examples_job", place, json.dumps(runs), ranks=2, timeout=300)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return launch("examples_job", place, json.dumps(runs), ranks=2, timeout=300)
 
 
 def history(folder: Path) -> list[dict[str, float]]:

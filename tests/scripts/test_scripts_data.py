@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import datasets
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -29,13 +28,6 @@ import finetune_models as models
 from finetune_console import UserError
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(60)]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -105,18 +97,24 @@ def test_corpus_snippets_are_labelled_by_package_and_no_file_is_on_both_sides(li
     assert not files[0] & files[1]
 
 
-def test_embedded_corpus_is_cached_by_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def files_of(corpus: DatasetDict) -> dict[str, int]:
+    """The files of a corpus, and when they were written."""
+    return {
+        file["filename"]: os.stat(file["filename"]).st_mtime_ns for rows in corpus.values() for file in rows.cache_files
+    }
+
+
+def test_embedded_corpus_is_cached_by_what_it_depends_on() -> None:
     first = data.embedded_corpus("clm", 20_000)
     assert sum(map(len, first["train"]["text"])) == 20_000
     assert first["validation"].column_names == ["text"]
 
-    def again(*_: object) -> None:
-        raise RuntimeError("read a second time")
-
-    monkeypatch.setattr(data, "stdlib_files", again)
-    assert data.embedded_corpus("clm", 20_000)["train"]["text"][:] == first["train"]["text"][:]
-    with pytest.raises(Exception, match="generating the dataset"):
-        data.embedded_corpus("clm", 30_000)
+    files = files_of(first)
+    again, other = data.embedded_corpus("clm", 20_000), data.embedded_corpus("clm", 30_000)
+    assert files
+    assert files_of(again) == files
+    assert again["train"]["text"][:] == first["train"]["text"][:]
+    assert not files.keys() & files_of(other).keys()
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -189,19 +187,17 @@ def test_tokenizers_have_the_special_tokens_of_their_family(tokenizers: dict[str
     assert gpt2.eos_token == gpt2.bos_token == "<|endoftext|>" != gpt2.pad_token
 
 
-def test_tokenizer_is_trained_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_is_trained_once_and_kept(tmp_path: Path) -> None:
     texts = Dataset.from_dict({"text": TEXTS})
     first = data.trained_tokenizer("gpt2", texts, "text", 400, 64, tmp_path)
-    assert [path.name[:15] for path in tmp_path.iterdir()] == ["tokenizer-gpt2-"]
-
-    def again(*_: object) -> None:
-        raise RuntimeError("trained a second time")
-
-    monkeypatch.setattr(data, "_train", again)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("tokenizer-gpt2-")
+    written = folder.stat().st_ino, folder.stat().st_mtime_ns
     kept = data.trained_tokenizer("gpt2", texts, "text", 400, 64, tmp_path)
     assert kept.get_vocab() == first.get_vocab()
-    with pytest.raises(RuntimeError, match="second time"):
-        data.trained_tokenizer("gpt2", texts, "text", 500, 64, tmp_path)
+    assert (folder.stat().st_ino, folder.stat().st_mtime_ns) == written
+    data.trained_tokenizer("gpt2", texts, "text", 500, 64, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_tokenizer_training_in_several_runs_at_once_leaves_one_whole_folder(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import sys
 import wave
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
@@ -45,11 +44,6 @@ def library(tmp_path: Path) -> str:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     texts = Dataset.from_dict({"text": [CODE]})
     return data.trained_tokenizer("bert", texts, "text", 320, 64, tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def test_words_of_code_have_their_kind(library: str) -> None:

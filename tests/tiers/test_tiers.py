@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -338,12 +339,14 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(file_system("/dev/shm") != "tmpfs", reason="no folder that is memory")
-def test_a_folder_that_is_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_memory_is_warned_of(tmp_path: Path) -> None:
     """On every rank: it is its own disk tier that takes memory. Not of a disk."""
     with pytest.warns(RuntimeWarning, match=r"rank 3: the disk tier is in /dev/shm: that is tmpfs, which is memory"):
         Disk("/dev/shm", 3, Meter()).close()
-    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
-    with pytest.warns(RuntimeWarning, match="as no offload_dir is given"):
+    with (
+        instead(tempfile, gettempdir=lambda _: "/dev/shm"),
+        pytest.warns(RuntimeWarning, match="as no offload_dir is given"),
+    ):
         Disk(None, 0, Meter()).close()
     if file_system(tmp_path) != "tmpfs":
         with warnings.catch_warnings():
@@ -351,11 +354,11 @@ def test_a_folder_that_is_memory_is_warned_of(tmp_path: Path, monkeypatch: pytes
             Disk(str(tmp_path), 0, Meter()).close()
 
 
-def test_the_folder_is_made_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:
     make(tmp_path / "not" / "there").close()
     assert os.stat(tmp_path / "not" / "there").st_mode & 0o777 == 0o700
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    disk = Disk(None, 0, Meter())
+    with instead(tempfile, gettempdir=lambda _: str(tmp_path)):
+        disk = Disk(None, 0, Meter())
     assert f"in {tmp_path}" in disk.where
     assert os.fstat(disk.fileno()).st_mode & 0o777 == 0o600
     assert os.fstat(disk.fileno()).st_dev == os.stat(tmp_path).st_dev
@@ -899,10 +902,10 @@ def test_copies_wait_for_the_stream_and_the_stream_for_them() -> None:
 def test_page_locking_is_refused_once_with_a_warning() -> None:
     link = Link(torch.device("cuda"), Meter())
     memory = pages(1 << 20)
-    link._lock_pages(memory)
+    link.lock_pages(memory)
     with pytest.warns(
         UserWarning, match=r"1048576 bytes of host memory could not be page-locked .*1048576 are\).*ulimit -l"
     ):
-        link._lock_pages(memory)  # CUDA refuses what is locked already
+        link.lock_pages(memory)  # CUDA refuses what is locked already
     assert not link.empty(1000, torch.float32).is_pinned()
     assert float(torch.ones(3, device="cuda").sum()) == 3

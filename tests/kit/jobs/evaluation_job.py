@@ -6,7 +6,7 @@ import tempfile
 from typing import Any
 
 import torch
-from harness import check, fresh, watch
+from harness import arguments, check, fresh, watch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -19,8 +19,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-
-import hf_zero as zero
 
 
 class Images(Dataset[dict[str, Any]]):
@@ -41,13 +39,9 @@ class Texts(Images):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:5]}
 
 
-def arguments(kind: type[Any], folder: str, stage: int | None, **more: Any) -> Any:
-    if stage is not None:
-        more["parallelism_config"] = zero.ZeroPlugin(stage=stage)
-    return kind(
-        folder, per_device_train_batch_size=2, per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=2,
-        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=1e-2, max_steps=4, **more,
-    )  # fmt: skip
+def evaluating(kind: type[Any], folder: str, stage: int | None, **more: Any) -> Any:
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "learning_rate": 1e-2, "max_steps": 4}
+    return arguments(folder, stage, kind, per_device_eval_batch_size=3, **often, **more)
 
 
 def evaluations(trainer: Trainer, *names: str) -> list[list[float]]:
@@ -60,7 +54,7 @@ def images(stage: int | None) -> list[list[float]]:
     torch.manual_seed(0)
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic", num_labels=3)
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(TrainingArguments, folder, stage)
+        args = evaluating(TrainingArguments, folder, stage)
         model = ResNetForImageClassification(config)
         return evaluations(Trainer(model, args, train_dataset=Images(16), eval_dataset=Images(10)), "eval_loss")
 
@@ -72,7 +66,7 @@ def texts(stage: int | None) -> list[list[float]]:
         vocab_size=41, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(
+        args = evaluating(
             Seq2SeqTrainingArguments, folder, stage, bf16=True, predict_with_generate=True, generation_max_length=6
         )  # fmt: skip
         trainer = Seq2SeqTrainer(

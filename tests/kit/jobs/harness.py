@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+import hf_zero as zero
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -93,6 +95,14 @@ def bert(seed: int = 0) -> BertForSequenceClassification:
         num_labels=3,
     )
     return BertForSequenceClassification(config)
+
+
+def arguments(folder: str | Path, stage: int | None, kind: Any = TrainingArguments, **changes: Any) -> Any:
+    """Settings of a small run on CPUs that reports to nobody, under the plugin where there is a stage."""
+    if stage is not None:
+        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage)
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "per_device_train_batch_size": 2}
+    return kind(output_dir=str(folder), **{**quiet, **changes})
 
 
 class Tokens(torch.utils.data.Dataset):

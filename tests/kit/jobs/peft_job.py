@@ -7,13 +7,11 @@ import shutil
 from typing import Any
 
 import torch
-from harness import OUT, RANK, Tokens, barrier, check, distance, files_under, fresh, gpt2, watch
+from harness import OUT, RANK, Tokens, arguments, barrier, check, distance, files_under, fresh, gpt2, watch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
-
-import hf_zero as zero
+from transformers import Trainer
 
 
 def adapted(seed: int = 0) -> PeftModel:
@@ -27,11 +25,9 @@ def adapted(seed: int = 0) -> PeftModel:
 
 def trainer(name: str, stage: int | None, seed: int = 0, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
     fresh()
-    if stage is not None:
-        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage)
-    args = TrainingArguments(
-        output_dir=str(OUT / name),
-        per_device_train_batch_size=2,
+    args = arguments(
+        OUT / name,
+        stage,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=2,
         max_steps=6,
@@ -41,9 +37,6 @@ def trainer(name: str, stage: int | None, seed: int = 0, callbacks: list[Any] | 
         eval_strategy="steps",
         eval_steps=3,
         save_steps=3,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
         seed=3,
         **changes,
     )

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from harness import OUT, RANK, Tokens, barrier, check, distance, fresh, gpt2, watch
+from harness import OUT, RANK, Tokens, arguments, barrier, check, distance, fresh, gpt2, watch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import hf_zero as zero
 
@@ -26,19 +26,15 @@ class Signal(TrainerCallback):
 
 def train(folder: Path, stage: int, callbacks: list[TrainerCallback], resume: bool = False) -> Trainer:
     fresh()
-    args = TrainingArguments(
-        output_dir=str(folder),
+    args = arguments(
+        folder,
+        stage,
         max_steps=STEPS,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         save_strategy="steps",
         save_steps=100,
         logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
         enable_jit_checkpoint=True,
-        parallelism_config=zero.ZeroPlugin(stage=stage),
     )
     trainer = Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume or None)

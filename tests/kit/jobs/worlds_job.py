@@ -6,16 +6,14 @@ import sys
 from typing import Any
 
 import torch
-from harness import WORLD, Tokens, check, gpt2, watch
-from transformers import Trainer, TrainingArguments
-
-import hf_zero as zero
+from harness import WORLD, Tokens, arguments, check, gpt2, watch
+from transformers import Trainer
 
 
 def run(resume: bool) -> dict[str, Any]:
-    args = TrainingArguments(
-        output_dir=sys.argv[2],
-        parallelism_config=zero.ZeroPlugin(stage=1 if resume else 3),
+    args = arguments(
+        sys.argv[2],
+        1 if resume else 3,
         per_device_train_batch_size=6 // WORLD,
         max_steps=8,
         learning_rate=3e-3,
@@ -24,9 +22,6 @@ def run(resume: bool) -> dict[str, Any]:
         save_steps=4,
         save_total_limit=None,
         save_strategy="no" if resume else "steps",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
         seed=3,
         optim="adamw_torch",
     )
