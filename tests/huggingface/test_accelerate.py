@@ -470,6 +470,7 @@ CHECKS = [
     "save_model 3 disk",
     "save_model adapters 0",
     "save_model adapters 3",
+    *(f"export {stage} {born}" for stage in (0, 3) for born in (False, True)),
     "save fails",
     "clip",
     "sync",

@@ -5,6 +5,7 @@ Each check asserts by itself; `test_accelerate.py` has the list of their names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -359,6 +360,31 @@ def save_model_adapters(stage: int) -> None:
         assert distance(dict(again.state_dict()), state) == 0.0
 
 
+def export_without_optimizer(stage: int, born: bool) -> None:
+    """A model that is never trained here: created under `zero.Init` or sharded, saved, exported, loaded by transformers."""
+    place = OUT / f"export{stage}{born}"
+    torch.manual_seed(4)
+    with zero.Init() if born else contextlib.nullcontext():
+        model: Any = GPT2LMHeadModel(gpt2().config) if born else gpt2(4)
+    if born:
+        model.save_pretrained(place / "before", is_main_process=RANK == 0)
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=stage))
+    engine.save(place / "checkpoint")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    barrier()
+    if RANK == 0:
+        zero.verify(place / "checkpoint")
+        zero.export(place / "checkpoint", place / "whole", max_shard_size="20KB")
+        zero.export(place / "checkpoint", place / "half", dtype="bfloat16")
+        for folder in (["before"] if born else []) + ["whole"]:
+            again, told = GPT2LMHeadModel.from_pretrained(place / folder, output_loading_info=True)
+            assert not any(told.values()), (folder, told)
+            assert distance(dict(again.state_dict()), state) == 0.0, folder
+        half = GPT2LMHeadModel.from_pretrained(place / "half", dtype="auto").state_dict()
+        assert distance(dict(half), {name: value.bfloat16() for name, value in state.items()}) == 0.0
+    barrier()
+
+
 def save_fails_on_every_rank() -> None:
     run = start(3)
     (OUT / "a_file").write_text("not a folder")
@@ -613,6 +639,9 @@ def main() -> None:
         check(f"save_model {stage} {tier}", partial(save_model_loads, stage, tier))
     for stage in (0, 3):
         check(f"save_model adapters {stage}", partial(save_model_adapters, stage))
+    for stage in (0, 3):
+        for born in (False, True):
+            check(f"export {stage} {born}", partial(export_without_optimizer, stage, born))
     check("save fails", save_fails_on_every_rank)
     check("clip", clip_choices)
     check("sync", sync_triggers)
