@@ -2,7 +2,7 @@
 
     python scripts/finetune_models.py gpt3-6.7b shapes/gpt3-6.7b && hf-zero plan shapes/gpt3-6.7b --world-size 64
 
-writes a built-in's config.json, which is all that a plan needs.
+writes a built-in's config.json, which is all that a plan needs (`hf-zero plan gpt3-6.7b` knows the name, too).
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
-    T5Config,
-    WhisperConfig,
 )
+
+from hf_zero.plan.configs import CONFIGS
 
 AUTO_MODELS: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
@@ -52,94 +47,10 @@ DEFAULT_MODEL = {
     "summarization": "t5-tiny",
     "transcription": "speech-tiny",
 }
-# Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165), table 2.1: layers, width, heads. Where width is no
-# multiple of the table's heads (1.3B, 13B), the nearest that is.
-GPT3 = {
-    "125m": (12, 768, 12),
-    "350m": (24, 1024, 16),
-    "760m": (24, 1536, 16),
-    "1.3b": (24, 2048, 16),
-    "2.7b": (32, 2560, 32),
-    "6.7b": (32, 4096, 32),
-    "13b": (40, 5120, 40),
-    "175b": (96, 12288, 96),
-}
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
-
-def _gpt3(layers: int, width: int, heads: int) -> PreTrainedConfig:
-    return GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=2048)
-
-
-# The tiny ones have no dropout: with it, so few steps show mostly noise, and runs would differ between world sizes.
 BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gpt2-tiny": lambda: GPT2Config(
-        vocab_size=4096,
-        n_positions=256,
-        n_embd=192,
-        n_layer=4,
-        n_head=6,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
-    "gpt2-124m": lambda: GPT2Config(),
-    "bert-tiny": lambda: BertConfig(
-        vocab_size=4096,
-        max_position_embeddings=256,
-        hidden_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        intermediate_size=768,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    ),
-    "bert-110m": lambda: BertConfig(),
-    "llama-tiny": lambda: LlamaConfig(**_LLAMA),
-    "qwen3-tiny": lambda: Qwen3Config(**_LLAMA, head_dim=32, tie_word_embeddings=True),
-    "moe-tiny": lambda: MixtralConfig(**{**_LLAMA, "num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2),
-    "t5-tiny": lambda: T5Config(
-        vocab_size=4096, d_model=96, d_kv=24, d_ff=192, num_layers=2, num_heads=4, dropout_rate=0.0
-    ),
-    "t5-220m": lambda: T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12),
-    "speech-tiny": lambda: WhisperConfig(
-        vocab_size=512,
-        d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=128,
-        decoder_ffn_dim=128,
-        max_source_positions=100,
-        max_target_positions=32,
-        begin_suppress_tokens=None,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    ),
-    "whisper-74m": lambda: WhisperConfig(
-        d_model=512,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
-        encoder_ffn_dim=2048,
-        decoder_ffn_dim=2048,
-    ),
-    **{f"gpt3-{size}": partial(_gpt3, *shape) for size, shape in GPT3.items()},
+    name: partial(AutoConfig.for_model, config.kind, **config.settings) for name, config in CONFIGS.items()
 }
+"""The names that `hf-zero plan` knows, too."""
 
 
 def load_config(task: str, name: str) -> PreTrainedConfig:
@@ -234,7 +145,9 @@ def main() -> None:
         raise UserError(
             f"expected NAME FOLDER, with a name of {', '.join(BUILT_IN)}; found {' '.join(words) or 'nothing'}"
         )
-    BUILT_IN[words[0]]().save_pretrained(words[1])
+    config = BUILT_IN[words[0]]()
+    config.architectures = [CONFIGS[words[0]].architecture]
+    config.save_pretrained(words[1])
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.activations import Architecture
+from ..plan.configs import CONFIGS
 from ..plan.outline import Units, from_files, from_number, from_shape, visits_by_name
 from ..plan.plan import Drafter
 from ..plan.shapes import BUILT_IN, of_size
@@ -61,6 +63,8 @@ def find_model(given: str | None, parameters: str | None) -> Model:
     if given.lower() in BUILT_IN:
         shape = BUILT_IN[given.lower()]
         return replace(_of_units(given, lambda p: from_shape(shape, p)), architecture=shape.architecture)
+    if given.lower() in CONFIGS:
+        return _of_built_in(given)
     if _is_path(given):
         raise ConfigError(f"no such folder or file: {given}")
     return _of_hub(given)
@@ -117,10 +121,11 @@ def _of_hub(name: str) -> Model:
     try:
         return _of_config(name, name)
     except (OSError, ValueError) as error:
-        near = difflib.get_close_matches(name.lower(), BUILT_IN, n=2)
+        names = sorted({*BUILT_IN, *CONFIGS})
+        near = difflib.get_close_matches(name.lower(), names, n=2)
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(
-            f"no model {name!r}: it is no size (7B, 350M), no built-in name ({', '.join(BUILT_IN)}), nothing here has that "
+            f"no model {name!r}: it is no size (7B, 350M), no built-in name ({', '.join(names)}), nothing here has that "
             f"name, and the Hub has not answered for it: {_first_line(error)}.{meant}"
         ) from error
 
@@ -128,8 +133,16 @@ def _of_hub(name: str) -> Model:
 def _of_config(name: str, place: str) -> Model:
     from ..huggingface.models import empty_model
 
-    model = empty_model(place)
+    return _of_empty(name, empty_model(place))
 
+
+def _of_built_in(name: str) -> Model:
+    from ..huggingface.models import model_of_name
+
+    return _of_empty(name, model_of_name(name.lower()))
+
+
+def _of_empty(name: str, model: Any) -> Model:
     @cache
     def layout(precision: Precision, shards: int) -> Layout:
         drafter = Drafter(model, precision)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
@@ -222,30 +222,47 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
         engine, part = found
         return engine.clip_grad_value_(clip_value, parameters=part)
 
+    # -- data --
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's.
+
+        Raises:
+            ConfigError: on every rank: ranks would have different numbers of batches (`even_batches=False`).
+        """
+        known = len(self._dataloaders)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        counts = _uneven_batches(prepared)
+        if counts is not None:
+            del self._dataloaders[known:]
+            raise ConfigError(f"even_batches=False: {_told(counts)}")
+        return prepared
+
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Batches are even inside, whatever is asked for: every rank must make the same number of steps, for an early end
-        would leave the others waiting for its shards."""
+        """As accelerate's where every rank has as many batches. A rank cannot leave a sharded model: the others need its parts.
+
+        Raises:
+            ConfigError: on every rank, at the call: they would have different numbers of batches inside, or uneven ones are
+                asked for and no loader that this Accelerator has prepared tells how many there are.
+        """
         if not any(isinstance(obj, nn.Module) and engine_of(obj) is not None for obj in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
-        # Loaders without one (iterable data sets) are even in accelerate anyway.
-        samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        uneven = [sampler for sampler in samplers if getattr(sampler, "even_batches", True) is False]
-        if self.num_processes > 1:
-            warnings.warn(
-                "join_uneven_inputs has no effect on a sharded model: each rank holds parts that the others need, so "
-                "all must make the same number of steps. Batches are even inside (the last ones are filled up)",
-                stacklevel=3,
+        samplers = {loader: found for loader in self._dataloaders if (found := _sharded_sampler(loader)) is not None}
+        uneven = next((counts for loader in samplers if (counts := _uneven_batches(loader, even_batches))), None)
+        if uneven is not None:
+            raise ConfigError(f"join_uneven_inputs(even_batches=False): {_told(uneven)}")
+        is_even = self.even_batches if even_batches is None else even_batches
+        if not is_even and not samplers and self.num_processes > 1:
+            raise ConfigError(
+                "join_uneven_inputs(even_batches=False): no loader that this Accelerator has prepared says how many batches "
+                f"each rank will have, and {_ALL_RANKS}: prepare the loader, or leave the context out and {_REMEDY}"
             )
-        for sampler in uneven:
-            sampler.even_batches = True
-        try:
+        asked = [] if even_batches is None else [(found, "even_batches", even_batches) for found in samplers.values()]
+        with replaced(asked):
             yield
-        finally:
-            for sampler in uneven:
-                sampler.even_batches = False
 
     # -- which engine --
 
@@ -289,6 +306,51 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
                 "others: call it once per model"
             )
         return engine, None if trained <= wanted else params
+
+
+_ALL_RANKS = "all ranks must make as many steps with a sharded model, for each holds parts that the others need"
+_REMEDY = (
+    "keep even_batches=True, accelerate's default (last batches are filled up, gather_for_metrics drops what is double), or "
+    "give the DataLoader drop_last=True. To count every sample once, give all ranks as many batches and use engine.weigh, "
+    "with weight 0 for batches that only fill up"
+)
+
+
+def _sharded_sampler(loader: Any) -> BatchSamplerShard | None:
+    """What deals the batches of a prepared loader to the ranks; None where rank 0 hands them out, and for iterable data."""
+    places = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    return next((place for place in places if isinstance(place, BatchSamplerShard)), None)
+
+
+def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] | None:
+    """Batches by rank where they differ, from numbers that every rank knows; None where they do not, or nobody can know.
+
+    Args:
+        even_batches: as if the loader had been prepared with it; None: as it is.
+    """
+    shard_ = _sharded_sampler(loader)
+    if shard_ is None or shard_.drop_last or (shard_.even_batches if even_batches is None else even_batches):
+        return None
+    ranks = shard_.num_processes
+    try:
+        total = len(shard_.batch_sampler)
+        samples = len(shard_.batch_sampler.sampler) if shard_.split_batches else 0
+    except (TypeError, AttributeError):  # a sampler that does not know
+        return None
+    if shard_.split_batches:  # each batch is cut; of a last one that is not full, the last ranks may get nothing
+        left = samples % shard_.batch_size
+        part = shard_.batch_size // ranks
+        counts = [total - (0 < left <= part * rank) for rank in range(ranks)]
+    else:
+        counts = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+    return counts if len(set(counts)) > 1 else None
+
+
+def _told(counts: list[int]) -> str:
+    most, least = counts.index(max(counts)), counts.index(min(counts))
+    return (
+        f"rank {most} would have {counts[most]} batches and rank {least} {counts[least]}, and {_ALL_RANKS}: {_REMEDY}"
+    )
 
 
 _MODEL = "_zero_model"

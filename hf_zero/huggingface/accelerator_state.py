@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 from accelerate.utils import save as save_plain
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint.folder import recover
 from ..checkpoint.load import Loading
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
-from ..checkpoint.weights import Drawing, format_of
+from ..checkpoint.weights import Drawing, StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
@@ -45,7 +45,7 @@ from .checkpoints import (
     put_as,
     put_whole,
 )
-from .stock import replaced, serving
+from .stock import replaced, serving, stand_in_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _AcceleratorBase
@@ -84,20 +84,37 @@ class ZeroStateMixin(SavesBehind, _AcceleratorBase):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """The files that accelerate writes, from all ranks. `safe_serialization=False` gathers the model on rank 0.
+        """The weights that accelerate writes, from all ranks, and beside them what `from_pretrained` needs: a transformers
+        model's config.json and generation_config.json. Of a PEFT model its adapters, as its own `save_pretrained` writes them.
+        `safe_serialization=False` gathers the model on rank 0, and pickles the whole.
 
         Raises:
             CheckpointError: on every rank; what was in the folder is still there.
         """
         engine = engine_of(model)
         if engine is None:
+            folder = Path(save_directory)
+            if self.is_main_process and "model" in format_of(model).stems and not folder.is_file():
+                _describe(model, stand_in_state(model), folder)
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
         self._zero_wait_for_save()
         parent: Any = super()
+        form = format_of(model)
+        is_adapter = "model" not in form.stems
         with open_saving(engine, save_directory) as saving:
             stock = partial(parent.save_model, model, saving.folder, max_shard_size, safe_serialization)
-            (put_as if safe_serialization else put_whole)(saving, engine, stock)
+            if is_adapter and safe_serialization:
+
+                def draw() -> Drawing:
+                    return form.draw(engine.outline(), saving.folder, max_shard_size)
+
+                saving.weights(ParameterPieces(engine.units), draw)
+            else:
+                with on_all_ranks(engine.wire, f"saving to {saving.target}"):
+                    if engine.rank == 0 and not is_adapter:
+                        _describe(model, engine.outline(), saving.folder)
+                (put_as if safe_serialization else put_whole)(saving, engine, stock)
             saving.commit()
         return None
 
@@ -305,6 +322,18 @@ class ZeroStateMixin(SavesBehind, _AcceleratorBase):
     def _zero_refuse_each_node(self) -> None:
         if self.project_configuration.save_on_each_node:
             raise ConfigError("save_on_each_node=True: all ranks write one folder together; save to a shared one")
+
+
+_ONE_FILE_BYTES = 1 << 62
+"""As a limit: more than any model has, so that no index is written."""
+
+
+def _describe(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+    """On one rank: what a model's own `save_pretrained` writes beside the weights. Nothing for a module without one."""
+    form = format_of(model)
+    if not isinstance(form, StateDictFormat):
+        folder.mkdir(parents=True, exist_ok=True)
+        form.draw(state, folder, _ONE_FILE_BYTES)
 
 
 def _numbered(name: str, index: int) -> str:

@@ -93,9 +93,15 @@ TRAINING_ARGUMENTS = (
     ),
     Refusal(
         "optim",
-        lambda args: str(args.optim).split(".")[-1].lower() in ("lomo", "adalomo"),
-        "optim={found} updates parameters inside backward, before gradients are averaged over the ranks; use an "
+        lambda args: str(getattr(args.optim, "value", args.optim)).endswith(("lomo", "_layerwise")),
+        "optim={found.value} updates parameters inside backward, before gradients are averaged over the ranks; use an "
         "element-wise optimizer such as adamw_torch",
+    ),
+    Refusal(
+        "optim",
+        lambda args: str(getattr(args.optim, "value", args.optim)).startswith(("galore_", "apollo_")),
+        "optim={found.value} keeps projector objects in its state, which no checkpoint has a place for; use an element-wise "
+        "optimizer such as adamw_torch, or optim=adafactor at zero_stage=0",
     ),
 )
 """Of a Trainer that has a plugin."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..params.access import GatheredParameters, unsharded
+from ..plan.configs import CONFIGS
 from ..runtime.engine import Engine, engine_of
 from .stock import own_types, replaced
 
@@ -103,7 +104,16 @@ def _sync(stock: Any, model: nn.Module, target: nn.Module, alpha: float) -> None
 
 def empty_model(name_or_path: str) -> nn.Module:
     """The architecture of a Hub id or local folder on the meta device: names, shapes and ties, no weights are read."""
-    config = transformers.AutoConfig.from_pretrained(name_or_path)
+    return _empty(transformers.AutoConfig.from_pretrained(name_or_path))
+
+
+def model_of_name(name: str) -> nn.Module:
+    """The same for a name of `plan.configs.CONFIGS`."""
+    kind, architecture, settings = CONFIGS[name]
+    return _empty(transformers.AutoConfig.for_model(kind, **settings, architectures=[architecture]))
+
+
+def _empty(config: Any) -> nn.Module:
     for kind in config.architectures or []:
         cls = getattr(transformers, kind, None)
         if cls is not None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from ..errors import UnsupportedOptimizerError
+from ..checkpoint.save import scalar
+from ..errors import CheckpointError, UnsupportedOptimizerError
 
 
 class Needs(Enum):
@@ -24,7 +28,7 @@ class Needs(Enum):
     ELEMENTS = auto()
     WHOLES = auto()
     ITS_OWN = auto()
-    """The parameters that it was built with: it cannot be bound."""
+    """The parameters that it was built with, or state that is nobody else's business: it cannot be bound."""
 
 
 _KNOWN = {
@@ -56,16 +60,21 @@ _KNOWN = {
 """By class name, and why. The first row is of torch's own classes; the others hold for classes derived from them, too."""
 _QUANTISED = re.compile(r".*(8bit|4bit|Fp8)")
 _OTHERS = "an element-wise optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, Lion)"
-_TRIED = (64, 96)
-"""Large enough that optimizers which quantise only long states do so."""
+_TRIED = (136, 192)
+"""Large enough that optimizers which quantise only long states do so, and those that factor only wide matrices."""
+_TRIED_DEEPER = (8, 17, 192), (17, 8, 12, 16)
+"""As many elements in 3 and 4 dimensions."""
+_STEPS = 8
+"""So many that rules which begin with their state alone (RAdam's) move parameters, too."""
 _CUT = 2311  # elements of the first part: nothing divides it
 
 
 def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *, cut: bool, offloaded: bool) -> bool:
     """Whether the optimizer must have parameters of true shape; False: it is element-wise.
 
-    Known ones by name, unknown ones by trial: three steps on a matrix must give what the same elements give as two flat
-    parts, each with an optimizer of its own. One that cannot be tried is taken to need wholes.
+    Known ones by name, unknown ones by trial: some steps on a matrix (and on a tensor of 3 or 4 dimensions where it has
+    such) must give what the same elements give as two flat parts, each with an optimizer of its own, and no step may work out
+    fewer numbers from many, whether or not these have mattered this time. One that cannot be tried is taken to need wholes.
 
     Args:
         params: the model's parameters.
@@ -104,11 +113,14 @@ def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tu
         return Needs.ITS_OWN, kept
     if kind.__module__.startswith("torch.optim") and _KNOWN.get(kind.__name__, ("", ""))[0] is Needs.ELEMENTS:
         return Needs.ELEMENTS, ""
+    odd = _odd_state(optimizer)
+    if odd is not None and odd[0] is Needs.ITS_OWN:
+        return odd
     reason = found.get(Needs.WHOLES)
     if reason is None and _QUANTISED.fullmatch(kind.__name__):
         reason = "it quantises its state by blocks of elements, which slices cut otherwise"
     if reason is None:
-        reason = _disagreement(optimizer)
+        reason = _disagreement(optimizer) or (odd and odd[1])
     return (Needs.ELEMENTS, "") if reason is None else (Needs.WHOLES, reason)
 
 
@@ -128,51 +140,135 @@ def _tensors(value: Any, depth: int) -> Iterator[nn.Parameter]:
             yield from _tensors(inner, depth - 1)
 
 
-def _disagreement(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the optimizer is not element-wise, by trial of each kind of group; None where it is."""
+# Trials --------------------------------------------------------------------------------------------------------------
+
+
+def _trials(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
+    """One for each kind of group and each number of dimensions."""
     seen: list[dict[str, Any]] = []
+    depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        shape = {key: value for key, value in options.items() if key not in ("lr", "initial_lr", "weight_decay")}
-        if any(repr(shape) == repr(other) for other in seen):
-            continue
-        seen.append(shape)
-        try:
-            with torch.enable_grad():
-                found = _tried(optimizer, options)
-        except Exception as error:
-            return f"it could not be tried on a small example ({type(error).__name__}: {error})"
-        if found is not None:
-            return found
+        kept = {key: value for key, value in options.items() if key not in _SHOWN}
+        if not any(repr(kept) == repr(other) for other in seen):
+            seen.append(kept)
+            yield _Trial(optimizer, options, _TRIED)
+            yield from (_Trial(optimizer, options, shape) for shape in _TRIED_DEEPER if len(shape) in depths)
+
+
+def _disagreement(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the optimizer is not element-wise; None where it is."""
+    try:
+        return next((why for trial in _trials(optimizer) if (why := trial.why_not_elements())), None)
+    except Exception as error:
+        return f"it could not be tried on a small example ({type(error).__name__}: {error})"
+
+
+def _odd_state(optimizer: torch.optim.Optimizer) -> tuple[Needs, str] | None:
+    """What the state that it makes asks for; None where that is one value or one per element. One that cannot be tried may
+    have any."""
+    with suppress(Exception):
+        return next((odd for trial in _trials(optimizer) if (odd := trial.odd_state())), None)
     return None
 
 
-def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    values = [torch.randn(_TRIED, generator=generator).to(device) for _ in range(4)]
-    options = dict(options)
-    if "lr" in options and float(options["lr"]) == 0.0:  # a warm-up's first value shows nothing
-        options["lr"] = torch.full_like(lr, 0.01) if isinstance(lr := options["lr"], Tensor) else 0.01
+_SHOWN = {"lr": 0.01, "initial_lr": None, "weight_decay": 0.01}
+"""Options of groups that do not change the rule, and what a trial takes for 0: a warm-up's first rate, or no decay, shows
+nothing of what a rule does to some shapes and not to others."""
 
-    def run(cut: Callable[[Tensor], Tensor]) -> Tensor:
-        param = nn.Parameter(cut(values[0]).clone())
-        twin = object.__new__(type(optimizer))
+
+class _Trial:
+    """A few steps of an optimizer of the same class and settings over one small parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        self._values = [torch.randn(shape, generator=generator).to(device) for _ in range(_STEPS + 1)]
+        self._optimizer = optimizer
+        self._options = dict(options)
+        self._tried = f"tried on a tensor of {' x '.join(map(str, shape))}"
+        for name, shown in _SHOWN.items():
+            value = self._options.get(name)
+            if shown is not None and isinstance(value, (int, float, Tensor)) and float(value) == 0.0:
+                self._options[name] = torch.full_like(value, shown) if isinstance(value, Tensor) else shown
+
+    def why_not_elements(self) -> str | None:
+        """Why the rule is not element-wise; None where it is."""
+        whole = self._run(lambda tensor: tensor)[0]
+        if torch.equal(whole, self._values[0].flatten()):
+            return f"{_STEPS} steps on a small example moved nothing, so there is no telling what it does"
+        parts = torch.cat([self._run(lambda t: t.flatten()[:_CUT])[0], self._run(lambda t: t.flatten()[_CUT:])[0]])
+        if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
+            return f"it gives other results on two flat slices than on a whole parameter ({self._tried})"
+        reductions = _Reductions(whole.numel())
+        with suppress(Exception):  # compiled steps may not bear to be watched; their results agree
+            self._run(lambda tensor: tensor, reductions)
+        return f"it works out {reductions.found} over a whole parameter ({self._tried})" if reductions.found else None
+
+    def odd_state(self) -> tuple[Needs, str] | None:
+        """What state it makes that is neither one value nor one per element, and what that needs."""
+        twin = self._run(lambda tensor: tensor)[1]
+        new = [key for key in twin.param_groups[0] if key not in (*self._options, *twin.defaults, "params")]
+        held = [key for key in new if not _has_place(twin.param_groups[0][key])]
+        if held:
+            return Needs.ITS_OWN, f"it keeps state in its groups (as {held[0]!r}), which cannot be saved"
+        found: tuple[Needs, str] | None = None
+        for state, value in next(iter(twin.state.values()), {}).items():
+            if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+                kind = type(value).__name__
+                return Needs.ITS_OWN, f"its state {state!r} is a {kind}, a tensor made of others, which cannot be saved"
+            if not isinstance(value, Tensor) and not _has_place(value):
+                return Needs.ITS_OWN, f"its state {state!r} is a {type(value).__name__}, which cannot be saved"
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != self._values[0].shape:
+                found = Needs.WHOLES, f"its state {state!r} has shape {tuple(value.shape)} ({self._tried})"
+        return found
+
+    def _run(
+        self, cut: Callable[[Tensor], Tensor], watching: AbstractContextManager[object] | None = None
+    ) -> tuple[Tensor, torch.optim.Optimizer]:
+        """The parameter afterwards, flat, and its optimizer."""
+        kind = type(self._optimizer)
+        param = nn.Parameter(cut(self._values[0]).clone())
+        twin = object.__new__(kind)
         skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-        twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
-        torch.optim.Optimizer.__init__(twin, [{"params": [param], **options}], dict(optimizer.defaults))
+        twin.__dict__.update({key: value for key, value in self._optimizer.__dict__.items() if key not in skipped})
+        torch.optim.Optimizer.__init__(twin, [{"params": [param], **self._options}], dict(self._optimizer.defaults))
         train = getattr(twin, "train", None)
         if callable(train):  # schedule-free ones step in that mode only
             train()
-        for grad in values[1:]:
-            param.grad = cut(grad).clone()
-            type(optimizer).step(twin)
-        return param.detach().flatten()
+        with torch.enable_grad(), watching or nullcontext():
+            for grad in self._values[1:]:
+                param.grad = cut(grad).clone()
+                kind.step(twin)
+        return param.detach().flatten(), twin
 
-    whole = run(lambda tensor: tensor)
-    if torch.equal(whole, values[0].flatten()):
-        return "three steps on a small example moved nothing, so there is no telling what it does"
-    parts = torch.cat([run(lambda t: t.flatten()[:_CUT]), run(lambda t: t.flatten()[_CUT:])])
-    if torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
-        return None
-    return f"it gives other results on two flat slices than on a whole parameter (tried on a {_TRIED[0]} x {_TRIED[1]} matrix)"
+
+def _has_place(value: Any) -> bool:
+    """Whether a checkpoint has a place for it among an optimizer's options and single values."""
+    try:
+        scalar("", value)
+    except CheckpointError:
+        return False
+    return True
+
+
+class _Reductions(TorchDispatchMode):
+    """Notes the first operation that makes fewer floating-point numbers of at least `numel`. Not questions such as whether
+    all are finite: an optimizer may look at what it never takes a step by."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [
+            item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor) and item.numel() >= self._numel
+        ]
+        if read and self.found is None:
+            memory = {item.untyped_storage().data_ptr() for item in read}
+            made = [item for item in tree_leaves(out) if isinstance(item, Tensor) and item.is_floating_point()]
+            if any(i.numel() < self._numel and i.untyped_storage().data_ptr() not in memory for i in made):
+                self.found = func.name().partition("::")[2].partition(".")[0]
+        return out

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from hf_zero.cli.models import find_model
 from hf_zero.core.layout import Layout
 from hf_zero.core.precision import Precision
 from hf_zero.plan.activations import Architecture
+from hf_zero.plan.configs import CONFIGS
 from hf_zero.plan.outline import from_shape, visits_by_name
 from hf_zero.plan.shapes import BUILT_IN, Shape, of_size
 
@@ -36,17 +38,22 @@ def numel_of(model: Any) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-124m", "bert-tiny", "bert-110m"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_the_scripts_names_mean_the_scripts_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of shapes and the scripts' configurations know nothing of each other; here they are held together."""
+    """Also where a name has a shape, which a plan finds without transformers."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.delitem(sys.modules, "finetune_models", raising=False)
     import finetune_models
 
     config = finetune_models.BUILT_IN[name]()
-    model = built(AutoModelForMaskedLM if name.startswith("bert") else AutoModelForCausalLM, config)
-    assert BUILT_IN[name].numel == numel_of(model)
-    assert BUILT_IN[name].architecture == architecture_of(model)
+    task = {"bert": "mlm", "t5": "summarization", "whisper": "transcription"}.get(CONFIGS[name].kind, "clm")
+    model = built(finetune_models.AUTO_MODELS[task], config)
+    planned = find_model(name.upper(), None)
+    assert planned.layout(BF16, 2).numel == numel_of(model)
+    assert planned.architecture is not None
+    names = (key for key, _ in model.named_parameters())
+    expected = architecture_of(model) if name in BUILT_IN else Architecture.of(model.config, names)
+    assert planned.architecture == expected
 
 
 @pytest.mark.parametrize(

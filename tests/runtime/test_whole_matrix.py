@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
 from hf_zero.runtime.supported_optimizers import needs_wholes
@@ -56,6 +57,88 @@ class Layerwise(torch.optim.Optimizer):
                     m = self.state[p].setdefault("m", torch.zeros_like(p))
                     m.lerp_(p.grad, 0.5)
                     p.sub_(group["lr"] * self.rate(p) * m)
+
+
+class Projects(Layerwise):
+    """AdamP-like: something else happens to a matrix where its gradient is orthogonal to it, which random ones are not."""
+
+    def rate(self, p: Tensor) -> Tensor:
+        cosine = nn.functional.cosine_similarity(p.flatten(), p.grad.flatten(), dim=0)
+        return torch.zeros(()) if p.dim() > 1 and cosine.abs() < 1e-12 else torch.ones(())
+
+
+class Decays(Layerwise):
+    """Decays matrices, and nothing else."""
+
+    def __init__(self, params, lr=1e-2, weight_decay=0.0):
+        super().__init__([{"params": list(params)[:1], "weight_decay": 0.0}, {"params": list(params)[1:]}], lr)
+        self.param_groups[1]["weight_decay"] = 0.1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * (p.grad + (group["weight_decay"] * p if p.dim() > 1 else 0.0)))
+
+
+class Centralizes(Layerwise):
+    """Ranger-like, for kernels of convolutions alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * (p.grad - p.grad.mean((1, 2, 3), True) if p.dim() == 4 else p.grad))
+
+
+class Wide(Layerwise):
+    """Adafactor-like as many are: factors wide matrices only."""
+
+    def rate(self, p: Tensor) -> Tensor:
+        is_wide = p.dim() > 1 and min(p.shape) >= 128
+        return (p.grad.square().mean(1, True) if is_wide else p.grad.square()).add(1e-3).rsqrt()
+
+
+class Doubled(Layerwise):
+    """AdEMAMix-like: two averages in one state. Element-wise otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    averages = self.state[p].setdefault("averages", torch.zeros(2, *p.shape))
+                    averages.lerp_(p.grad.expand_as(averages), 0.5)
+                    p.sub_(group["lr"] * averages.sum(0).sign())
+
+
+class Keeps(Layerwise):
+    """Element-wise; `held` is what it keeps by the way, in its state or in its groups."""
+
+    def __init__(self, params, held, in_group):
+        super().__init__(params)
+        self.held, self.in_group = held, in_group
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    (group if self.in_group else self.state[p])["odd"] = self.held
+                    p.sub_(group["lr"] * p.grad)
+
+
+class Careful(torch.optim.SGD):
+    """Element-wise: what is not finite is not stepped by."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and torch.isfinite(p.grad).all() and not torch.isnan(p).any():
+                    p.sub_(group["lr"] * p.grad.sign())
 
 
 class Global(Layerwise):
@@ -277,7 +360,7 @@ def test_refused_elsewhere_with_advice_that_is_true(pools, tmp_path, world):
 
 
 def test_what_is_element_wise():
-    class Keeps(Layerwise):
+    class Hides(Layerwise):
         def __init__(self, params):
             super().__init__(params)
             self.mine = {"all": [group["params"] for group in self.param_groups]}
@@ -288,8 +371,27 @@ def test_what_is_element_wise():
 
     assert not any(needs(build, cut=True) for build in (adamw, sgd, Eager, torch.optim.RAdam))
     assert all(needs(build) for build in OPTIMIZERS.values())
+    assert not needs(lambda params: Careful(params, lr=1e-2), cut=True)
+    assert all(needs(build) for build in (Projects, Decays, Wide))
+    kernels = list(nn.Conv2d(3, 3, 2).parameters())
+    for build, found in ((Centralizes, True), (lambda params: Careful(params, lr=1e-2), False)):
+        assert needs_wholes(build(kernels), set(kernels), cut=False, offloaded=False) is found
+    assert needs(Doubled), "a checkpoint has one value or one per element of what is cut"
+    two = TwoTensor(torch.ones(2), torch.ones(2))
+    for held, in_group in (
+        (object(), False),
+        ({"m": torch.ones(2)}, False),
+        ({}, True),
+        (torch.ones(3), True),
+        (two, False),
+    ):
+        with pytest.raises(zero.UnsupportedOptimizerError, match=r"Keeps cannot .*'odd'.*cannot be saved"):
+            needs(lambda params: Keeps(params, held, in_group))  # noqa: B023
+    assert not any(needs(lambda params: Keeps(params, held, True)) for held in (1, 0.5, None, torch.tensor(1)))  # noqa: B023
+    with pytest.raises(zero.UnsupportedOptimizerError, match="it works out .* over a whole parameter"):
+        needs(Projects, cut=True)
     with pytest.raises(zero.UnsupportedOptimizerError, match=r"keeps the parameters it was built with \(as 'mine'\)"):
-        needs(Keeps)
+        needs(Hides)
 
     def warming(params):
         return Layerwise(params, lr=0.0)  # as a scheduler's warm-up leaves it

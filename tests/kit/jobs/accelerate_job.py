@@ -5,8 +5,8 @@ Each check asserts by itself; `test_accelerate.py` has the list of their names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from harness import (
     RANK,
     Tokens,
     barrier,
+    bert,
     check,
     distance,
     files_under,
@@ -33,7 +34,7 @@ from harness import (
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import GPT2LMHeadModel
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import hf_zero as zero
 
@@ -255,8 +256,12 @@ def ddp_state_into_zero() -> None:
     assert rank_0_distance(weights(sharded), end) < 5e-6
 
 
+DESCRIPTION = ["config.json", "generation_config.json"]
+
+
 def save_model_files() -> None:
     run = start(3)
+    run.model.generation_config.max_length = 17
     train(run, steps=2)
     accelerator = run.accelerator
     accelerator.save_model(run.model, str(OUT / "one_file"))
@@ -265,9 +270,9 @@ def save_model_files() -> None:
     run.model.save_pretrained(str(OUT / "pretrained"), is_main_process=accelerator.is_main_process)
     state = weights(run)
     barrier()
-    assert files_under(OUT / "one_file") == ["model.safetensors", "zero_manifest.json"]
+    assert files_under(OUT / "one_file") == [*DESCRIPTION, "model.safetensors", "zero_manifest.json"]
     assert "model.safetensors.index.json" in files_under(OUT / "many_files")
-    assert files_under(OUT / "pickled") == ["pytorch_model.bin", "zero_manifest.json"]
+    assert files_under(OUT / "pickled") == [*DESCRIPTION, "pytorch_model.bin", "zero_manifest.json"]
     if RANK == 0:
         twin = gpt2()
         twin.load_state_dict(dict(state))
@@ -281,8 +286,103 @@ def save_model_files() -> None:
                 loaded |= load_file(path)
             assert distance(loaded, {key: state[key] for key in loaded}) == 0.0
             assert set(state) - set(loaded) == {"lm_head.weight"}, "tied: written once"
-        reloaded = GPT2LMHeadModel.from_pretrained(OUT / "pretrained")
-        assert distance(dict(reloaded.state_dict()), dict(state)) == 0.0
+        for name in ("pretrained", "one_file", "many_files", "pickled"):
+            reloaded, told = GPT2LMHeadModel.from_pretrained(OUT / name, output_loading_info=True)
+            assert distance(dict(reloaded.state_dict()), dict(state)) == 0.0, name
+            assert not any(told.values()), (name, told)
+            assert reloaded.lm_head.weight is reloaded.transformer.wte.weight, "tied"
+            assert reloaded.generation_config.max_length == 17, name
+
+
+def moe() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+def save_model_loads(stage: int, offload: str) -> None:
+    """A folder of `save_model` is one of `from_pretrained` where the model has a config, whatever it is; trained, or only
+    evaluated; under bfloat16, in the type that the weights have."""
+    fresh()
+    plugin = zero.ZeroPlugin(
+        stage=stage, offload_params=offload, offload_dir=str(OUT / "tier") if offload == "disk" else None
+    )
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=plugin)
+    for number, (cls, build) in enumerate({BertForSequenceClassification: bert, MixtralForCausalLM: moe}.items()):
+        for trained in (True, False):
+            folder = OUT / f"loads{stage}{offload}" / f"{number}{trained}"
+            model: Any = build()
+            if trained:
+                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+                accelerator.backward(model(input_ids=Tokens()[RANK]["input_ids"][None]).logits.square().mean())
+                optimizer.step()
+            else:
+                model = accelerator.prepare_model(model, evaluation_mode=True)
+            accelerator.save_model(model, str(folder), max_shard_size="30KB")
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            barrier()
+            if RANK == 0:
+                again, told = cls.from_pretrained(folder, output_loading_info=True)
+                assert not any(told.values()), told
+                assert again.config.dtype == torch.float32
+                assert distance(dict(again.state_dict()), state) == 0.0
+                assert (folder / "model.safetensors.index.json").is_file()
+            barrier()
+    line, optimizer = accelerator.prepare(line := nn.Linear(3, 3), torch.optim.SGD(line.parameters(), lr=0.1))
+    accelerator.save_model(line, str(OUT / f"line{stage}{offload}"))
+    barrier()
+    assert files_under(OUT / f"line{stage}{offload}") == ["model.safetensors", "zero_manifest.json"]
+
+
+def save_model_adapters(stage: int) -> None:
+    """Of a PEFT model: its adapters, which `PeftModel.from_pretrained` reads."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    fresh()
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
+    model: Any = get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    params = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(params, lr=1e-2))
+    for _ in range(2):  # B begins at 0
+        accelerator.backward(model(**{k: v[None] for k, v in Tokens()[RANK].items()}).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_model(model, str(OUT / f"lora{stage}"))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    barrier()
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files_under(OUT / f"lora{stage}"))
+    assert "model.safetensors" not in files_under(OUT / f"lora{stage}")
+    if RANK == 0:
+        again = PeftModel.from_pretrained(gpt2(), OUT / f"lora{stage}")
+        assert distance(dict(again.state_dict()), state) == 0.0
+
+
+def export_without_optimizer(stage: int, born: bool) -> None:
+    """A model that is never trained here: created under `zero.Init` or sharded, saved, exported, loaded by transformers."""
+    place = OUT / f"export{stage}{born}"
+    torch.manual_seed(4)
+    with zero.Init() if born else contextlib.nullcontext():
+        model: Any = GPT2LMHeadModel(gpt2().config) if born else gpt2(4)
+    if born:
+        model.save_pretrained(place / "before", is_main_process=RANK == 0)
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=stage))
+    engine.save(place / "checkpoint")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    barrier()
+    if RANK == 0:
+        zero.verify(place / "checkpoint")
+        zero.export(place / "checkpoint", place / "whole", max_shard_size="20KB")
+        zero.export(place / "checkpoint", place / "half", dtype="bfloat16")
+        for folder in (["before"] if born else []) + ["whole"]:
+            again, told = GPT2LMHeadModel.from_pretrained(place / folder, output_loading_info=True)
+            assert not any(told.values()), (folder, told)
+            assert distance(dict(again.state_dict()), state) == 0.0, folder
+        half = GPT2LMHeadModel.from_pretrained(place / "half", dtype="auto").state_dict()
+        assert distance(dict(half), {name: value.bfloat16() for name, value in state.items()}) == 0.0
+    barrier()
 
 
 def save_fails_on_every_rank() -> None:
@@ -341,26 +441,68 @@ def sync_triggers() -> None:
     assert out == pytest.approx(dict.fromkeys(out, out["ddp"]), rel=1e-6), out
 
 
-def uneven_inputs() -> None:
-    """Five batches for two ranks, from a loader that leaves the odd one to rank 0."""
+def uneven_run(stage: int | None, rows: int, **data: Any) -> Run:
+    """Plain descent over `rows` rows in batches of 2 (4 where they are split), dealt to the ranks."""
     fresh()
-    accelerator = Accelerator(
-        cpu=True,
-        parallelism_config=zero.ZeroPlugin(stage=3),
-        dataloader_config=DataLoaderConfiguration(even_batches=False),
-    )
+    extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage, stall_s=20)}
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**data), **extra)
     model = gpt2()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    loader = DataLoader(Subset(Tokens(), range(9)), batch_size=2)
-    run = Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    loader = DataLoader(Subset(Tokens(), range(rows)), batch_size=4 if data.get("split_batches") else 2)
+    return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
+
+
+def refused(work: Callable[[], Any], *words: str) -> None:
+    message = raised(work)
+    assert message.startswith("ConfigError: "), message
+    assert all(word in message for word in (*words, "drop_last=True")), message
+    assert "\n" not in message
+
+
+def uneven_inputs(stage: int) -> None:
+    """Where ranks would have different numbers of batches, every rank is told so at the call; elsewhere, as data parallel."""
+
+    def joined(run: Run, *asked: bool) -> list[float]:
+        with run.accelerator.join_uneven_inputs([run.model], *asked):
+            return train(run, clip=None)["losses"]
+
+    for data, rows, words in (
+        ({}, 9, ("rank 0 would have 3 batches", "rank 1 2")),  # five batches
+        ({}, 2, ("rank 0 would have 1 batches", "rank 1 0")),
+        (
+            {"split_batches": True},
+            9,
+            ("rank 0 would have 3 batches", "rank 1 2"),
+        ),  # of the last batch, rank 1 gets nothing
+    ):
+        refused(partial(uneven_run, stage, rows, even_batches=False, **data), "even_batches=False", *words)
+        run = uneven_run(stage, rows, **data)
+        refused(partial(joined, run, False), "join_uneven_inputs(even_batches=False)", *words)
+        assert len(joined(run, True)) == len(joined(run)) == -(-rows // 4), "accelerate fills up"
+    for data, rows in (({}, 8), ({}, 7), ({"split_batches": True}, 8), ({"split_batches": True}, 11)):
+        reference = uneven_run(None, rows, even_batches=False, **data)
+        expected = train_only(reference)
+        run = uneven_run(stage, rows, even_batches=False, **data)
         with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
-            losses = train(run)["losses"]
-    assert any("join_uneven_inputs" in str(item.message) for item in caught)
-    assert len(losses) == 3, "five batches: the second rank's last one is filled up"
-    assert run.loader.batch_sampler.even_batches is False, "as it was"
+            assert train_only(run) == pytest.approx(expected, rel=1e-6)
+        assert run.loader.batch_sampler.even_batches is False, "as it was"
+        assert rank_0_distance(weights(run), weights(reference)) < 1e-6
+    run = uneven_run(stage, 9)
+    run.accelerator._dataloaders.clear()
+    refused(partial(joined, run, False), "prepare the loader")
+
+
+def train_only(run: Run) -> list[float]:
+    """This rank's losses: of batches of different size, which `gather` does not take."""
+    found = []
+    for batch in run.loader:
+        loss = run.model(**batch).loss
+        run.accelerator.backward(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
 
 
 def overflow(stage: int) -> None:
@@ -493,10 +635,18 @@ def main() -> None:
     check("state for one rank", state_for_one_rank)
     check("ddp state", ddp_state_into_zero)
     check("save_model", save_model_files)
+    for stage, tier in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "disk")):
+        check(f"save_model {stage} {tier}", partial(save_model_loads, stage, tier))
+    for stage in (0, 3):
+        check(f"save_model adapters {stage}", partial(save_model_adapters, stage))
+    for stage in (0, 3):
+        for born in (False, True):
+            check(f"export {stage} {born}", partial(export_without_optimizer, stage, born))
     check("save fails", save_fails_on_every_rank)
     check("clip", clip_choices)
     check("sync", sync_triggers)
-    check("uneven", uneven_inputs)
+    for stage in (0, 1, 3):
+        check(f"uneven {stage}", partial(uneven_inputs, stage))
     for stage in (1, 3):
         check(f"overflow {stage}", partial(overflow, stage))
     check("subclass", own_subclass)
