@@ -53,14 +53,14 @@ class Health:
 
 
 def growth(looks: Sequence[Health], after: int) -> dict[str, int]:
-    """By name, how far the highest of the second half lies over the highest of the first, from step `after` on.
+    """By name, how far the lowest of the second half lies over the lowest of the first, from step `after` on.
 
-    Halves and not ends: what is held goes up and down, and only what grows is higher for good.
+    The lowest: what is held for a while (a save under way) goes again, and only what is never given back stays under it.
     """
     seen = [look for look in looks if look.step >= after]
     half = len(seen) // 2
     names = [name for name in Health.__dataclass_fields__ if name != "step"]
-    highest = [
-        {name: max(getattr(look, name) for look in part) for name in names} for part in (seen[:half], seen[half:])
+    lowest = [
+        {name: min(getattr(look, name) for look in part) for name in names} for part in (seen[:half], seen[half:])
     ]
-    return {name: highest[1][name] - highest[0][name] for name in names}
+    return {name: lowest[1][name] - lowest[0][name] for name in names}

@@ -1,4 +1,4 @@
-"""A stock Trainer that resumes by itself, on any number of ranks: `elastic_job.py OUT RUN [KILL_STEP KILL_RANK]`.
+"""A stock Trainer that resumes by itself, on any number of ranks: `elastic_job.py OUT RUN [KILL_STEP KILL_RANK [EPOCHS]]`.
 
 A step takes six rows, whatever the ranks. Each row begins with a token of its own, so that a hook on the model can note which
 rows a step has seen: `RUN/rows.<world>.<rank>.jsonl`. The rank that is to be killed is, before that step.
@@ -75,12 +75,13 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{**settings, **changes})
 
 
-def run(folder: str, kill_step: int, kill_rank: int) -> dict[str, Any]:
+def run(folder: str, kill_step: int, kill_rank: int, epochs: int) -> dict[str, Any]:
+    Path(folder).mkdir(parents=True, exist_ok=True)
     notes = Notes(Path(folder, f"rows.{WORLD}.{RANK}.jsonl"), kill_step if kill_rank == RANK else -1)
     model = gpt2()
     model.register_forward_pre_hook(notes.see, with_kwargs=True)
-    trainer = Trainer(model, arguments(folder), train_dataset=NumberedRows(), callbacks=[notes])
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    settings = arguments(folder, num_train_epochs=epochs, save_total_limit=3)
+    trainer = Trainer(model, settings, train_dataset=NumberedRows(), callbacks=[notes])
     trainer.train(resume_from_checkpoint="latest")
     trainer.save_model(f"{folder}/final")
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -89,7 +90,7 @@ def run(folder: str, kill_step: int, kill_rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     watch()
-    words = [*sys.argv[2:], "-1", "-1"]
-    check("run", lambda: run(words[0], int(words[1]), int(words[2])))
+    words = [*sys.argv[2:], *("-1", "-1", "2")[len(sys.argv) - 3 :]]
+    check("run", lambda: run(words[0], *map(int, words[1:])))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
