@@ -55,18 +55,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 
 
 @pytest.mark.gloo
-def test_a_trainer_goes_on_with_one_rank_and_with_three(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["device", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("disk", "auto", "born"))]
+)
+def test_a_trainer_goes_on_with_one_rank_and_with_three(
+    whole: tuple[dict[str, Any], Path], tmp_path: Path, kind: str
+) -> None:
     """Two ranks, one killed before step 5; then one, killed before step 7; then three, past a damaged checkpoint."""
     expected, undisturbed = whole
     run = tmp_path / "run"
-    launch("elastic_job", tmp_path / "two", str(run), "5", "1")
+    launch("elastic_job", tmp_path / "two", str(run), "5", "1", "2", kind)
     assert (run / "checkpoint-4").is_dir()
-    one = launch("elastic_job", tmp_path / "one", str(run), "7", "0", ranks=1)
+    one = launch("elastic_job", tmp_path / "one", str(run), "7", "0", "2", kind, ranks=1)
     assert "1 rank(s) share the 6 rows of a step: 3 per rank, 2 times per step" in one.output
     with (run / "checkpoint-6" / "optimizer" / "exp_avg.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"X")
-    three = launch("elastic_job", tmp_path / "three", str(run), ranks=3)
+    three = launch("elastic_job", tmp_path / "three", str(run), "-1", "-1", "2", kind, ranks=3)
     assert three.output.count("Passed over: checkpoint-6: ") == 1
     assert "3 rank(s) share the 6 rows of a step: 2 per rank" in three.output
     found = three("run")
@@ -77,6 +82,17 @@ def test_a_trainer_goes_on_with_one_rank_and_with_three(whole: tuple[dict[str, A
     steps = rows_by_step(run, [2, 1, 3])
     each_row_once_per_epoch(steps, 8)
     assert steps == rows_by_step(undisturbed, [2])
+
+
+@pytest.mark.gloo
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    """On as many ranks as before, each takes up its own random numbers: equal to the bit."""
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    expected = launch("elastic_job", tmp_path / "whole", str(undisturbed), "-1", "-1", "2", "dropout")("run")
+    launch("elastic_job", tmp_path / "cut", str(run), "5", "1", "2", "dropout")
+    assert launch("elastic_job", tmp_path / "again", str(run), "-1", "-1", "2", "dropout")("run") == expected
+    one, other = (load_file(folder / "final" / "model.safetensors") for folder in (undisturbed, run))
+    assert all(other[name].equal(value) for name, value in one.items())
 
 
 @pytest.mark.gloo
@@ -206,35 +222,42 @@ def test_a_machine_is_lost_and_another_comes(plain: Path, tmp_path: Path) -> Non
         assert (found[name] - value).abs().max() < 1e-6, name
 
 
+FLAGS = {
+    "finetune.py": "--corpus-size=60000 --max-eval-samples=8 --logging-steps=1 --save-total-limit=2 --disable-tqdm=true "
+    "--resume-from-checkpoint=latest",
+    "finetune_no_trainer.py": "--resume",
+}
+CHECKPOINTS = {"finetune.py": "checkpoint-*", "finetune_no_trainer.py": "checkpoints/checkpoint_*"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [2, 3])
-def test_finetune_goes_on_after_a_kill(tmp_path: Path, stage: int) -> None:
-    """The script as it is typed, with dropout: killed after its first checkpoint, it ends with the losses of a whole run."""
+@pytest.mark.parametrize(("script", "stage"), [("finetune.py", 2), ("finetune.py", 3), ("finetune_no_trainer.py", 3)])
+def test_a_script_goes_on_after_a_kill(tmp_path: Path, script: str, stage: int) -> None:
+    """As it is typed: killed after its first checkpoint, it ends with the losses and weights of a whole run."""
     log = tmp_path / "log"
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / "finetune.py")]
-    flags = "--corpus-size=60000 --block-size=32 --max-eval-samples=8 --max-steps=40 --per-device-train-batch-size=4"
-    flags += (
-        " --logging-steps=1 --save-steps=5 --save-total-limit=2 --disable-tqdm=true --resume-from-checkpoint=latest"
-    )
-    words += [*flags.split(), f"--zero-stage={stage}"]
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / script), f"--zero-stage={stage}"]
+    words += ["--block-size=32", "--max-steps=40", "--per-device-train-batch-size=4", "--save-steps=5"]
+    words += FLAGS[script].split()
     ended(agent(log, *words, f"--output-dir={tmp_path / 'whole'}"), log, 300)
     job = agent(log, *words, f"--output-dir={tmp_path / 'cut'}")
     try:
-        until(lambda: list((tmp_path / "cut").glob("checkpoint-*")), 180, log)
+        until(lambda: list((tmp_path / "cut").glob(CHECKPOINTS[script])), 180, log)
         os.kill(ranks_of(job)[1], signal.SIGKILL)
         ended(job, log, 300)
     finally:
         lose(job)
-    assert "hf_zero: resumed from checkpoint-" in log.read_text()
-    states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("whole", "cut")]
-    for name in ("loss", "grad_norm", "learning_rate"):
-        one, other = ([entry[name] for entry in state["log_history"] if name in entry] for state in states)
-        assert len(one) == 40
-        assert one == other, name
+    assert log.read_text().count("exitcode: -9") == 1
     one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "cut"))
     assert all(other[name].equal(value) for name, value in one.items())
+    if script == "finetune.py":
+        assert "hf_zero: resumed from checkpoint-" in log.read_text()
+        states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("whole", "cut")]
+        for name in ("loss", "grad_norm", "learning_rate"):
+            losses = [[entry[name] for entry in state["log_history"] if name in entry] for state in states]
+            assert len(losses[0]) == 40
+            assert losses[0] == losses[1], name
 
 
 # ---- many kills ------------------------------------------------------------------------------------------------------

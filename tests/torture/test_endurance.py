@@ -41,7 +41,7 @@ def nothing_grew(looks: list[list[Health]], warm: int, most_bytes: int) -> None:
         assert mine[-1].files <= mine[0].files, f"rank {rank}"
 
 
-@pytest.mark.parametrize(("way", "tier"), [("trainer", "disk"), ("plain", "none")])
+@pytest.mark.parametrize(("way", "tier"), [("trainer", "disk"), ("plain", "device")])
 def test_a_run_with_saves_and_evaluations_keeps_nothing(way: str, tier: str, tmp_path: Path) -> None:
     """Descriptors, threads, keys, files, the ledger: 60 steps with 12 saves and evaluations."""
     nothing_grew(looks_of(tmp_path, way, tier, 60, 5, 2), 20, 8 << 20)
@@ -52,12 +52,12 @@ def test_a_run_with_saves_and_evaluations_keeps_nothing(way: str, tier: str, tmp
 @pytest.mark.parametrize(
     ("way", "tier", "ranks"),
     [
-        ("trainer", "none", 2),
+        ("trainer", "device", 2),
         ("trainer", "disk", 4),
         ("trainer", "auto", 2),
         ("accelerate", "disk", 2),
         ("accelerate", "born", 4),
-        ("plain", "none", 2),
+        ("plain", "device", 2),
         ("plain", "disk", 2),
         ("plain", "born", 4),
     ],

@@ -1,7 +1,10 @@
-"""A stock Trainer that resumes by itself, on any number of ranks: `elastic_job.py OUT RUN [KILL_STEP KILL_RANK [EPOCHS]]`.
+"""A stock Trainer that resumes by itself, on any number of ranks.
+
+`elastic_job.py OUT RUN [KILL_STEP KILL_RANK [EPOCHS [KIND]]]`
 
 A step takes six rows, whatever the ranks. Each row begins with a token of its own, so that a hook on the model can note which
-rows a step has seen: `RUN/rows.<world>.<rank>.jsonl`. The rank that is to be killed is, before that step.
+rows a step has seen: `RUN/rows.<world>.<rank>.jsonl`. The rank that is to be killed is, before that step. KIND: where the
+model is: device, disk, auto, born (`zero.Init`); or dropout.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 from harness import RANK, WORLD, check, gpt2, watch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
 
@@ -75,13 +78,33 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{**settings, **changes})
 
 
-def run(folder: str, kill_step: int, kill_rank: int, epochs: int) -> dict[str, Any]:
+def settings_of(kind: str, offload_dir: Path) -> dict[str, Any]:
+    """For a `ZeroPlugin`."""
+    if kind in ("device", "dropout", "born"):
+        return {"stage": 3}
+    offload_dir.mkdir(parents=True, exist_ok=True)
+    return {"stage": 3, "offload_optimizer": kind, "offload_params": kind, "offload_dir": str(offload_dir)}
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    rate = 0.1 if kind == "dropout" else 0.0
+    model = gpt2(resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
+    if kind != "born":
+        return model
+    with zero.Init():
+        born = GPT2LMHeadModel(model.config)
+    born.load_state_dict(model.state_dict())
+    return born
+
+
+def run(folder: str, kill_step: int, kill_rank: int, epochs: int, kind: str) -> dict[str, Any]:
     Path(folder).mkdir(parents=True, exist_ok=True)
     notes = Notes(Path(folder, f"rows.{WORLD}.{RANK}.jsonl"), kill_step if kill_rank == RANK else -1)
-    model = gpt2()
+    plugin = zero.ZeroPlugin(**settings_of(kind, Path(folder, "tier")))
+    args = arguments(folder, num_train_epochs=epochs, save_total_limit=3, parallelism_config=plugin)
+    model = model_of(kind)  # after the arguments, which start the process group: `zero.Init` shares out over it
     model.register_forward_pre_hook(notes.see, with_kwargs=True)
-    settings = arguments(folder, num_train_epochs=epochs, save_total_limit=3)
-    trainer = Trainer(model, settings, train_dataset=NumberedRows(), callbacks=[notes])
+    trainer = Trainer(model, args, train_dataset=NumberedRows(), callbacks=[notes])
     trainer.train(resume_from_checkpoint="latest")
     trainer.save_model(f"{folder}/final")
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -90,7 +113,7 @@ def run(folder: str, kill_step: int, kill_rank: int, epochs: int) -> dict[str, A
 
 if __name__ == "__main__":
     watch()
-    words = [*sys.argv[2:], *("-1", "-1", "2")[len(sys.argv) - 3 :]]
-    check("run", lambda: run(words[0], *map(int, words[1:])))
+    words = [*sys.argv[2:], *("-1", "-1", "2", "device")[len(sys.argv) - 3 :]]
+    check("run", lambda: run(words[0], *map(int, words[1:4]), words[4]))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
 """A long run with saves and evaluations: `endurance_job.py OUT WAY TIER STEPS EVERY RUN`. Every EVERY steps it looks at itself.
 
-WAY is trainer, accelerate or plain. TIER is none, disk, auto, or born (`zero.Init`); stage 3. Temporary files go to a folder
+WAY is trainer, accelerate or plain. TIER is device, disk, auto, or born (`zero.Init`); stage 3. Temporary files go to a folder
 of this rank's own.
 """
 
@@ -18,35 +18,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from elastic_job import NumberedRows
-from harness import OUT, RANK, WORLD, check, gpt2, watch
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from elastic_job import NumberedRows, model_of, settings_of
+from harness import OUT, RANK, WORLD, check, watch
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.kit.health import Health
 
-ROWS = NumberedRows()
-
-
-def settings(tier: str) -> dict[str, Any]:
-    return {
-        "none": {},
-        "born": {},
-        "disk": {"offload_optimizer": "disk", "offload_params": "disk"},
-        "auto": {"offload_optimizer": "auto", "offload_params": "auto"},
-    }[tier] | {"stage": 3, "offload_dir": tempfile.gettempdir() if tier in ("disk", "auto") else None}
-
-
-def model_of(tier: str) -> torch.nn.Module:
-    model = gpt2()
-    if tier != "born":
-        return model
-    with zero.Init():
-        born = GPT2LMHeadModel(model.config)
-    born.load_state_dict(model.state_dict())
-    return born
+ROWS, TIER = NumberedRows(), OUT / "tier"
 
 
 class Looks:
@@ -56,9 +37,13 @@ class Looks:
         self.run, self.path = run, OUT / f"looks{RANK}.jsonl"
 
     def __call__(self, step: int, model: torch.nn.Module) -> None:
-        ledger_bytes = sum(zero.engine_of(model).report().measured.values())
+        engine = zero.engine_of(model)
+        engine.wait_for_save()  # one that is under way has a thread and files open, or has none any more
+        ledger_bytes = sum(engine.report().measured.values())
         with self.path.open("a") as file:
-            file.write(json.dumps(asdict(Health.look(step, self.run, ledger_bytes))) + "\n")
+            file.write(
+                json.dumps(asdict(Health.look(step, (self.run, self.run / "checkpoints", TIER), ledger_bytes))) + "\n"
+            )
 
 
 class Looking(TrainerCallback):
@@ -73,7 +58,7 @@ class Looking(TrainerCallback):
 def trainer(tier: str, steps: int, every: int, run: Path) -> float:
     args = TrainingArguments(
         output_dir=str(run),
-        parallelism_config=zero.ZeroPlugin(**settings(tier), async_save=tier != "none"),
+        parallelism_config=zero.ZeroPlugin(**settings_of(tier, TIER), async_save=tier != "device"),
         per_device_train_batch_size=12 // WORLD,
         max_steps=steps,
         learning_rate=1e-3,
@@ -99,7 +84,7 @@ def with_accelerate(tier: str, steps: int, every: int, run: Path) -> float:
     accelerator = Accelerator(
         cpu=True,
         project_config=ProjectConfiguration(str(run), automatic_checkpoint_naming=True, total_limit=2),
-        parallelism_config=zero.ZeroPlugin(**settings(tier), async_save=tier != "none"),
+        parallelism_config=zero.ZeroPlugin(**settings_of(tier, TIER), async_save=tier != "device"),
     )
     model = model_of(tier)
     loader = torch.utils.data.DataLoader(ROWS, 12 // WORLD)
@@ -126,7 +111,7 @@ def plain(tier: str, steps: int, every: int, run: Path) -> float:
     torch.distributed.init_process_group("gloo")
     model = model_of(tier)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings(tier)))
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings_of(tier, TIER)))
     looks, loss = Looks(run), torch.zeros(())
     for step in range(1, steps + 1):
         ids = ROWS.ids[(torch.arange(RANK, 12, WORLD) + 12 * step) % len(ROWS)]
