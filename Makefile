@@ -4,6 +4,8 @@ PYTHON ?= python3
 STAGE ?= 3
 N ?= 1000
 WORKERS ?= 2
+STEPS ?= 2000
+ROUNDS ?= 20
 ARGS ?=
 
 VENV := .venv
@@ -40,6 +42,11 @@ test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one proc
 .PHONY: test-slow
 test-slow: $(READY) ## run the long tests, which `make test` leaves out
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+.PHONY: torture
+torture: $(READY) ## ranks lost and killed, long runs: hours (STEPS=2000 and ROUNDS=20 are how long; ARGS='-k name' for some)
+	HF_ZERO_STEPS=$(STEPS) HF_ZERO_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --verbose $(ARGS) \
+	tests/torture tests/comm/test_watch.py tests/checkpoint tests/runtime/test_offload_faults.py
 
 .PHONY: programs
 programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)

@@ -13,6 +13,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .checkpoint.export import card_for, export
     from .checkpoint.folder import verify
+    from .checkpoint.series import latest_checkpoint, prune_checkpoints
     from .config import ZeroConfig
     from .errors import (
         CheckpointError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoint.export": ("card_for", "export"),
     "checkpoint.folder": ("verify",),
+    "checkpoint.series": ("latest_checkpoint", "prune_checkpoints"),
     "config": ("ZeroConfig",),
     "errors": (
         "CheckpointError",
@@ -121,10 +123,12 @@ __all__ = [
     "full_gradient",
     "full_optimizer_state",
     "full_parameter",
+    "latest_checkpoint",
     "local_gradient",
     "local_optimizer_state",
     "local_parameter",
     "on_preemption",
+    "prune_checkpoints",
     "set_full_gradient",
     "set_full_optimizer_state",
     "set_full_parameter",

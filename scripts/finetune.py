@@ -9,7 +9,8 @@
 
 Every flag of `transformers.TrainingArguments` works, written with dashes or underscores. What is not given gets a value
 that suits the model; what is given is never changed. --resume-from-checkpoint takes a folder; True: the newest in the
-output folder whose every byte is right; latest: the same, and a fresh start where there is none.
+output folder whose every byte is right; latest: the same, a fresh start where there is none, and on another number of ranks
+the batch of a step stays (torchrun --max-restarts: docs/launch.md).
 """
 
 from __future__ import annotations

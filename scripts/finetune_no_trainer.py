@@ -41,15 +41,25 @@ from hf_zero.huggingface.arguments import ZeroFlags
 
 
 class Progress:
-    """How far the run is: part of its checkpoints, as accelerate's own parts are."""
+    """How far the run is: part of its checkpoints, as accelerate's own parts are.
 
-    step = 0
+    Args:
+        rows: of a step, all ranks together. A checkpoint counts steps, so another number would be another place in the data.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.step = rows, 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
+        return {"step": self.step, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step = state["step"]
+        if state.get("rows", self.rows) != self.rows:
+            raise UserError(
+                f"a step takes {self.rows} rows now and took {state['rows']} before the checkpoint: choose --batch-size and "
+                "--accumulation such that their product with the number of ranks stays"
+            )
 
 
 @torch.no_grad()
@@ -113,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loader = DataLoader(data.train, batch_size, shuffle=True, drop_last=True, collate_fn=data.collator)
     held_out = DataLoader(data.eval, batch_size, collate_fn=data.collator)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
-    progress = Progress()
+    progress = Progress(batch_size * accumulation * accelerator.num_processes)
     accelerator.register_for_checkpointing(progress)
     if args.resume_from_checkpoint and saved:
         accelerator.load_state()

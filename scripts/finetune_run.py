@@ -30,9 +30,12 @@ class StepClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.rows_per_step = 0
         self._started = 0.0
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        # While it trains: a run that goes on with other ranks shares its rows among them.
+        self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -70,9 +73,8 @@ def train_and_save(trainer: Trainer, *, title: str, rates: Mapping[str, float]) 
     if trainer.is_world_process_zero():
         trainer.save_metrics("all", {**trained, **after})
         trainer.save_state()
-        summarise(
-            trainer, {**trained, **after}, title, {name: rate / clock.median for name, rate in rates.items()}, peak
-        )
+        per_second = {name: rate * clock.rows_per_step / clock.median for name, rate in rates.items()}
+        summarise(trainer, {**trained, **after}, title, per_second, peak)
     if args.push_to_hub:
         everywhere(trainer.push_to_hub, f"pushing to {args.hub_model_id or args.output_dir!r}")
     trainer.accelerator.end_training()
@@ -80,21 +82,23 @@ def train_and_save(trainer: Trainer, *, title: str, rates: Mapping[str, float]) 
 
 
 def where_to_resume(args: TrainingArguments) -> str | bool | None:
-    """A folder; True for the newest one that is whole, which the Trainer finds; None to start anew. A collective.
+    """A folder; True or `latest` for the newest one that is whole, which the Trainer finds; None to start anew. A collective.
 
-    `True` asks for a checkpoint; `latest` takes one if there is any, and so suits a job that is restarted by itself.
+    `True` asks for a checkpoint; `latest` takes one if there is any, and keeps the batch on other numbers of ranks: so it
+    suits a job that is restarted by itself.
     """
     given = args.resume_from_checkpoint
     if given is None or given.lower() in ("false", "none"):
         return None
-    if given.lower() not in ("true", "latest"):
+    if given.lower() == "latest":
+        return "latest"
+    if given.lower() != "true":
         if not Path(given).is_dir():
             raise UserError(f"--resume-from-checkpoint {given}: there is no such folder")
         return given
-    found = highest(int(get_last_checkpoint(args.output_dir) is not None))
-    if not found and given.lower() == "true":
+    if not highest(int(get_last_checkpoint(args.output_dir) is not None)):
         raise UserError(f"--resume-from-checkpoint {given}: none in {args.output_dir!r}")
-    return True if found else None
+    return True
 
 
 def final_metrics(trainer: Trainer) -> dict[str, float]:
@@ -107,13 +111,12 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def summarise(
-    trainer: Trainer, results: Mapping[str, float], title: str, rates: Mapping[str, float], peak: int
+    trainer: Trainer, results: Mapping[str, float], title: str, per_second: Mapping[str, float], peak: int
 ) -> None:
     """What came of it."""
     args, history = trainer.args, trainer.state.log_history
     before = next((log for log in history if "eval_loss" in log and log["step"] == 0), {})
     losses = [log["loss"] for log in history if "loss" in log] or [results["train_loss"]]
-    rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def change(name: str) -> str:
         old = f"{number(before[name])} → " if name in before else ""
@@ -125,7 +128,7 @@ def summarise(
             "training loss": " → ".join(number(loss) for loss in dict.fromkeys([losses[0], losses[-1]])),
             "evaluation loss": change("eval_loss"),
             **{words: change(name) for name, words in METRICS.items() if name in results},
-            **{f"{unit}/s": number(rate * rows_per_step) for unit, rate in rates.items()},
+            **{f"{unit}/s": number(rate) for unit, rate in per_second.items()},
             "peak memory, highest rank": human(peak) + ("" if args.device.type == "cuda" else " resident"),
             "model and tokenizer": str(args.output_dir),
         },

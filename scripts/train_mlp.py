@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3
     torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3 --resume    # goes on, on any number of ranks
+    torchrun --nproc-per-node 3 --max-restarts 5 scripts/train_mlp.py --save-steps 20 --resume    # by itself
 
 The batch is one of all ranks together, split as evenly as it goes; `engine.weigh` makes every image count alike, so that any
 number of ranks trains the same model.
@@ -105,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save; returns the last loss and the accuracy."""
     parser = flags()
     parser.description = __doc__
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output-dir")
+    parser.add_argument(
+        "--save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: one at the end"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, if there is one")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     device = start()
     images = load(options)
@@ -114,8 +118,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = zero.ZeroConfig(stage=options.zero_stage, offload_optimizer=options.zero_offload_optimizer)
     engine = zero.shard(model, optimizer, config)
     rank, world, progress = engine.rank, engine.world_size, Progress()
-    if options.resume:
-        engine.load(options.output_dir / "checkpoint", objects={"progress": progress})
+    newest = zero.latest_checkpoint(options.output_dir) if options.resume else None
+    if newest is not None:
+        engine.load(newest, objects={"progress": progress})
+
+    def save() -> None:
+        engine.save(options.output_dir / f"checkpoint-{progress.step}", objects={"progress": progress})
+        zero.prune_checkpoints(options.output_dir, keep=2)
 
     size = min(options.max_train_samples or len(images.train), len(images.train))  # type: ignore[arg-type]
     batches = -(-size // options.batch_size)  # the last one may be smaller
@@ -133,9 +142,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         progress.losses.append(sum(engine.exchange(loss.item())) / world)  # the mean over all images of the batch
         if rank == 0 and progress.step % 10 == 0:
             print(f"step {progress.step}: loss {progress.losses[-1]:.4f}", flush=True)
+        if options.save_steps and progress.step % options.save_steps == 0 and progress.step < options.max_steps:
+            save()
 
     result = {"loss": progress.losses[-1], "accuracy": accuracy(engine, images.eval, device)}
-    engine.save(options.output_dir / "checkpoint", objects={"progress": progress})
+    save()
     if rank == 0:
         (options.output_dir / "losses.json").write_text(json.dumps(progress.losses))
         print(f"{world} rank(s), stage {options.zero_stage}: accuracy {result['accuracy']:.1%}; {options.output_dir}")

@@ -69,7 +69,7 @@ class Manifest:
 
     files: dict[str, FileDigest]
     facts: dict[str, Any] = field(default_factory=dict)
-    """World size, stage and the like: to be read by people, never needed to load."""
+    """World size, stage and the like: to be read by people and by a Trainer that resumes, never needed to load."""
 
     @property
     def total_bytes(self) -> int:

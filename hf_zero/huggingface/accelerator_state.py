@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..checkpoint.folder import recover
 from ..checkpoint.load import Loading
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
+from ..checkpoint.series import CheckpointSeries, is_ours
 from ..checkpoint.weights import Drawing, StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
 from ..errors import CheckpointError, ConfigError
@@ -34,10 +35,8 @@ from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces, ParameterPieces
 from .checkpoints import (
     MAX_SHARD_SIZE,
-    CheckpointSeries,
     SavesBehind,
     hand_in,
-    is_ours,
     is_ours_everywhere,
     load_optimizer,
     load_weights,

@@ -1,4 +1,4 @@
-"""What the Trainer and accelerate share: stock code inside a `Saving`, saves behind training, a run's series of checkpoints.
+"""What the Trainer and accelerate share: stock code inside a `Saving`, saves behind training.
 
 The small files of a checkpoint are the stock code's own, written into the staged folder; weights and optimizer state go
 there by way of `Saving`, from every rank. So one rename makes the whole folder appear, whoever wrote what.
@@ -7,11 +7,8 @@ there by way of `Saving`, from every rank. So one rename makes the whole folder 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint.folder import SUFFIX, recover, remove_left_overs
 from ..checkpoint.load import Loading
-from ..checkpoint.manifest import MANIFEST, Manifest, check_segments, check_sizes, digest_file, share
-from ..checkpoint.save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, Saving
+from ..checkpoint.manifest import MANIFEST, Manifest, digest_file
+from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
+from ..checkpoint.series import is_ours
 from ..checkpoint.weights import Drawing, format_of
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
@@ -65,10 +62,10 @@ class SavesBehind:
             pending[1]()
 
 
-def open_saving(engine: Engine, target: str | os.PathLike[str]) -> Saving:
-    """A `Saving` with the engine's facts in its manifest."""
+def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> Saving:
+    """A `Saving` with the engine's facts in its manifest, and further ones."""
     engine.quiesce()
-    return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision))
+    return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
 
 
 def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
@@ -162,11 +159,6 @@ def load_optimizer(loading: Loading, engine: Engine, folder: str = OPTIMIZER_FOL
         engine.refresh()
 
 
-def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether it was saved with a manifest, or should have been."""
-    return any((Path(folder) / name).exists() for name in (MANIFEST, f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}"))
-
-
 def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
     """`is_ours`, after a look from every rank. A collective.
 
@@ -183,122 +175,6 @@ def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
             "shared file system, or copy it to every node"
         )
     return answers[0][1]
-
-
-# A run's checkpoints ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CheckpointSeries:
-    """The checkpoints that one run leaves in one folder: `<folder>/<prefix><number>`.
-
-    Args:
-        last_written: the file that plain data parallel writes last, and without which its folder is not complete.
-    """
-
-    folder: Path
-    prefix: str
-    last_written: str
-
-    def folders(self) -> list[Path]:
-        """Those that are there, by number."""
-        found = []
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = re.fullmatch(re.escape(self.prefix) + r"(\d+)", path.name)
-            if match is not None and path.is_dir():
-                found.append((int(match[1]), path))
-        return [path for _, path in sorted(found)]
-
-    def tidy(self, wire: SoloWire) -> None:
-        """Rank 0 removes what killed saves have left. A collective."""
-        with on_all_ranks(wire, f"tidying {self.folder}"):
-            if wire.rank == 0:
-                remove_left_overs(self.folder)
-
-    def newest_whole(self, wire: SoloWire) -> Path | None:
-        """The newest that is complete, every byte checked; None where there is no checkpoint at all, as rank 0 sees it.
-
-        A collective; the ranks share the work. Says which ones it passed over, and why.
-
-        Raises:
-            CheckpointError: on every rank: there are folders, and none is complete.
-        """
-        with on_all_ranks(wire, "looking for checkpoints") as report:
-            report.mine = self.folders()
-        names: list[Path] = report.everyone[0]
-        passed: list[str] = []
-        for folder in reversed(names):
-            reason = self.why_broken(wire, folder)
-            if reason is None:
-                if passed and wire.rank == 0:
-                    warnings.warn(f"resuming from {folder}. Passed over: " + "; ".join(passed), stacklevel=3)
-                return folder
-            passed.append(f"{folder.name}: {reason}")
-        if not names:
-            return None
-        raise CheckpointError(
-            f"{self.folder} holds {len(names)} checkpoint folders and none is complete: {'; '.join(passed)}. Restore one "
-            "from a copy, or remove them to start anew"
-        )
-
-    def why_broken(self, wire: SoloWire, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, every byte checked, the ranks sharing the work; None if nothing. A collective."""
-        what = f"checking {folder}"
-        with on_all_ranks(wire, what) as report:
-            try:
-                if wire.rank == 0:
-                    recover(folder)
-            except CheckpointError as error:
-                report.mine = str(error)
-        if report.everyone[0] is not None:
-            return str(report.everyone[0])
-        with on_all_ranks(wire, what) as report:
-            try:
-                manifest = self._check_names(folder)
-                if manifest is not None:
-                    for name, segments in share(manifest, wire.rank, wire.size).items():
-                        check_segments(folder / name, segments)
-            except CheckpointError as error:
-                report.mine = str(error)
-        return next((reason for reason in report.everyone if reason is not None), None)
-
-    def rotate(self, folders: Sequence[Path], limit: int | None, keep: Collection[Path]) -> None:
-        """Remove checkpoints until `limit` are left: incomplete ones first, then the oldest. On one rank.
-
-        The newest complete one always stays, those of `keep` too, and any that another job is writing.
-
-        Args:
-            folders: of this series, the oldest first.
-        """
-        if limit is None or limit <= 0 or len(folders) <= limit:
-            return
-        whole = [path for path in folders if self._is_whole(path)]
-        busy = [path for path in folders if (path / SUFFIX).exists()]
-        kept = {os.path.realpath(path) for path in (*keep, *whole[-1:], *busy)}
-        goes = [
-            path for path in (*(f for f in folders if f not in whole), *whole) if os.path.realpath(path) not in kept
-        ]
-        for path in goes[: len(folders) - limit]:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _check_names(self, folder: Path) -> Manifest | None:
-        """Names and sizes, without reading what is in the files; None for a folder of plain data parallel.
-
-        Raises:
-            CheckpointError: something is missing.
-        """
-        if is_ours(folder):
-            return check_sizes(folder)
-        if not (folder / self.last_written).is_file():
-            raise CheckpointError(f"neither {MANIFEST} nor {self.last_written} is there: a save that did not finish")
-        return None
-
-    def _is_whole(self, folder: Path) -> bool:
-        try:
-            self._check_names(folder)
-        except CheckpointError:
-            return False
-        return True
 
 
 def amend(folder: Path, name: str) -> None:

@@ -37,6 +37,7 @@ from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.save import Saving
+from ..checkpoint.series import CheckpointSeries, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
@@ -47,18 +48,17 @@ from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import MeasuredLogs, PreemptionCallback, calling_trainer, facts_of, write_card
 from .checkpoints import (
     MAX_SHARD_SIZE,
-    CheckpointSeries,
     SavesBehind,
     amend,
     bare_optimizer,
     hand_in,
-    is_ours,
     is_ours_everywhere,
     load_optimizer,
     load_weights,
     open_saving,
     put_as,
 )
+from .elastic import LATEST, KeepsBatches
 from .models import adopt_callbacks
 from .stock import put_in_front, replaced
 
@@ -72,7 +72,7 @@ else:
 _WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
 
 
-class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
+class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, _TrainerBase):
     """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: `save_model` must be called on every rank (as the stock Trainer's documentation
@@ -155,9 +155,15 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
         Every byte of it is checked first; folders that are passed over are named in a warning. A checkpoint of any stage
         and number of ranks will do, and one of plain data parallel too.
 
+        `"latest"` is for a job that is started again by itself (`torchrun --max-restarts`): the same, a new start where there
+        is no checkpoint yet, and on another number of ranks a step takes the rows that it took before. Where the program's
+        batch size and accumulation are those of the checkpoint, they are shared out anew: each rank takes its part of the
+        rows, in micro-batches no larger than before. Each sample still comes once per epoch, under the same schedule.
+
         Raises:
             CheckpointError: on every rank: what to resume from is damaged, or all there is; another job is training into
                 the same `output_dir`.
+            ConfigError: on every rank: with "latest", a step's rows do not divide by the ranks there are now.
         """
         wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
@@ -171,9 +177,11 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
 
     def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         self._zero_series.tidy(wire)
-        if resume_from_checkpoint is True:
+        elastic = resume_from_checkpoint == LATEST
+        if resume_from_checkpoint is True or elastic:
             newest = self._zero_series.newest_whole(wire)
-            resume_from_checkpoint = True if newest is None else str(newest)  # the stock code says that there is none
+            # Without one, True stays: the stock code says that there is none.
+            resume_from_checkpoint = str(newest) if newest is not None else None if elastic else True
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
             with on_all_ranks(wire, f"resuming from {folder}"):
@@ -193,7 +201,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
         self._zero_resumed = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._zero_resuming = True
         try:
-            out = super().train(resume_from_checkpoint, *args, **kwargs)
+            with self._zero_keeping_batches(wire, self._zero_resumed, elastic):
+                out = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._zero_resuming = False
         self._zero_wait_for_save()
@@ -239,7 +248,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, _TrainerBase):
         target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         parent: Any = super()
         try:
-            with open_saving(engine, target) as saving:
+            with open_saving(engine, target, **self._zero_batch_facts()) as saving:
                 if saving.folder.name != os.path.basename(target):
                     raise CheckpointError(
                         f"{target} is a link to {saving.target}: give the folder that name, or remove the link"

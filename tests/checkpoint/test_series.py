@@ -1,0 +1,78 @@
+"""A run's checkpoints without the Trainer: the newest whole one, and which go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero as zero
+from hf_zero.checkpoint.manifest import MANIFEST
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints; names whose numbers sort otherwise as text."""
+    model = torch.nn.Linear(3, 2)
+    engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in (4, 10, 9):
+        engine.save(tmp_path / f"checkpoint-{step}")
+    engine.save(tmp_path / "other_99")
+    engine.detach()
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_is_the_one_with_the_highest_number(run: Path) -> None:
+    assert zero.latest_checkpoint(run) == run / "checkpoint-10"
+    assert zero.latest_checkpoint(run, prefix="other_") == run / "other_99"
+    assert zero.latest_checkpoint(run / "nothing") is None
+
+
+@pytest.mark.parametrize("damage", ["a byte", "half", "no manifest", "empty"])
+def test_a_damaged_one_is_passed_over_by_name(run: Path, damage: str) -> None:
+    newest = run / "checkpoint-10"
+    weights = newest / "model.safetensors"
+    if damage == "a byte":
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    elif damage == "half":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif damage == "no manifest":
+        (newest / MANIFEST).unlink()
+    else:
+        for path in sorted(newest.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-9. Passed over: checkpoint-10: .+") as caught:
+        assert zero.latest_checkpoint(run) == run / "checkpoint-9"
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
+
+
+def test_where_none_is_whole_it_is_an_error_and_no_new_start(run: Path) -> None:
+    for step in (4, 9, 10):
+        (run / f"checkpoint-{step}" / MANIFEST).unlink()
+    with pytest.raises(zero.CheckpointError, match="holds 3 checkpoint folders and none is complete"):
+        zero.latest_checkpoint(run)
+
+
+def test_what_a_killed_save_left_is_removed(run: Path) -> None:
+    (run / ".checkpoint-11.zero_saving" / "checkpoint-11").mkdir(parents=True)
+    assert zero.latest_checkpoint(run) == run / "checkpoint-10"
+    assert names(run) == ["checkpoint-10", "checkpoint-4", "checkpoint-9", "other_99"]
+
+
+def test_the_oldest_go_and_a_damaged_one_before_them(run: Path) -> None:
+    zero.prune_checkpoints(run, keep=3)
+    assert len(names(run)) == 4
+    (run / "checkpoint-10" / MANIFEST).unlink()
+    zero.prune_checkpoints(run, keep=2)
+    assert names(run) == ["checkpoint-4", "checkpoint-9", "other_99"]
+    zero.prune_checkpoints(run, keep=1)
+    assert names(run) == ["checkpoint-9", "other_99"]
+    with pytest.raises(zero.CheckpointError, match="at least 1 checkpoint, found keep=0"):
+        zero.prune_checkpoints(run, keep=0)
