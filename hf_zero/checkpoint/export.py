@@ -27,9 +27,10 @@ from ..config import DTYPES, parse_bytes
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
+from .files import inside, open_plain, read_json
 from .folder import recover, replacing, sync_tree, verify
 from .hub import Hub, card_for, split_keys
-from .manifest import MANIFEST, Manifest, read_json
+from .manifest import MANIFEST, Manifest
 from .safetensors import Stored, build_header, itemsize, read_fully, write_fully
 from .weights import WeightSet, find_weights, index_text
 
@@ -152,8 +153,8 @@ class _Output:
 class _Job:
     folder: Path
     weights: list[tuple[WeightSet, list[_Output]]]
-    files: list[str]
-    """Small files that are copied."""
+    files: dict[str, int]
+    """Small files that are copied, and their bytes."""
     dtype: str | None
 
     @property
@@ -161,9 +162,9 @@ class _Job:
         return sum(output.payload_bytes for _, outputs in self.weights for output in outputs)
 
     def need_bytes(self, link: bool) -> int:
-        """What the disk must have, roughly: small files count as 1 MiB each."""
+        """What the disk must have, roughly."""
         made = [output for _, outputs in self.weights for output in outputs if not (link and output.copied)]
-        return sum(output.payload_bytes + (1 << 20) for output in made) + (len(self.files) + 4 << 20)
+        return sum(output.payload_bytes + (1 << 20) for output in made) + sum(self.files.values()) + (4 << 20)
 
 
 def _examine(folder: Path, dtype: str | None, limit: int, note: Progress) -> _Job:
@@ -185,11 +186,11 @@ def _examine(folder: Path, dtype: str | None, limit: int, note: Progress) -> _Jo
                 f"{folder / name} is not in {MANIFEST}: it was added later; remove it, or the manifest"
             )
     if dtype is not None and (folder / "config.json").is_file():
-        quantised = read_json(folder / "config.json").get("quantization_config")
+        quantised = read_json(inside(folder, "config.json")).get("quantization_config")
         if quantised is not None:
             raise ConfigError(f"{folder} is quantised ({quantised}); export it without dtype")
     weights = [(each, _plan(each, dtype, limit)) for each in found]
-    return _Job(folder, weights, list(_small_files(folder)), dtype)
+    return _Job(folder, weights, {name: inside(folder, name).stat().st_size for name in _small_files(folder)}, dtype)
 
 
 def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
@@ -381,7 +382,7 @@ def _write_weights(folder: Path, output: _Output, target: Path, done: Callable[[
             source = output.sources[key]
             path = source.stored.file
             if path not in opened:
-                opened[path] = os.open(path, os.O_RDONLY)
+                opened[path] = open_plain(path)
             at = place.start
             for data in _chunks(opened[path], key, source, buffer):
                 write_fully(fd, data, at, target)

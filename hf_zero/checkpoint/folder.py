@@ -18,6 +18,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -325,10 +326,16 @@ def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
 
 
 def _files_of(target: Path) -> set[str]:
-    """What the checkpoint in `target` says it consists of; nothing where there is none."""
+    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one.
+
+    Raises:
+        OSError: the disk fails: its files would stay beside those of the next one.
+    """
     try:
         return set(Manifest.read(target).files)
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
         return set()
 
 
@@ -354,18 +361,22 @@ def _lock(
     what must still be the same one afterwards.
 
     Raises:
-        CheckpointError: it is a link.
+        CheckpointError: it is a link, or somebody else's.
         OSError: it cannot be opened.
     """
     refuse_link(path)
     fd = -1
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW, 0o644)
+        _refuse_others(path, fd)
         take(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
             return fd, True
     except (FileNotFoundError, BlockingIOError):
         pass
+    except CheckpointError:
+        os.close(fd)
+        raise
     except OSError:
         if fd < 0:
             refuse_link(path)  # it has become one
@@ -374,6 +385,19 @@ def _lock(
     if fd >= 0:
         os.close(fd)
     return None
+
+
+def _refuse_others(path: Path, fd: int) -> None:
+    """In a folder that all users share (`/tmp`), somebody else may have made it, and could change what is put into it.
+
+    Anywhere else only those can have made it who may move whatever lies there.
+    """
+    shared, found = os.stat(path.parent), os.fstat(fd)
+    if shared.st_mode & stat.S_ISVTX and shared.st_mode & stat.S_IWOTH and found.st_uid != os.geteuid():
+        raise CheckpointError(
+            f"{path} belongs to another user (number {found.st_uid}), who could change what is put there, in a folder that all "
+            "users share: take a folder of your own"
+        )
 
 
 def _taken(root: Path) -> CheckpointError:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
-from .manifest import MANIFEST, check_version, read_json
+from .files import inside, read_json, replace_file
+from .manifest import MANIFEST, check_version
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -84,7 +85,7 @@ class RunFacts:
         path = Path(folder) / RUN_FILE
         known = {name: value for name, value in asdict(self).items() if value not in (None, [], {})}
         body = {"format": _FORMAT, "version": _VERSION, **known}
-        path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        replace_file(path, (json.dumps(body, indent=2, sort_keys=True) + "\n").encode())
         return path
 
     @staticmethod
@@ -94,7 +95,7 @@ class RunFacts:
         Raises:
             CheckpointError: the file is malformed.
         """
-        path = Path(folder) / RUN_FILE
+        path = inside(folder, RUN_FILE)
         if not path.is_file():
             return RunFacts()
         body = read_json(path)
@@ -150,10 +151,10 @@ def _content(folder: Path, model_id: str, facts: dict[str, Any]) -> tuple[dict[s
         raise ConfigError(f"a card has no place for {sorted(unknown)}; expected fields of RunFacts or model_id")
     run = replace(RunFacts.read(folder), **facts)
     ours = (folder / MANIFEST).is_file() or (folder / RUN_FILE).is_file()
-    config = _optional(folder / "config.json")
-    adapter = _optional(folder / "adapter_config.json")
-    manifest = _optional(folder / MANIFEST)
-    state = _optional(folder / "trainer_state.json")
+    config = _optional(folder, "config.json")
+    adapter = _optional(folder, "adapter_config.json")
+    manifest = _optional(folder, MANIFEST)
+    state = _optional(folder, "trainer_state.json")
     run.stage = manifest.get("stage") if run.stage is None else run.stage
     run.world_size = manifest.get("world_size") if run.world_size is None else run.world_size
     run.precision = str(run.precision or manifest.get("precision") or "").removeprefix("precision: ")
@@ -277,7 +278,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _optional(path: Path) -> dict[str, Any]:
+def _optional(folder: Path, name: str) -> dict[str, Any]:
+    path = inside(folder, name)
     return read_json(path) if path.is_file() else {}
 
 

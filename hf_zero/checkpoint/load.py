@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
+from .fields import Field
+from .files import read_json
 from .folder import recover
-from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, read_json, share
+from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
 from .pieces import MASTER, OptimizerState, Parameters, ParameterState
 from .ranges import Range, Reader, ranges_of
 from .safetensors import Stored
@@ -29,6 +32,10 @@ from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 from .weights import Located, WeightFormat, checked_header, find_weights, persistent_buffers
 
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
+_MOST_STEPS = 2**53
+"""Beyond, float64 does not count."""
+_ADDED = {"initial_lr", "param_names", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Options that torch's schedulers and named parameters add to groups: the run at hand need not have them yet."""
 
 
 class Loading:
@@ -139,18 +146,39 @@ class Loading:
         if not self.has_optimizer(folder):
             return {}
         with on_all_ranks(self._wire, self._what):
-            entries = self._index(folder)["parameters"]
+            _, index = self._index(folder)
+            entries = index["parameters"].entries()
             return {
-                name: repr(sorted(entry["scalars"].items())) for name, entry in entries.items() if entry is not None
+                name: repr(sorted((key, scalar.value) for key, scalar in entry["scalars"].entries()))
+                for name, entry in entries
+                if entry.value is not None
             }
 
-    def _index(self, folder: str) -> dict[str, Any]:
+    def _index(self, folder: str) -> tuple[Path, Field]:
+        """Raises:
+        CheckpointError: naming the file, and the key of what cannot be.
+        """
         path = self.folder / folder / OPTIMIZER_INDEX
-        index = read_json(path)
-        check_version(path, index, 1)
-        if not isinstance(index.get("parameters"), dict):
-            raise CheckpointError(f"{path} is damaged: it lists no parameters")
-        return index
+        body = read_json(path)
+        check_version(path, body, 1)
+        index = Field(path, body)
+        if body.get("optimizer") is not None:
+            index["optimizer"].text()
+        listed = {name for group in index["groups"].items() for name in group["params"].texts()}
+        for name, entry in index["parameters"].entries():
+            if name not in listed:
+                raise CheckpointError(f"{path}: {entry.key} is the state of a parameter that no group holds")
+            if entry.value is None:
+                continue
+            entry["shape"].shape()
+            entry["states"].texts()
+            for state, scalar in entry["scalars"].entries():
+                value = _value(scalar)
+                if state == "step" and not (
+                    isinstance(value, (int, float)) and 0 <= value <= _MOST_STEPS and value == int(value)
+                ):
+                    raise scalar.refused(f"a number of steps, from 0 to {_MOST_STEPS}")
+        return path, index
 
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
         """The optimizer's state and its groups' options."""
@@ -160,13 +188,17 @@ class Loading:
                     f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or is no "
                     "checkpoint of hf_zero. Load with load_optimizer=False to go on with a fresh optimizer"
                 )
-            path, index = self.folder / folder / OPTIMIZER_INDEX, self._index(folder)
-            if [group["params"] for group in index["groups"]] != [group["params"] for group in optimizer.groups]:
+            path, index = self._index(folder)
+            groups = index["groups"].items()
+            if [group["params"].texts() for group in groups] != [group["params"] for group in optimizer.groups]:
                 raise CheckpointError(
                     f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, or of one "
                     "with other parameters frozen"
                 )
-            self._check_kind(path, index, optimizer)
+            _check_kind(path, index.value, optimizer)
+            options = [_options(group, place, optimizer) for place, group in enumerate(groups)]
+            self._tell_kind(path, index.value.get("optimizer"), optimizer, options)
+            needed = _needed(optimizer, options)
             prefix = f"{folder}/"
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
@@ -174,9 +206,9 @@ class Loading:
                     state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
                     header = checked_header(self.folder, name, self.manifest if self.verifies else None)
                     states.setdefault(state, {}).update(header.tensors)
-            entries = index["parameters"]
+            entries = index["parameters"].value
             saved = {
-                spec.name: _saved(path, spec, entries[spec.name], states, is_whole)
+                spec.name: _saved(path, spec, entries[spec.name], states, is_whole, needed)
                 for spec, is_whole in optimizer.parameters()
                 if entries.get(spec.name) is not None
             }
@@ -184,42 +216,43 @@ class Loading:
                 Range(states[state][name], piece.start, piece.source) for state, (name, piece) in optimizer.room(saved)
             )
         with torch.no_grad():
-            optimizer.put(
-                [
-                    {key: unscalar(value, group.get(key)) for key, value in packed.items() if key != "params"}
-                    for group, packed in zip(optimizer.groups, index["groups"])
-                ]
-            )
+            optimizer.put(options)
 
-    def _check_kind(self, path: Path, index: dict[str, Any], optimizer: OptimizerState) -> None:
-        """The state is one of such an optimizer; of another class it may be where all of it has a place here."""
-        theirs, mine, groups = index.get("optimizer"), optimizer.kind, optimizer.groups
-        if theirs == mine or theirs is None:
+    def _tell_kind(
+        self, path: Path, theirs: Any, optimizer: OptimizerState, options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        if theirs in (None, optimizer.kind) or self._wire.rank != 0:
             return
-        options = [
-            (set(saved) ^ set(group)) - {"initial_lr", "param_names"} for saved, group in zip(index["groups"], groups)
-        ]
-        entries = index["parameters"].values()
-        states = {state for entry in entries for state in (*entry["states"], *entry["scalars"])} - {MASTER}
-        known = optimizer.names()
-        if any(options) or known is None or (states and states != known):
-            raise CheckpointError(
-                f"{path} holds the state of {theirs} ({sorted(states)}, options {sorted(index['groups'][0])}), and this run's "
-                f"optimizer is {mine}: its state does not fit. Build the run with {theirs}, or load with "
-                "load_optimizer=False to go on with a fresh optimizer"
-            )
-        if self._wire.rank == 0:
-            changed = {
-                key: value
-                for saved, group in zip(index["groups"], groups)
-                for key, value in saved.items()
-                if key != "params" and unscalar(value, group.get(key)) != group.get(key)
-            }
-            warnings.warn(
-                f"{path} holds the state of {theirs}, and this run's optimizer is {mine}: it takes over {sorted(states)} and "
-                f"all options, of which these were others: {changed}",
-                stacklevel=2,
-            )
+        changed = {
+            key: value
+            for mine, saved in zip(optimizer.groups, options)
+            for key, value in saved.items()
+            if value != mine.get(key)
+        }
+        warnings.warn(
+            f"{path} holds the state of {theirs}, and this run's optimizer is {optimizer.kind}: it takes over its states and "
+            f"all options, of which these were others: {changed}",
+            stacklevel=2,
+        )
+
+
+def _check_kind(path: Path, index: dict[str, Any], optimizer: OptimizerState) -> None:
+    """The state is one of such an optimizer; of another class it may be where all of it has a place here."""
+    theirs, mine, groups = index.get("optimizer"), optimizer.kind, optimizer.groups
+    if theirs == mine or theirs is None:
+        return
+    options = [
+        (set(saved) ^ set(group)) - {"initial_lr", "param_names"} for saved, group in zip(index["groups"], groups)
+    ]
+    entries = [entry for entry in index["parameters"].values() if entry is not None]
+    states = {state for entry in entries for state in (*entry["states"], *entry["scalars"])} - {MASTER}
+    known = optimizer.names()
+    if any(options) or known is None or (states and states != known):
+        raise CheckpointError(
+            f"{path} holds the state of {theirs} ({sorted(states)}, options {sorted(index['groups'][0])}), and this run's "
+            f"optimizer is {mine}: its state does not fit. Build the run with {theirs}, or load with "
+            "load_optimizer=False to go on with a fresh optimizer"
+        )
 
 
 def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
@@ -232,14 +265,74 @@ def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
         )
 
 
+def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, Any]:
+    """A group's options as they are to be.
+
+    Raises:
+        CheckpointError: names the option that this run's group does not have, or the value that it cannot have.
+    """
+    group = optimizer.groups[place]
+    options = {}
+    for key, entry in saved.entries():
+        if key == "params":
+            continue
+        if key not in group and key not in _ADDED:
+            raise CheckpointError(
+                f"{entry.path}: {entry.key} is an option that this run's {optimizer.kind} does not have; it has "
+                f"{sorted(set(group) - {'params'})}. Where a scheduler adds it, build that before loading; or load with "
+                "load_optimizer=False"
+            )
+        mine, value = group.get(key), _value(entry)
+        if not isinstance(entry.value, dict):
+            entry.like(mine.item() if isinstance(mine, Tensor) and mine.numel() == 1 else mine)
+        elif not isinstance(value, bool):
+            Field(entry.path, value, entry.key).finite()
+        options[key] = unscalar(entry.value, mine)
+    reason = optimizer.refusal(place, options)
+    if reason is not None:
+        raise CheckpointError(f"{saved.path}: {saved.key} cannot be: {optimizer.kind} says {reason}")
+    return options
+
+
+def _needed(optimizer: OptimizerState, options: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The states that a parameter has if it has any; none where that depends on options that will be others."""
+    for mine, saved in zip(optimizer.groups, options):
+        if any(key in mine and bool(mine[key]) != bool(value) for key, value in saved.items()):
+            return set()
+    return optimizer.names() or set()
+
+
+def _value(entry: Field) -> Any:
+    """A value that `saving.scalar` wrote; of a tensor, the number in it."""
+    found = entry.value
+    if not isinstance(found, dict):
+        return found
+    number = entry["tensor"]
+    if set(found) != {"tensor", "dtype"} or not isinstance(number.value, (bool, int, float)):
+        raise entry.refused("one number, as a tensor")
+    entry["dtype"].text()
+    entry.read_by(partial(unscalar, like=None), "one number, as a tensor of a type that torch has")
+    return number.value
+
+
 def _saved(
-    path: Path, spec: ParamSpec, entry: Mapping[str, Any], states: Mapping[str, Mapping[str, Stored]], is_whole: bool
+    path: Path,
+    spec: ParamSpec,
+    entry: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Stored]],
+    is_whole: bool,
+    needed: set[str],
 ) -> ParameterState:
     """What the checkpoint has of one parameter's state and is wanted here.
 
     Raises:
-        CheckpointError: a file lacks it, or its shape is not that of the parameter (`is_whole`: it may have its own).
+        CheckpointError: a file lacks it, or its shape is not that of the parameter (`is_whole`: it may have its own); or
+            it is not all that is needed.
     """
+    there = {*entry["states"], *entry["scalars"]}
+    lacking = set() if is_whole or not there - {MASTER} else needed - there
+    if lacking:
+        raise CheckpointError(f"{path}: parameters.{spec.name} lacks the state {min(lacking)!r}")
     if tuple(entry["shape"]) != spec.shape:
         raise CheckpointError(
             f"{path}: parameter {spec.name!r} has shape {tuple(entry['shape'])}, expected {spec.shape}"

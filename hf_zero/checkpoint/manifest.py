@@ -21,12 +21,11 @@ from typing import Any
 import xxhash
 
 from ..errors import CheckpointError
+from .files import MAX_JSON_BYTES, inside, open_plain, parse_json, read_bounded
 from .safetensors import read_fully
 
 MANIFEST = "zero_manifest.json"
 SEGMENT_BYTES = 8 << 20
-MAX_MANIFEST_BYTES = 128 << 20
-_MAX_JSON_BYTES = 256 << 20
 _FORMAT, _VERSION = "hf_zero", 1
 
 Segment = tuple[int, int, str]
@@ -86,13 +85,13 @@ class Manifest:
         return _canonical(body)
 
     @staticmethod
-    def read(folder: str | os.PathLike[str], most_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
+    def read(folder: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES) -> Manifest:
         """The manifest of `folder`, its own digest checked; no other file is opened. A larger one than that is refused.
 
         Raises:
             CheckpointError: missing, altered, or not one that this version knows.
         """
-        path = Path(folder) / MANIFEST
+        path = inside(folder, MANIFEST)
         try:
             text = read_bounded(path, most_bytes)
         except FileNotFoundError:
@@ -102,42 +101,12 @@ class Manifest:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         try:
-            body = json.loads(text)
+            body = parse_json(text)
             # Not a byte may differ from what was written, be it one that means nothing (a space, the case of an escape).
             altered = _canonical(body) != text
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is not valid JSON ({error})") from None
         return _parse(path, body, altered)
-
-
-def read_bounded(path: Path, limit_bytes: int) -> bytes:
-    """A whole small file.
-
-    Raises:
-        CheckpointError: it has more than `limit_bytes`.
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit_bytes:
-            raise CheckpointError(f"{path} has {size} bytes, more than the {limit_bytes} that such a file may have")
-        return file.read(size)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size.
-
-    Raises:
-        CheckpointError: missing, too large, or no JSON object.
-    """
-    try:
-        value = json.loads(read_bounded(path, _MAX_JSON_BYTES))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found a {type(value).__name__}")
-    return value
 
 
 def _canonical(body: Any) -> bytes:
@@ -203,7 +172,7 @@ def check_name(path: Path, name: str) -> None:
 
 def digest_file(path: Path) -> FileDigest:
     """Digests of a file as it is on disk now."""
-    with open(path, "rb", buffering=0) as file:
+    with open(open_plain(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         buffer = memoryview(bytearray(min(size, SEGMENT_BYTES)))
         segments = []
@@ -218,11 +187,11 @@ def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of `folder`; every file in it is there and of its size. No content is read but the manifest's.
 
     Raises:
-        CheckpointError: names the file that is missing or has another size, or says that there is no manifest.
+        CheckpointError: names the file that is missing, has another size or is elsewhere, or says that there is no manifest.
     """
     manifest = Manifest.read(folder)
     for name, file in manifest.files.items():
-        _check_size(Path(folder) / name, file)
+        _check_size(inside(folder, name), file)
     return manifest
 
 
@@ -255,7 +224,7 @@ def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int]
     """
     buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))  # of this thread
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_plain(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:

@@ -70,6 +70,10 @@ class OptimizerState(Protocol):
         """The states that a parameter has after a step; None where that cannot be known."""
         ...
 
+    def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
+        """Why the optimizer would not have been built with such options; None where it would, or cannot say."""
+        ...
+
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         """The parameters that are trained; whether the arrays of their states have shapes of their own."""
         ...

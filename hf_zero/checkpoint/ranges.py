@@ -20,6 +20,7 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.disk import bytes_of as memory_of
+from .files import open_plain
 from .manifest import SEGMENT_BYTES, FileDigest, Manifest, Segment, check_segment, digest_of
 from .pieces import Held
 from .safetensors import Stored, read_fully, start_writeback, write_fully
@@ -164,7 +165,7 @@ class Reader:
     def _fd(self, path: Path) -> int:
         if path not in self._fds:
             try:
-                self._fds[path] = os.open(path, os.O_RDONLY)
+                self._fds[path] = open_plain(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
         return self._fds[path]

@@ -21,6 +21,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from .files import open_plain, parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference reader's own limit."""
@@ -116,12 +117,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
+        with open(open_plain(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             with safe_open(path, framework="numpy"):  # refuses whatever is not a whole and plain file
                 pass
             (length,) = struct.unpack("<Q", file.read(8))
-            table = json.loads(file.read(length))
+            table = parse_json(file.read(length))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except SafetensorError as error:

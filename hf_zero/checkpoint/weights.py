@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from ..config import parse_bytes
 from ..core.layout import Extent
 from ..errors import CheckpointError
+from .files import inside, read_json
 from .formats import FORMATS
 from .hub import split_keys
-from .manifest import Manifest, check_name, check_segments, read_json
+from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, Stored, itemsize, read_header
 
 
@@ -270,19 +271,19 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, v
         return WeightSet(stem, {single: checked_header(folder, single, manifest if verify else None)})
     if not (folder / index).exists() or (listed is not None and index not in listed):
         raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
-    table = read_json(folder / index)
+    table = read_json(inside(folder, index))
     where, metadata = table.get("weight_map"), table.get("metadata")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{folder / index}: expected an object 'weight_map' of file names")
-    inside = PurePosixPath(stem).parent
+    below = PurePosixPath(stem).parent
     files: dict[str, Header] = {}
     for name in sorted(set(where.values())):
         check_name(folder / index, name)
         if not name.endswith(".safetensors"):
             raise CheckpointError(f"{folder / index}: {name!r} is no safetensors file")
-        path = (inside / name).as_posix()
+        path = (below / name).as_posix()
         files[path] = checked_header(folder, path, manifest if verify else None)
-    where = {key: (inside / name).as_posix() for key, name in where.items()}
+    where = {key: (below / name).as_posix() for key, name in where.items()}
     for key, path in where.items():
         if key not in files[path].tensors:
             raise CheckpointError(f"{folder / path} lacks the tensor {key!r}, which {index} places in it")
@@ -294,9 +295,9 @@ def checked_header(folder: Path, name: str, manifest: Manifest | None) -> Header
     """A damaged header may name other tensors: it is compared with its digests before it is believed.
 
     Raises:
-        CheckpointError: it is damaged, or the manifest does not list the file.
+        CheckpointError: it is damaged or outside of the folder, or the manifest does not list the file.
     """
-    header = read_header(folder / name)
+    header = read_header(inside(folder, name))
     if manifest is not None:
         if name not in manifest.files:
             raise CheckpointError(f"{folder / name} is not in the manifest: it is of another save")
@@ -384,10 +385,18 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """The inverse of `random_states`."""
+    """The inverse of `random_states`.
+
+    Raises:
+        Exception: whatever the generators raise at what is no state of theirs.
+    """
     version, state, gauss = states["python"]
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError(f"{gauss!r} for a random number")
     random.setstate((version, tuple(state.tolist()), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
+    if not 0 <= position <= len(keys):  # numpy would read beyond its own memory
+        raise ValueError(f"position {position} in a state of {len(keys)}")
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():

@@ -94,7 +94,11 @@ def add(app: typer.Typer, name: str, options: type[T], run: Callable[[T], int | 
 
 
 def _line(error: Exception) -> str:
-    """One line for people."""
+    """One line for people. What a file's maker has put into names cannot move the cursor."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in _words(error))
+
+
+def _words(error: Exception) -> str:
     if isinstance(error, ZeroError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import psutil
 import torch
-import yaml
 from rich.console import Console
 from rich.text import Text
 
 from ..config import size_text
+from ..errors import ConfigError
 from ..plan.machine import busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from .asked import cache_folder
 from .commands import OK, WRONG, print_json
+from .files import read_settings
 from .options import DoctorOptions
 from .show import table
 
@@ -165,10 +166,9 @@ def _accelerate() -> Check:
     if path is None:
         return Check(what, "no default configuration: all GPUs of this machine, else one process", GOOD)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return Check(what, str(path), BAD, f"cannot be read: {' '.join(str(error).split())}")
-    values = values if isinstance(values, dict) else {}
+        values = read_settings(path)
+    except ConfigError as error:
+        return Check(what, str(path), BAD, str(error))
     kind, count = str(values.get("distributed_type", "NO")), values.get("num_processes", 1)
     if kind in _ENGINES:
         return Check(

@@ -1,11 +1,19 @@
-"""What is typed as a path."""
+"""What is typed as a path: files to write, and settings to read, which somebody else may have made."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from ..errors import ConfigError
+import yaml
+
+from ..checkpoint.files import parse_json, read_bounded
+from ..errors import CheckpointError, ConfigError
+
+MAX_BYTES = {"JSON": 16 << 20, "YAML": 256 << 10}
+"""YAML is read at some 100 kB a second."""
+_MOST_DEEP = 50
 
 
 def writable(path: str | None) -> None:
@@ -24,3 +32,46 @@ def writable(path: str | None) -> None:
         raise ConfigError(f"{path} cannot be written: there is no folder {parent}")
     if not os.access(target if target.exists() else parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written: no permission")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON or YAML file of settings by name, as text, numbers, lists and objects.
+
+    Raises:
+        ConfigError: no such file; too large; none of these; YAML with aliases, a few of which may stand for more than memory.
+    """
+    what = "JSON" if path.suffix == ".json" else "YAML"
+    try:
+        raw = read_bounded(path, MAX_BYTES[what])
+        values = parse_json(raw) if what == "JSON" else _yaml(raw)
+        values = _plain(values)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{path} is no {what}: {said}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected settings by name, found {type(values).__name__}")
+    return values
+
+
+def _yaml(raw: bytes) -> Any:
+    text, depth = raw.decode(), 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has aliases (*name): write out what they stand for")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEEP:  # the scanner's time grows with the square
+            raise ValueError("nested too deeply")
+    return yaml.safe_load(text)
+
+
+def _plain(value: Any) -> Any:
+    """With names that are text, and without the dates, sets and bytes that YAML has."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

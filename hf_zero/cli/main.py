@@ -92,14 +92,21 @@ class ReportOptions(Options):
 
 def _report(options: ReportOptions) -> None:
     from ..errors import ConfigError
-    from . import report_text
     from .files import writable
-    from .report import differences, read_all, summary
+    from .report import reading
 
     for path in (options.png, options.html):
         writable(path)
     if options.png and Path(options.png).suffix.lower() != ".png":
         raise ConfigError(f"--png {options.png}: expected a name that ends in .png")
+    with reading(filter(None, (options.folder, options.other))):
+        _show_report(options)
+
+
+def _show_report(options: ReportOptions) -> None:
+    from . import report_text
+    from .report import differences, read_all, summary
+
     runs = [read_all(Path(folder)) for folder in (options.folder, options.other) if folder]
     outs = [summary(ranks) for ranks in runs]
     drawable = all(out["steps"] for out in outs)

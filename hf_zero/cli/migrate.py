@@ -5,19 +5,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
 from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
 from .commands import OK, WRONG, flag_of, print_json
+from .files import read_settings
 from .migrations import ACCELERATE, DEEPSPEED, FSDP, Row
 from .options import MigrateOptions
 from .show import table, text
@@ -66,12 +67,12 @@ class Migration:
 
     @property
     def command_line(self) -> str:
-        flags = [f"{flag_of('zero_' + name)} {value}" for name, value in self.settings.items()]
+        flags = [f"{flag_of('zero_' + name)} {shlex.quote(str(value))}" for name, value in self.settings.items()]
         for name, value in self.trainer.items():
             if value is True:
                 flags.append(flag_of(name))
             elif value is not False:
-                flags.append(f"{flag_of(name)} {value}")
+                flags.append(f"{flag_of(name)} {shlex.quote(str(value))}")
         return " ".join(flags)
 
     @property
@@ -95,7 +96,7 @@ def migrate(path: Path) -> Migration:
     """Raises:
     ConfigError: no file that can be read, or none of these.
     """
-    values = _read(path)
+    values = read_settings(path)
     keys = set(values)
     fsdp = {name.removeprefix("fsdp_") for name in keys} & {row.key for row in FSDP}
     if keys & _ACCELERATE_KEYS:
@@ -116,28 +117,11 @@ def migrate(path: Path) -> Migration:
     return made
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        raw = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text file: expected JSON or YAML") from error
-    try:
-        values = json.loads(raw) if path.suffix == ".json" else yaml.safe_load(raw)
-    except (ValueError, yaml.YAMLError) as error:
-        what = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path} is no {what}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected settings by name, found {type(values).__name__}")
-    return values
-
-
 def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
     """Its own keys, and those of the engine that it sets up."""
     values = dict(values)
-    fsdp = values.pop("fsdp_config", None) or {}
-    engine = dict(values.get("deepspeed_config") or {})
+    fsdp, engine = (_object(values, name, path) for name in ("fsdp_config", "deepspeed_config"))
+    values.pop("fsdp_config", None)
     file = engine.pop("deepspeed_config_file", None)
     if engine or file:
         values["deepspeed_config"] = engine
@@ -145,8 +129,15 @@ def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
     if fsdp:
         _apply(made, _unprefixed(fsdp), FSDP, "fsdp_config.fsdp_")
     if file:
-        inner = Path(file) if Path(file).is_absolute() else path.parent / file
-        _apply(made, _read(inner), DEEPSPEED, f"{inner.name}: ")
+        inner = path.parent / str(file)  # or where it says, if that is absolute
+        _apply(made, read_settings(inner), DEEPSPEED, f"{inner.name}: ")
+
+
+def _object(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    found = values.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path}: expected settings by name under {name}, found {type(found).__name__}")
+    return dict(found)
 
 
 def _trainer(made: Migration, values: dict[str, Any]) -> None:

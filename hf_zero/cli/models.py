@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch.nn.modules.module import register_module_module_registration_hook
+
 from ..core.layout import Layout
 from ..core.precision import Precision
-from ..errors import ConfigError
+from ..errors import ConfigError, ZeroError
 from ..plan.activations import Architecture
 from ..plan.configs import CONFIGS
 from ..plan.outline import Units, from_files, from_number, from_shape, visits_by_name
 from ..plan.plan import Drafter
 from ..plan.shapes import BUILT_IN, of_size
+from .files import read_settings
 
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST_DIGITS = 18
 _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".yaml", ".yml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
@@ -73,7 +78,9 @@ def find_model(given: str | None, parameters: str | None) -> Model:
 def count_of(text: str) -> int | None:
     """`7B`, `1.3b`, `350M`, `7_000_000`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace(",", "").replace("_", ""))
-    return (round(float(match[1]) * _COUNT[match[2]]) or None) if match else None
+    if match is None or len(match[1]) > _MOST_DIGITS:
+        return None
+    return round(float(match[1]) * _COUNT[match[2]]) or None
 
 
 def _is_path(text: str) -> bool:
@@ -111,9 +118,12 @@ def _local(given: str, path: Path) -> Model:
         return _of_units(given, lambda p: from_files(path, p))
     if path.is_file() and path.suffix != ".json":
         raise ConfigError(f"{given}: expected a config.json, a .safetensors file or a folder with one of them")
+    _check_counts(path if path.is_file() else path / "config.json")
     try:
         return _of_config(given, str(path))
-    except (OSError, ValueError) as error:
+    except ZeroError:
+        raise
+    except Exception as error:  # whatever a model's class raises at sizes that it was not made for
         raise ConfigError(f"{given}: no model can be made of its configuration: {_first_line(error)}") from error
 
 
@@ -130,10 +140,52 @@ def _of_hub(name: str) -> Model:
         ) from error
 
 
+_COUNTED = re.compile(r"layer|block|expert|depth|head")
+_MOST_COUNTED, _MOST_MODULES = 100_000, 500_000
+
+
+def _check_counts(path: Path) -> None:
+    """Classes make lists as long as a configuration says, before the first module.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    waiting: list[Any] = [read_settings(path)]
+    while waiting:
+        value = waiting.pop()
+        for key, each in value.items() if isinstance(value, dict) else ():
+            if _COUNTED.search(key) and isinstance(each, (int, float)) and each > _MOST_COUNTED:
+                raise ConfigError(f"{path}: {key} is {each}, more than the {_MOST_COUNTED} that is believed")
+        waiting += [
+            each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, (dict, list))
+        ]
+
+
+@contextmanager
+def _few_modules(name: str) -> Iterator[None]:
+    """Raises:
+    ConfigError: a model of more modules than memory has room for is being made inside.
+    """
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            raise ConfigError(f"{name}: its configuration asks for more than {_MOST_MODULES} modules")
+
+    handle = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _of_config(name: str, place: str) -> Model:
     from ..huggingface.models import empty_model
 
-    return _of_empty(name, empty_model(place))
+    with _few_modules(name):
+        return _of_empty(name, empty_model(place))
 
 
 def _of_built_in(name: str) -> Model:

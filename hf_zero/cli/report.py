@@ -6,17 +6,18 @@ facts of its own; the last start is reported.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.files import parse_json, read_bounded
 from ..config import size_text
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
 from ..plan.record import FORMAT
 from ..plan.screen import duration
@@ -72,6 +73,27 @@ class Run:
         return max(step["peak"].get(tier, {}).get(kind, 0) for step in self.steps)
 
 
+MAX_BYTES = 4 << 30
+"""Of one rank's file: some million steps."""
+
+
+@contextmanager
+def reading(paths: Iterable[str]) -> Iterator[None]:
+    """Records are used as they are found: what is wrong with them shows when they are summed up and drawn.
+
+    Raises:
+        ConfigError: in place of whatever that raises.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{' or '.join(paths)} has records that hf_zero does not write ({type(error).__name__}: {error})"
+        ) from error
+
+
 def read(path: Path) -> Run:
     """A run in progress has what there is of it; one whose first step is not over has no steps.
 
@@ -84,10 +106,12 @@ def read(path: Path) -> Run:
     damaged = starts = 0
     ended = False
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bounded(path, MAX_BYTES).splitlines()
         age_s = max(0.0, time.time() - path.stat().st_mtime)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     for line in filter(None, lines):
         record = _record(line)
         if record is None:
@@ -120,7 +144,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 def _record(line: bytes) -> dict[str, Any] | None:
     """One whole line of ours; None for any other."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):

@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..checkpoint.files import replace_file
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, Manifest, digest_file
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
@@ -185,6 +186,4 @@ def amend(folder: Path, name: str) -> None:
     manifest = Manifest.read(folder)
     if name in manifest.files:
         manifest.files[name] = digest_file(folder / name)
-        fresh = path.with_name(f".{MANIFEST}")
-        fresh.write_bytes(manifest.to_bytes())
-        os.replace(fresh, path)
+        replace_file(path, manifest.to_bytes())

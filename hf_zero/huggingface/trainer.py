@@ -32,6 +32,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils.hub import hf_api
 
+from ..checkpoint.fields import Field
 from ..checkpoint.folder import SUFFIX, Occupancy, recover
 from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
@@ -42,6 +43,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire, home_device, open_wire
 from ..errors import CheckpointError, ConfigError
 from ..runtime.casting import shown_in
+from ..runtime.checkpoints import load_state
 from ..runtime.engine import Engine, engine_of
 from ..runtime.pieces import OptimizerPieces
 from .arguments import TRAINING_ARGUMENTS, refuse
@@ -414,7 +416,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, _TrainerBase):
         scheduler = Path(checkpoint, SCHEDULER_NAME)
         with on_all_ranks(engine.wire, f"loading {scheduler}"):
             if scheduler.is_file():
-                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+                schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # in accelerate's wrapper
+                load_state(schedule, Field(scheduler, torch.load(scheduler, weights_only=True)))
         return None
 
     def _load_best_model(self) -> None:

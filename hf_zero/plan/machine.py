@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -18,9 +17,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.files import parse_json, read_bounded, replace_file
 from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..tiers.disk import Disk
 from ..tiers.host import Link
 from ..tiers.tier import Meter
@@ -29,6 +29,8 @@ MARGIN = 0.1
 """Share of free memory that a plan leaves alone when no budget is given: allocators, libraries, other programs."""
 DISK_MARGIN = 0.05
 
+_MOST_BYTES = 1 << 20
+"""Of a machine's file."""
 _REPEATS = 3
 _LEAST_GEMM, _GEMM_S = 256, 0.02
 
@@ -100,9 +102,11 @@ class Machine:
         if unknown:
             raise ConfigError(f"{source}: unknown {', '.join(unknown)}; expected some of {', '.join(sorted(names))}")
         for name, value in values.items():
-            entries = list(value.values()) if name == "flops" and isinstance(value, Mapping) else [value]
+            if name == "flops" and not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: flops must be numbers by type, found {value!r}")
+            entries = list(value.values()) if name == "flops" else [value]
             for entry in entries:
-                if entry is not None and (not isinstance(entry, (int, float)) or entry < 0):
+                if entry is not None and (not isinstance(entry, (int, float)) or not 0 <= entry < float("inf")):
                     raise ConfigError(f"{source}: {name} must be a number that is not negative, found {entry!r}")
         return Machine(**values)
 
@@ -112,8 +116,8 @@ class Machine:
         ConfigError: no readable JSON object of a machine.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            values = parse_json(read_bounded(path, _MOST_BYTES))
+        except (OSError, ValueError, CheckpointError) as error:
             raise ConfigError(f"{path} is no machine file: {error}; hf-zero probe --json writes one") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
@@ -125,9 +129,7 @@ class Machine:
         if self.collective is None and path.exists():
             values["collective"] = Machine.load(path).collective
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
     @staticmethod
     def least(machines: Iterable[Machine]) -> Machine:

@@ -248,7 +248,9 @@ class Recorder:
         self.path = folder / ("zero_steps.jsonl" if rank == 0 else f"zero_steps.rank{rank}.jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab+", buffering=0)
+            # A run's folder may be a stranger's: a link there would have lines added to what it leads to.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab+", buffering=0)
             if self._file.tell():
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":  # a killed run left half a line

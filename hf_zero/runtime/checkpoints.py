@@ -19,17 +19,21 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
+from ..checkpoint.fields import Field
+from ..checkpoint.files import read_json
 from ..checkpoint.folder import naming
 from ..checkpoint.load import Loading
-from ..checkpoint.manifest import check_version, read_json
+from ..checkpoint.manifest import check_version
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful, format_of, pack, random_states, set_random_states, unpack
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
+from ..plan.machine import free_host_bytes
 from .pieces import OptimizerPieces, ParameterPieces
 from .sharded import Sharded
 
@@ -148,13 +152,50 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
             return
         body = read_json(path)
         check_version(path, body, 1)
-        tensors = loading.read_whole(loading.find(_STATE))
+        states, random = Field(path, body)["objects"], Field(path, body)["random"].items()
+        tensors = _read_tensors(loading)
         for name, item in objects.items():
-            if name not in body["objects"]:
-                raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(body['objects'])}")
-            item.load_state_dict(unpack(body["objects"][name], tensors))
-        if len(body["random"]) == wire.size:
-            set_random_states(unpack(body["random"][wire.rank], tensors))
+            if name not in dict(states.entries()):
+                raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(states.value)}")
+            packed = states[name]
+            state = packed.read_by(lambda value: unpack(value, tensors), "a packed state")
+            load_state(item, Field(path, state, packed.key))
+        if len(random) == wire.size:
+            random[wire.rank].read_by(lambda value: set_random_states(unpack(value, tensors)), "random states")
+
+
+def _read_tensors(loading: Loading) -> dict[str, Tensor]:
+    """Those of the states beside the weights.
+
+    Raises:
+        CheckpointError: damaged, or more than there is memory for: a file may claim what no disk holds.
+    """
+    stored = loading.find(_STATE)
+    need, free = sum(place.stop - place.start for place in stored.values()), free_host_bytes()
+    if need > free:
+        raise CheckpointError(f"{loading.folder}/{_STATE}.safetensors holds {need:,} bytes, and {free:,} are free here")
+    return loading.read_whole(stored)
+
+
+_COUNTS = ("last_epoch", "_step_count")
+
+
+def load_state(item: Stateful, saved: Field) -> None:
+    """Give `item` a saved state. A scheduler of torch takes whatever it is given, also a number in the place of a method.
+
+    Raises:
+        CheckpointError: naming the file and the key.
+    """
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+        mine = item.state_dict()
+        for name, entry in saved.entries():
+            if name in _COUNTS:
+                entry.integer(2**53)
+            elif name in mine:
+                entry.like(mine[name])
+            elif hasattr(type(item), name):
+                raise entry.refused(f"nothing: it is a method of {type(item).__name__}")
+    saved.read_by(item.load_state_dict, f"a state of {type(item).__name__}")
 
 
 # Behind training -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError, StateError
 from ..tiers.array import OnDisk, Values
 from .flat_param import Flat
-from .shadow_optimizer import states_of
+from .shadow_optimizer import refusal_of, states_of
 from .state_shard import Shard, assembled, is_elementwise
 from .unit import Unit
 
@@ -89,6 +89,9 @@ class OptimizerPieces:
     def names(self) -> set[str] | None:
         states = states_of(self._optimizer)
         return None if states is None else set(states)
+
+    def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
+        return refusal_of(self._optimizer, {k: v for k, v in self.groups[group].items() if k != "params"}, options)
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         for flat in self._flats:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,6 +101,27 @@ def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
     if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
         options["fused"] = not options.get("differentiable")
     return options
+
+
+def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
+    """Why the optimizer's class refuses to be built with the options `others`; None where it takes them.
+
+    None, too, where it cannot be asked: it does not take a plain parameter with the options that it has now.
+    """
+    if others == options:
+        return None
+    known = inspect.signature(type(optimizer)).parameters
+
+    def refused(given: Mapping[str, Any]) -> str | None:
+        build: Any = type(optimizer)
+        try:
+            build([nn.Parameter(torch.zeros(1))], **{key: value for key, value in given.items() if key in known})
+        except Exception as error:  # a constructor refuses with whatever its author chose
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    reason = refused(others)
+    return reason if reason is None or refused(options) is None else None
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:

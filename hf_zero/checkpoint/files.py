@@ -1,0 +1,140 @@
+"""Files that a stranger may have made: plain ones, inside their folder, read within limits, and never waited for.
+
+Whatever reads a file of a checkpoint opens it with `open_plain`, finds it with `inside`, and reads JSON with `read_json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+MAX_JSON_BYTES = 128 << 20
+MAX_JSON_VALUES = 8 << 20
+"""Commas, colons and opening brackets. Each may stand for an object of Python's, of up to 64 bytes: half a GiB at most."""
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFBLK: "device",
+    stat.S_IFCHR: "device",
+}
+
+
+def open_plain(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read from. What is no plain file is not opened: a pipe without a writer would wait for ever.
+
+    Raises:
+        CheckpointError: a folder, a pipe, a device.
+        OSError: it cannot be opened.
+    """
+    _refuse_odd(path, os.stat(path).st_mode)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _refuse_odd(path, os.fstat(fd).st_mode)  # it may have been replaced meanwhile
+    except CheckpointError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refuse_odd(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: it is a {kind}, expected a plain file")
+
+
+def inside(folder: str | os.PathLike[str], name: str) -> Path:
+    """`folder/name`, which need not be there.
+
+    Links may lead to where they like inside of the folder, and from a snapshot in the Hub's cache to that cache's blobs.
+
+    Raises:
+        CheckpointError: it leads out of the folder.
+    """
+    path, home = Path(folder) / name, Path(os.path.realpath(folder))
+    found = Path(os.path.realpath(path))
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(each == found or each in found.parents for each in homes):
+        raise CheckpointError(
+            f"{path} leads out of {folder}, to {found}: a link in a folder of weights or a checkpoint must stay inside of it. "
+            "Put the file itself there"
+        )
+    return path
+
+
+def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
+    """A whole small file.
+
+    Raises:
+        CheckpointError: it has more than `limit_bytes`, or is no plain file.
+        OSError: it cannot be opened or read.
+    """
+    with open(open_plain(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise CheckpointError(
+                f"{os.fspath(path)} has {size} bytes, more than the {limit_bytes} that such a file may have"
+            )
+        return file.read(size)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """The file is there whole, or as it was. A link in its place is replaced, not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    with open(fresh, "xb") as file:
+        file.write(data)
+    os.replace(fresh, path)
+
+
+def parse_json(text: bytes, *, unique: bool = False) -> Any:
+    """The value of a JSON text whose maker may wish us to run out of memory.
+
+    Args:
+        unique: refuse objects that have a key twice: readers differ in which one they take.
+
+    Raises:
+        ValueError: no JSON, too many values, nested too deeply.
+    """
+    count = sum(text.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if count > MAX_JSON_VALUES:
+        raise ValueError(f"{count} values, more than the {MAX_JSON_VALUES} that such a file may have")
+    try:
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in made if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return made
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A JSON object from a file of bounded size.
+
+    Raises:
+        CheckpointError: missing, no plain file, too large, no JSON object, or an object with a key twice.
+    """
+    try:
+        value = parse_json(read_bounded(path, MAX_JSON_BYTES), unique=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{os.fspath(path)} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{os.fspath(path)}: expected a JSON object, found a {type(value).__name__}")
+    return value
