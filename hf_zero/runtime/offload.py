@@ -129,7 +129,8 @@ class Offload:
                 unit.stepped()
         except ZeroError as error:  # parameters could not be written to where they rest
             failure = error
-        self.show_grads()
+        if self._config.offloads:
+            self.show_grads()
         if not self.storage.uses_disk:
             if failure is not None:
                 raise failure

@@ -670,7 +670,8 @@ class Schedule:
         self._look_over()
         for trace in self.traces:
             trace.held = 0
-            trace.unit.release()
+            if self.frees:
+                trace.unit.release()
             trace.unit.close()
 
     def recover(self) -> None:

@@ -353,8 +353,9 @@ class Training:
 
     def _refuse_lost(self, what: str) -> None:
         """Raises:
-        StateError: a step would be made of a part of its gradients.
+        StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first.
         """
+        self.offload.check()
         raise StateError(f"{what}: {self._lost}. Call zero_grad() and make the step's forwards and backwards again")
 
     def _optimizer_wrote(self) -> None:

@@ -282,7 +282,8 @@ class Unit:
 
     def stepped(self) -> None:
         """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way."""
-        self.close()
+        if self._unsent or self._lent:
+            self.close()
         for flat in self.trained:
             flat.refresh_device()
             flat.stale = flat.stale or flat.span.is_updated
