@@ -56,6 +56,7 @@ class Step:
 
         Raises:
             TierError: bytes could not be moved; the optimizer's step is half done then.
+            StateError: so it is; the optimizer raised.
         """
         if not self.done.is_set():
             started = time.perf_counter()
@@ -64,7 +65,8 @@ class Step:
         if self.error is not None:
             if isinstance(self.error, ZeroError):
                 raise self.error
-            raise TierError(f"the step over offloaded state failed: {self.error}") from self.error
+            self.stepper.check()  # the user's optimizer raised
+            raise self.error
 
     @property
     def is_done(self) -> bool:
@@ -145,8 +147,11 @@ class Stepper:
 
     def check(self) -> None:
         if self.failure is not None:
+            reason = str(self.failure)
+            if not isinstance(self.failure, ZeroError):
+                reason = f"{type(self.failure).__name__}: {reason}"
             raise StateError(
-                f"an optimizer step over offloaded state broke off half done ({self.failure}): this model's state is not of "
+                f"an optimizer step broke off half done ({reason}): this model's state is not of "
                 "one step. Load the last checkpoint (engine.load, or resume) to go on"
             ) from self.failure
 
@@ -170,7 +175,7 @@ class Stepper:
         self.storage.meter.stepper_thread = threading.get_ident()
         try:
             if self.failure is not None:
-                raise self.failure
+                self.check()
             self._current = step
             for claim in step.claims:
                 if claim.move is not None:
@@ -180,7 +185,8 @@ class Stepper:
                 if self.storage.transient:
                     claim.shard.release_buffer()
         except BaseException as error:
-            step.error = self.failure = error
+            step.error = error
+            self.failure = self.failure or error
         finally:
             with self._lock:
                 self._queued -= 1

@@ -128,10 +128,8 @@ class Offload:
                 unit.stepped()
         except ZeroError as error:  # parameters could not be written to where they rest
             failure = error
-        for unit in self._units:
-            for flat in unit.trained:
-                for shard in flat.shards:
-                    shard.show_grad()
+        if self._config.offloads:
+            self.show_grads()
         if not self.storage.uses_disk:
             if failure is not None:
                 raise failure
@@ -146,6 +144,24 @@ class Offload:
             self._stepping().fail("it failed on another rank" if failure is None else str(failure))
             if failure is not None:
                 raise failure
+
+    def show_grads(self) -> None:
+        """What `prepare_step` hid is shown again."""
+        for unit in self._units:
+            for flat in unit.trained:
+                for shard in flat.shards:
+                    shard.show_grad()
+
+    def fail(self, reason: str) -> None:
+        """A step broke off half done: everything but a load is refused from now on."""
+        self._stepping().fail(reason)
+
+    def backward_broke_off(self) -> None:
+        """With `step_in_backward` units may have been updated in it."""
+        if self._stepped:
+            self.fail("a backward raised after some units were updated in it, as step_in_backward does")
+            self._stepped.clear()
+            self._before = None
 
     def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
         """In backward: this unit's gradients are final.

@@ -98,6 +98,7 @@ class Callbacks:
         after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
         ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
         after_backward: every owner's gradients are complete, and everything is released.
+        broke_off: a backward was left by an exception, maybe a while ago; a part of its gradients is with their owners.
     """
 
     before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
@@ -105,6 +106,7 @@ class Callbacks:
     after_reduce: Callable[[Unit], None] | None = None
     ask: Callable[[], bool] = lambda: False
     after_backward: Callable[[], None] = lambda: None
+    broke_off: Callable[[], None] = lambda: None
 
 
 class Schedule:
@@ -625,9 +627,9 @@ class Schedule:
             if not use.done:
                 use.finish()
         self._touched.clear()
-        self._in_backward = False
         self.unsynced = self._defers and (not self.sync)
         self.callbacks.after_backward()
+        self._in_backward = False  # not before: what is interrupted in there is a backward that broke off
         blind, self.order.blind = self.order.blind, None
         if blind is not None:
             raise StateError(
@@ -643,6 +645,8 @@ class Schedule:
 
     def flush(self) -> None:
         """Reduce gradients that `no_sync` left on this rank, or a backward that passed no hook; a collective then."""
+        if self._in_backward:
+            self.recover()
         missed = not self._seen_backward and any(trace.unit.has_grads() for trace in self.traces)
         if not self.unsynced and not missed:
             return
@@ -660,18 +664,24 @@ class Schedule:
 
     def quiesce(self) -> None:
         """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""
-        if self._in_backward and not in_backward_of_any():
-            self.reset()
+        if self._in_backward:
+            self.recover()
         self._tail = None
         self._look_over()
         for trace in self.traces:
             trace.held = 0
-            trace.unit.release()
+            if self.frees:
+                trace.unit.release()
             trace.unit.close()
 
+    def recover(self) -> None:
+        """Where a backward raised: nothing of it is left afterwards."""
+        if self._in_backward and not in_backward_of_any():
+            self.reset()
+
     def reset(self) -> None:
-        """Forget the pass under way, after an exception in it: local gradients, hooks' counts, transfers."""
-        self._in_backward = False
+        """Forget the pass under way, after an exception in it: gradients, hooks' counts, transfers."""
+        broke_off = self._in_backward
         self._tail = None
         self._touched.clear()
         self.order.forget()
@@ -685,6 +695,10 @@ class Schedule:
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
             trace.unit.release()
+        self.unsynced = False
+        if broke_off:
+            self.callbacks.broke_off()
+        self._in_backward = False  # last: a reset that is interrupted is made again
 
 
 def _came_unnoticed(schedule: weakref.ref[Schedule], _: nn.Parameter) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from ..comm import agree
 from ..comm.places import AFTER_STEP, NO_GRAD
 from ..core.layout import ParamSpec
-from ..errors import ConfigError, LayoutError, RankMismatchError, StateError
+from ..errors import ConfigError, LayoutError, RankMismatchError, StallError, StateError
 from ..plan.machine import Machine
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
@@ -38,6 +38,7 @@ from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
+from .transaction import AroundStep, Attempt, HeldSignals, Snapshot
 from .unsharded import Unsharded
 from .usage import free_device_bytes
 from .writes import WriteWatch
@@ -82,6 +83,10 @@ class Training:
         self._trains_unbound: bool | None = False
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
+        self._held = HeldSignals()
+        self._attempt: Attempt | None = None  # the step under way
+        self._has_gradients = False  # of a backward since `zero_grad`
+        self._lost: str | None = None  # why this step's gradients are not all there
         self.recorder: Recorder | None = None
         self._unsharded: Unsharded | None = None
         self.buffers = Buffers(self.model, self._wire)  # sends rank 0's, on the device
@@ -130,6 +135,7 @@ class Training:
                 else None,
                 ask=self.buffers.changed,
                 after_backward=self._after_backward,
+                broke_off=self._backward_broke_off,
             ),
         )
         # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
@@ -217,11 +223,12 @@ class Training:
     def _cut_anew(self, specs: list[list[ParamSpec]]) -> None:
         """Between passes: the same optimizer over other spans. A collective."""
         binding = self.binding
-        self._recut(specs, self.sharded.optimizer, binding)
-        if binding is not None:
-            self._bind(binding.optimizer, binding.originals, type(binding))
-        self.gradients.show()
-        self._watch()
+        with self._held:  # there is no way back half way
+            self._recut(specs, self.sharded.optimizer, binding)
+            if binding is not None:
+                self._bind(binding.optimizer, binding.originals, type(binding))
+            self.gradients.show()
+            self._watch()
 
     def make_room(self, marks: Mapping[str, str]) -> None:
         """Before optimizer state is loaded, on every rank with the same `marks`: see `Assembly.arranged`. A collective then."""
@@ -252,6 +259,7 @@ class Training:
         if fresh:
             self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
             self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
+            self._patches.hooks(AroundStep(optimizer, self._step, self._computed))
             overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
             self._patches.method(optimizer, "zero_grad", self.zero_grad)
             self._patches.method(optimizer, "state_dict", self._optimizer_state_dict)
@@ -330,12 +338,33 @@ class Training:
             self.binding.show_grads()
         self.gradients.show()
         self._passes += 1
+        if not self._has_gradients:  # nothing else was lost with a backward that raised before this one
+            self._lost = None
+        self._has_gradients = True
         self._wire.watch.phase = "what follows the backward"
+
+    def _backward_broke_off(self) -> None:
+        """It left a part of its gradients, added to those of earlier backwards of this step: all of them go."""
+        for unit in self.units:
+            unit.drop_grads(shards=True)
+        self.offload.backward_broke_off()
+        earlier = ", and those of earlier backwards of this step with them" if self._has_gradients else ""
+        self._lost = f"a backward of this step raised: its gradients are gone{earlier}"
+
+    def _refuse_lost(self, what: str) -> None:
+        """Raises:
+        StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first.
+        """
+        self.offload.check()
+        raise StateError(f"{what}: {self._lost}. Call zero_grad() and make the step's forwards and backwards again")
 
     def _optimizer_wrote(self) -> None:
         self.writes.optimizer_wrote = True
 
-    def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.is_complete = False
         self.sharded.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
         self.offload.refuse_while_away("optimizer.step()")
@@ -352,6 +381,8 @@ class Training:
             )
         self.schedule.flush()
         self.schedule.quiesce()
+        if self._lost is not None:
+            self._refuse_lost("optimizer.step()")
         self.gradients.settle()
         self.writes.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
@@ -360,9 +391,55 @@ class Training:
         if self.binding is not None:
             self.binding.show_grads()
             self.offload.prepare_step()
+        if attempt is not None:
+            attempt.depth += 1
+            if attempt.before is None:
+                attempt.before = Snapshot(optimizer)
         return arguments
 
+    def _computed(self) -> None:
+        """The optimizer's own step has returned; its post-hooks are next."""
+        attempt = self._attempt
+        if attempt is not None and attempt.depth == 1:
+            attempt.is_computed = True
+
+    def _step(self, step: Callable[[], Any]) -> Any:
+        """`optimizer.step()`, as the program calls it: made as a whole or not at all, see `transaction`."""
+        if self._attempt is not None:
+            return step()
+        with self._held:
+            attempt = self._attempt = Attempt()
+            try:
+                return step()
+            except BaseException as error:
+                self._step_broke_off(attempt, error)
+                raise
+            finally:
+                self._attempt = None
+
+    def _step_broke_off(self, attempt: Attempt, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        if attempt.is_committing:
+            if not isinstance(error, StallError):  # after which nothing is used any more
+                self.offload.fail(reason)
+        elif attempt.is_computed:  # a post-hook of the program's, before ours: the other ranks are making this step
+            self._after_step()
+        elif attempt.is_complete:
+            if attempt.depth:  # a class's step that goes on after its base's
+                self.offload.fail(reason)
+        elif attempt.before is not None:
+            written = attempt.before.undo()
+            if written:
+                self.offload.fail(f"{reason}; {written} had been written")
+        self.offload.show_grads()
+        self.gradients.show_slices()
+        self._wire.watch.phase = "what follows a step that raised"
+
     def _after_step(self, *_: Any) -> None:
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.depth -= 1
+            attempt.is_computed, attempt.is_committing = False, True
         if self.binding is not None:
             self.binding.stepped()
             self.offload.begin_step(self.binding.optimizer)
@@ -372,6 +449,8 @@ class Training:
         self.writes.optimizer_wrote = False
         self.schedule.stepped()
         self._passes += 1
+        if attempt is not None:
+            attempt.before, attempt.is_committing, attempt.is_complete = None, False, True
         if self.recorder is not None:
             self.recorder.step()
         if self.offload.monitor is not None:
@@ -394,6 +473,8 @@ class Training:
         Args:
             set_to_none: False: reduced gradients stay, as zeros.
         """
+        self.schedule.recover()
+        self._has_gradients, self._lost = False, None
         if not set_to_none:
             self.gradients.zero()
             self.schedule.unsynced = False
@@ -442,6 +523,8 @@ class Training:
             flats: whose gradients are to be what the parameters' `.grad` say; None: all.
         """
         self.schedule.flush()
+        if self._lost is not None:
+            self._refuse_lost("gradients")
         self.finish_step()
         if not in_backward_of_any():
             self.gradients.settle(flats)

@@ -19,7 +19,7 @@ from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
 from ..config import StagePolicy
 from ..core.layout import UnitLayout
-from ..errors import StallError, StateError, TierError, is_told
+from ..errors import StallError, StateError, TierError, ZeroError, is_told
 from ..tiers.tier import Tier
 from . import writes
 from .flat_param import Flat
@@ -191,11 +191,14 @@ class Unit:
                 writes.carry_in_use(flat, self)
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
-            flat.point(flat.guards.shown)
-            flat.close()
+        # From here on Ctrl-C may end this anywhere: what is left open is opened again by the next gather. In the other order
+        # the next release would take what released parameters show for values that somebody wrote.
         self.state = State.SHARDED
         for each in self._dictionaries:
             each.__class__ = GatherOnRead
+        for flat in self.flats:
+            flat.point(flat.guards.shown)
+            flat.close()
 
     def look_over(self) -> None:
         """Where it stayed gathered after a forward, what was written since, also through `.data`, is carried over."""
@@ -267,13 +270,20 @@ class Unit:
         Raises:
             TierError: it failed.
         """
-        step, self.stepping = self.stepping, None
-        if step is not None:
+        step = self.stepping
+        if step is None:
+            return
+        try:
             step.wait()
+        except ZeroError:
+            self.stepping = None  # told once
+            raise
+        self.stepping = None  # not before: a wait that Ctrl-C ends has not been
 
     def stepped(self) -> None:
         """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way."""
-        self.close()
+        if self._unsent or self._lent:
+            self.close()
         for flat in self.trained:
             flat.refresh_device()
             flat.stale = flat.stale or flat.span.is_updated
