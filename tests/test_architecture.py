@@ -49,6 +49,7 @@ PUBLIC = [
     "GatheredParameters",
     "Init",
     "LayoutError",
+    "NumericsError",
     "OutOfMemoryError",
     "RankMismatchError",
     "Report",
@@ -97,6 +98,7 @@ SETTINGS = (
     "host_memory",
     "step_in_backward",
     "stall_s",
+    "debug",
 )
 
 

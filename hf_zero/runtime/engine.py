@@ -38,6 +38,7 @@ from .buffers import Buffers
 from .build import Assembly, device_of
 from .casting import shown_in
 from .checkpoints import Behind, load, save
+from .checks import Checks
 from .clipping import Overflow, clip_norm, clip_values
 from .compiling import Block, Compile, Failures, blocks_of, refuse_compiled, take_wrapper_off
 from .flat_param import Flat
@@ -47,6 +48,7 @@ from .offload import STATES, Offload
 from .optimizer import Binding, WholeBinding, take_state, with_closure_followed, with_closure_run
 from .ownership import refuse_owned
 from .preemption import Preemption
+from .replicas import Options
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
@@ -149,6 +151,10 @@ class Engine:
                 self._patches.hooks(*self._state_dict_hooks.register(module))
         self._writes = WriteWatch(model, self.units, self.quiesce, self.refresh)
         self._hook_model()
+        self._checks: Checks | None = None
+        if config.debug:
+            self._checks = Checks(self.sharded, self.buffers, self.offload, self._assembly.hosts)
+            self._patches.hooks(*self._checks.handles)
         if optimizer is not None:
             self._bind(optimizer, originals, kind)
         overrides.put_on(self._patches, model, self._assembly, self.zero_grad, self.quiesce)
@@ -185,6 +191,7 @@ class Engine:
                 after_reduce=(lambda unit: self.offload.step_unit(unit, self.optimizer)) if in_backward else None,
                 ask=self.buffers.changed,
                 after_backward=self._after_backward,
+                options=Options(self.sharded),
             ),
         )
         # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
@@ -415,7 +422,14 @@ class Engine:
             self.flush()
             self._gradients.wrote()
             return clip_norm(
-                self.sharded.trained, self.sharded.names, self._wire, max_norm, float(norm_type), parameters
+                self.sharded.trained,
+                self.sharded.names,
+                self._wire,
+                max_norm,
+                float(norm_type),
+                parameters,
+                # A loss scaler tries scales that overflow, and leaves these steps out.
+                hint=not self._overflow.possible and self._checks is None and self._wire.rank == 0,
             )
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -438,6 +452,8 @@ class Engine:
         for unit in self.units:
             unit.drop_grads(shards=True)
         self.schedule.unsynced = False
+        if self._checks is not None:
+            self._checks.cleared()
         if self._binding is not None:
             self._binding.show_grads()
 
@@ -786,6 +802,8 @@ class Engine:
         self._writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
         self.buffers.before_forward()
+        if self._checks is not None:
+            self._checks.before_forward()
         if self.recorder is not None:
             self.recorder.forward(*batch_of(args, kwargs, getattr(self.model, "main_input_name", "input_ids")))
 
@@ -820,6 +838,8 @@ class Engine:
         if self._binding is not None:
             self._binding.show_grads()
         self._gradients.show()
+        if self._checks is not None:
+            self._checks.after_backward(reduced=self.schedule.sync or self.policy.reduce_each_backward)
         self._passes += 1
         self._wire.watch.phase = "what follows the backward"
 
@@ -843,6 +863,8 @@ class Engine:
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
                 "yet: run a forward and a backward before the step"
             )
+        if self._checks is not None:
+            self._checks.before_step()
         self.schedule.flush()
         self.schedule.quiesce()
         self._gradients.settle()
@@ -852,6 +874,8 @@ class Engine:
         self._gradients.hide_slices()
         if self._binding is not None:
             self._binding.show_grads()
+            if self._checks is not None:
+                self._checks.before_update(has_closure=arguments is not None and not self.config.offloads)
             self.offload.prepare_step()
         return arguments
 
@@ -869,6 +893,8 @@ class Engine:
             self.recorder.step()
         if self.offload.monitor is not None:
             self.offload.monitor.look()
+        if self._checks is not None:
+            self._checks.after_step()
         self._gradients.show_slices()
         self._wire.watch.phase = AFTER_STEP
 
