@@ -163,11 +163,19 @@ class ZeroConfig:
             "every rank raises StallError then. 0: wait as long as the process group does."
         },
     )
+    debug: bool = field(
+        default=False,
+        metadata={
+            "help": "Look for wrong numbers, at the cost of time: what ranks must have alike is compared, the first value that "
+            "is not finite named with unit, rank and step, the first updates compared with plain training's. Results stay "
+            "the same to the bit."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             raise ConfigError(f"stage must be 0, 1, 2 or 3 (an integer), found {self.stage!r}")
-        for name in ("async_save", "step_in_backward"):
+        for name in ("async_save", "step_in_backward", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, found {getattr(self, name)!r}")
         for name in ("offload_optimizer", "offload_params"):

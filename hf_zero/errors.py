@@ -26,6 +26,10 @@ class RankMismatchError(ZeroError, RuntimeError):
     """Ranks that hold different models, settings or programs. Raised on every rank."""
 
 
+class NumericsError(ZeroError, ArithmeticError):
+    """Wrong numbers, found by `debug=True`: not finite, or other than plain training's. Raised on every rank."""
+
+
 class StallError(ZeroError, RuntimeError):
     """Ranks that wait for each other and will not meet, or for one that has ended. Raised on every rank that lives."""
 

@@ -50,6 +50,7 @@ PUBLIC = [
     "GatheredParameters",
     "Init",
     "LayoutError",
+    "NumericsError",
     "OutOfMemoryError",
     "RankMismatchError",
     "Report",
@@ -100,6 +101,7 @@ SETTINGS = (
     "host_memory",
     "step_in_backward",
     "stall_s",
+    "debug",
 )
 
 

@@ -32,6 +32,7 @@ class ZeroFlags:
     zero_host_memory: str | None = setting("host_memory")
     zero_step_in_backward: bool = setting("step_in_backward")
     zero_stall_s: float = setting("stall_s")
+    zero_debug: bool = setting("debug")
 
     def settings(self) -> dict[str, Any]:
         """By field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""

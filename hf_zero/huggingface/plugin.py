@@ -45,6 +45,7 @@ class ZeroPlugin(ParallelismConfig):
     host_memory: int | str | None = setting("host_memory")
     step_in_backward: bool = setting("step_in_backward")
     stall_s: float = setting("stall_s")
+    debug: bool = setting("debug")
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):

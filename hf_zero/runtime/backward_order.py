@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..comm.wire import SoloWire
-from ..errors import RankMismatchError
 from .preemption import Preemption
+from .replicas import Options
 from .unit import State, Unit
 from .uses import Trace
 
@@ -19,7 +19,7 @@ class BackwardOrder:
     """Of one schedule.
 
     Args:
-        ask, after_reduce: see `schedule.Callbacks`.
+        ask, after_reduce, options: see `schedule.Callbacks`.
 
     Attributes:
         answered: whether `ask` was true on any rank.
@@ -34,12 +34,13 @@ class BackwardOrder:
         wire: SoloWire,
         ask: Callable[[], bool],
         after_reduce: Callable[[Unit], None] | None,
+        options: Options,
         *,
         frees: bool,
         defers: bool,
     ) -> None:
         self._traces, self._wire, self._frees, self._defers = traces, wire, frees, defers
-        self._ask, self._after_reduce = ask, after_reduce
+        self._ask, self._after_reduce, self._options = ask, after_reduce, options
         self.answered = False
         self.preemption: Preemption | None = None
         self.blind: Trace | None = None
@@ -71,22 +72,25 @@ class BackwardOrder:
             self._agreement = None
             return
         waiting = any(trace.uses or trace.noted or trace.local for trace in self._traces)
-        firsts, lasts, passes = [], [], []
+        firsts: list[int] = []
+        lasts: list[int] = []
+        passes: list[int] = []
         for trace in self._traces:
             uses = (
                 trace.uses if waiting else trace.kept
             )  # all have had a backward: this is one over a graph that was kept
             first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
-            firsts.append(first)
-            lasts.append(max(first, trace.latest) if first else 0)
-            passes.append(len(uses))
+            firsts += (first,)  # no call for each
+            lasts += (max(first, trace.latest) if first else 0,)
+            passes += (len(uses),)
         base = min([first for first in firsts if first], default=1) - 1
         numbers = [first and first - base for first in firsts]
         numbers += [latest and latest - base for latest in lasts]
         numbers += passes
         numbers += [int(not first) for first in firsts]
-        step = self._wire.watch.step
-        numbers += (step, -step)
+        # Steps made, and the optimizer's options: whether all ranks have the same of both is one maximum and one minimum.
+        alike = (self._wire.watch.step + self._options.mark()) & 0x7FFFFFFF
+        numbers += (alike, -alike)
         self._agreement = self._wire.start_maximum(numbers)
 
     def agreed(self) -> list[Trace]:
@@ -95,12 +99,7 @@ class BackwardOrder:
         if answer is not None:
             numbers, count = answer(), len(self._traces)
             if numbers[-2] != -numbers[-1]:
-                raise RankMismatchError(
-                    f"ranks average the gradients of different steps: rank {self._wire.rank} has made "
-                    f"{self._wire.watch.step} optimizer steps, others from {-numbers[-1]} to {numbers[-2]}. "
-                    "Call optimizer.step() on every rank or on none; their "
-                    "parameters may differ now, so go on from the last checkpoint"
-                )
+                self._options.explain(self._wire)
             first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
             used = [trace for trace in self._traces if first[trace.at]]
             for trace in used:

@@ -94,6 +94,13 @@ class SpanGradients:
                 return True
         return False
 
+    def local_parts(self, index: int) -> list[Tensor]:
+        """What adds up to this rank's own gradient of a parameter, not reduced yet."""
+        grad = self.params[index].grad
+        local = grad.local if isinstance(grad, Gradient) else grad
+        parts = [] if local is None else [local.to_dense() if local.layout is not torch.strided else local]
+        return [*parts, self._bucket_views[index]] if self._held else parts
+
     def drop_grads(self, *, local: bool = False) -> None:
         """Forget what this rank's backward has made; unless only that is meant (`local`), there are no gradients afterwards."""
         for param in self.params:  # no name for what it shows: a stand-in that somebody holds is not shown again

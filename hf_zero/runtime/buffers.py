@@ -84,12 +84,21 @@ class Buffers:
             if buffer.layout == torch.strided and not buffer.is_meta and not buffer.is_quantized
         }
 
-    def _exchange(self, buffers: Mapping[str, Tensor]) -> list[dict[str, tuple[Sign, list[int]]]]:
-        """Names, signs and fingerprints of all ranks' buffers."""
+    @property
+    def are_sent(self) -> bool:
+        """In a forward that has begun: rank 0's were sent before it, as far as it is known that they change."""
+        return self.watched and self._due and not self._apart and not in_backward_of_any() and not self.changed()
+
+    def prints(self, buffers: Mapping[str, Tensor] | None = None) -> dict[str, tuple[Sign, list[int]]]:
+        """Names, signs and fingerprints of these buffers, or of all."""
+        buffers = self._named() if buffers is None else buffers
         prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
         values: list[Any] = torch.stack(prints).tolist() if prints else []
-        mine = {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
-        return list(self._wire.exchange(mine))
+        return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
+
+    def _exchange(self, buffers: Mapping[str, Tensor]) -> list[dict[str, tuple[Sign, list[int]]]]:
+        """`prints` of all ranks."""
+        return list(self._wire.exchange(self.prints(buffers)))
 
     def _alike(self, everyone: Sequence[Mapping[str, tuple[Sign, list[int]]]]) -> dict[str, Sign]:
         """Buffers that every rank has in the same shape and type, in rank 0's order; says which are not, once."""

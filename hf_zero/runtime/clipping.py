@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -19,6 +20,10 @@ from .unit import Unit
 
 ROW_NUMEL = 4096
 """Elements whose norm is taken in float32."""
+NOT_FINITE = (
+    "the norm of the gradients is not finite: the next step writes NaN into every weight. Run with debug=True (--zero-debug) "
+    "to see in which unit, on which rank and in which step it began"
+)
 _WIDENED_NUMEL = 128 * ROW_NUMEL
 """Elements of a narrow type that are widened at a time; whole rows, whatever the engine's blocks are."""
 
@@ -33,8 +38,14 @@ def clip_norm(
     max_norm: float,
     norm_type: float,
     parameters: Iterable[nn.Parameter] | None,
+    *,
+    hint: bool = False,
 ) -> Tensor:
-    """See `Engine.clip_grad_norm_`. `known` are the model's parameters."""
+    """See `Engine.clip_grad_norm_`. `known` are the model's parameters.
+
+    Args:
+        hint: say how to find what is not finite, where the norm is known here without waiting for a device.
+    """
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
     spans = [grads_to_read(flat) if pieces is None else _of(flat, pieces) for flat in flats]
@@ -49,8 +60,12 @@ def clip_norm(
     if max_norm == float("inf"):
         return norm
     coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    if norm.device.type == "cpu" and float(coefficient) == 1.0:
-        return norm
+    if norm.device.type == "cpu":
+        factor = float(coefficient)
+        if factor == 1.0:
+            return norm
+        if hint and max_norm > 0 and not factor > 0.0:
+            warnings.warn(NOT_FINITE, stacklevel=3)
     for flat in flats:
         for shard in flat.shards:
             if pieces is None:

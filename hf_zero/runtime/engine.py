@@ -252,7 +252,14 @@ class Engine:
             self.flush()
             self._training.gradients.wrote()
             return clip_norm(
-                self.sharded.trained, self.sharded.names, self._wire, max_norm, float(norm_type), parameters
+                self.sharded.trained,
+                self.sharded.names,
+                self._wire,
+                max_norm,
+                float(norm_type),
+                parameters,
+                # A loss scaler tries scales that overflow, and leaves these steps out.
+                hint=not self.sharded.storage.wide and not self.config.debug and self.rank == 0,
             )
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -44,6 +44,7 @@ from ..comm.wire import SoloWire
 from ..errors import StateError
 from . import reads as on_read
 from .backward_order import BackwardOrder
+from .replicas import Options
 from .saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
 from .uses import Host, Order, Trace, Use
@@ -99,8 +100,10 @@ class Callbacks:
         ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
         after_backward: every owner's gradients are complete, and everything is released.
         broke_off: a backward was left by an exception, maybe a while ago; a part of its gradients is with their owners.
+        options: of the optimizer; the ranks agree on them at the start of a backward.
     """
 
+    options: Options
     before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
     before_backward: Callable[[], None] = lambda: None
     after_reduce: Callable[[Unit], None] | None = None
@@ -180,6 +183,7 @@ class Schedule:
             self.wire,
             self.callbacks.ask,
             self.callbacks.after_reduce,
+            self.callbacks.options,
             frees=self.frees,
             defers=self._defers,
         )

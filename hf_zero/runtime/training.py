@@ -27,6 +27,7 @@ from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
 from .build import Assembly
+from .checks import Checks
 from .clipping import Overflow
 from .compiling import blocks_of
 from .flat_param import Flat
@@ -34,6 +35,7 @@ from .gradient_ops import Gradients
 from .moves import Monitor
 from .offload import Offload
 from .optimizer import Binding, take_state, with_closure_followed, with_closure_run
+from .replicas import Options
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
@@ -97,6 +99,10 @@ class Training:
                 patches.hooks(*self.state_dict_hooks.register(module))
         self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh)
         self._hook_model()
+        self._checks: Checks | None = None
+        if self.config.debug:
+            self._checks = Checks(sharded, self.buffers, offload, assembly.hosts)
+            patches.hooks(*self._checks.handles)
 
     def adopt(
         self, optimizer: torch.optim.Optimizer | None, originals: list[list[nn.Parameter]], kind: type[Binding]
@@ -136,6 +142,7 @@ class Training:
                 ask=self.buffers.changed,
                 after_backward=self._after_backward,
                 broke_off=self._backward_broke_off,
+                options=Options(self.sharded),
             ),
         )
         # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
@@ -304,6 +311,8 @@ class Training:
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
         self.buffers.before_forward()
+        if self._checks is not None:
+            self._checks.before_forward()
         if self.recorder is not None:
             self.recorder.forward(*batch_of(args, kwargs, getattr(self.model, "main_input_name", "input_ids")))
 
@@ -337,6 +346,8 @@ class Training:
         if self.binding is not None:
             self.binding.show_grads()
         self.gradients.show()
+        if self._checks is not None:
+            self._checks.after_backward(reduced=self.schedule.sync or self.policy.reduce_each_backward)
         self._passes += 1
         if not self._has_gradients:  # nothing else was lost with a backward that raised before this one
             self._lost = None
@@ -379,6 +390,8 @@ class Training:
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
                 "yet: run a forward and a backward before the step"
             )
+        if self._checks is not None:
+            self._checks.before_step()
         self.schedule.flush()
         self.schedule.quiesce()
         if self._lost is not None:
@@ -390,6 +403,8 @@ class Training:
         self.gradients.hide_slices()
         if self.binding is not None:
             self.binding.show_grads()
+            if self._checks is not None:
+                self._checks.before_update(has_closure=arguments is not None and not self.config.offloads)
             self.offload.prepare_step()
         if attempt is not None:
             attempt.depth += 1
@@ -455,6 +470,8 @@ class Training:
             self.recorder.step()
         if self.offload.monitor is not None:
             self.offload.monitor.look()
+        if self._checks is not None:
+            self._checks.after_step()
         self.gradients.show_slices()
         self._wire.watch.phase = AFTER_STEP
 
@@ -482,6 +499,8 @@ class Training:
         for unit in self.units:
             unit.drop_grads(shards=True)
         self.schedule.unsynced = False
+        if self._checks is not None:
+            self._checks.cleared()
         if self.binding is not None:
             self.binding.show_grads()
 

@@ -8,7 +8,7 @@ gradients to their owners and is independent of these states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -51,6 +51,8 @@ class Unit:
         """Every access to a parameter is told to the schedule, also while the unit is gathered."""
         self.shows_whole = False
         """All parameters are pinned to whole values that are not this unit's to bring or release, see `unsharded`."""
+        self.observer: Callable[[Unit], None] | None = None
+        """Called before this rank's gradients leave, see `checks`."""
         self._dictionaries: Sequence[ParameterDict] = ()
         self._brings: list[tuple[Flat, Inflight]] = []
         self._arrivals: list[Inflight] = []
@@ -362,6 +364,8 @@ class Unit:
             self.finish_reduce()
         if self.stepping is not None:
             self.finish_step()
+        if self.observer is not None:
+            self.observer(self)
         for flat in self.trained:
             if self.wire.size == 1:
                 flat.add_local()

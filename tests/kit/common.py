@@ -71,6 +71,7 @@ class Case:
     offload_params: str = "none"
     step_in_backward: bool = False
     checkpointing: bool = False
+    debug: bool = False
     sizes: Sizes = SIZES
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
@@ -81,6 +82,7 @@ class Case:
             offload_params=self.offload_params,
             offload_dir=offload_dir,
             step_in_backward=self.step_in_backward,
+            debug=self.debug,
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:

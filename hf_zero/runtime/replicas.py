@@ -1,0 +1,302 @@
+"""What every rank must have alike, compared: options of the optimizer's groups always, values where `debug=True`.
+
+The options travel as a number in the agreement at the start of each backward, in one with the step's (`Options.mark`). Values
+are compared by fingerprints (`tiers.fingerprint`); only where these differ do the ranks exchange what they have.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.wire import SoloWire
+from ..errors import RankMismatchError
+from ..tiers.fingerprint import fingerprint
+from .buffers import Buffers
+from .flat_param import Flat
+from .saved_tensors import in_backward_of_any
+from .sharded import Sharded
+from .unit import State, Unit
+
+_NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
+_PLAIN = _NUMBERS | {tuple}
+_SHORT_NUMEL = 16
+"""Tensors of so many elements are options (`lr`) and counters (`step`), compared by value."""
+
+_GIVEN = "value given"
+"""The one kind of thing that a rank without it differs in: others are not there where a rank did not use a unit."""
+
+Named = tuple[str, str]
+"""What kind of thing, one of `_CAUSES`; which one."""
+
+_CAUSES = {
+    "option": "Set it on every rank: a scheduler that steps on one rank alone, a branch on the rank, a random search "
+    "without a seed",
+    "flag": "Freeze and unfreeze parameters on every rank alike",
+    "count": "The optimizer has made other steps there: its state was loaded or changed on some ranks alone",
+    "buffer": "It was written through `.data`, which torch does not count, so it is not sent as other buffers are: write "
+    "to the buffer itself, or on every rank alike",
+    "weight before the step": "Write parameters on every rank alike, or inside zero.GatheredParameters(params, "
+    "modifier_rank=0)",
+    "weight after the step": "It was the same everywhere before this step: an optimizer that draws random numbers or asks for "
+    "the rank, or bytes that the network or the memory changed",
+    "gathered weight": "All ranks were sent the same slices: bytes that the network or the memory changed",
+    "weight after a forward": "A forward has written to it with what this rank alone has seen: use a buffer, or write the "
+    "same on every rank",
+    _GIVEN: "`param.data = x` had another x there: assign the same on every rank, or use zero.set_full_parameter",
+}
+"""What a difference in this kind of thing comes from, and what to do."""
+
+
+def first_difference(everyone: Sequence[Mapping[Named, Any]]) -> tuple[Named, dict[int, Any]] | None:
+    """Of what ranks have under the same name, the first that is not the same on all; rank -> value."""
+    names = dict.fromkeys(name for mine in everyone for name in mine)
+    for name in names:
+        found = {rank: mine.get(name) for rank, mine in enumerate(everyone) if name in mine or name[0] == _GIVEN}
+        if len({repr(value) for value in found.values()}) > 1:
+            return name, found
+    return None
+
+
+def odd_ones(found: Mapping[int, Any]) -> list[int]:
+    """Ranks that have another value than most; where no value is had by most, other than the first rank's."""
+    counted = Counter(repr(value) for value in found.values())
+    usual = max(counted, key=lambda value: (counted[value], value == repr(found[min(found)])))
+    return [rank for rank, value in found.items() if repr(value) != usual]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class Optimized(Protocol):
+    """What has an optimizer, or none: a sharded model."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+
+class Options:
+    """The options of an optimizer's groups, as far as they are plain values or short tensors: `lr`, `betas`, `weight_decay`, …
+
+    Args:
+        of: whose optimizer, which may be another one later.
+    """
+
+    def __init__(self, of: Optimized) -> None:
+        self._of = of
+        self._seen: list[Any] = []
+        self._mark = 0
+        self._again = True  # some may change in place
+
+    def mark(self) -> int:
+        """A number of 31 bits: other options give another. In every backward: a few calls where nothing has changed."""
+        optimizer = self._of.optimizer
+        if optimizer is None:
+            return 0
+        now = [value for group in optimizer.param_groups for value in group.values() if type(value) in _PLAIN]
+        if self._again or now != self._seen:
+            self._seen, self._again = now, False
+            self._mark = zlib.crc32(repr(self.named()).encode()) & 0x7FFFFFFF
+        return self._mark
+
+    def named(self) -> dict[Named, Any]:
+        optimizer = self._of.optimizer
+        out: dict[Named, Any] = {}
+        for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+            for key, value in group.items():
+                if key in ("params", "param_names"):
+                    continue
+                self._again = self._again or type(value) not in _PLAIN
+                plain = _plain(value)
+                if plain is not None:
+                    out["option", f"{key!r} of the optimizer's group {index}"] = plain[0]
+        return out
+
+    def explain(self, wire: SoloWire) -> NoReturn:
+        """Ranks have other options or other numbers of steps; all know. A collective.
+
+        Raises:
+            RankMismatchError: with the first difference.
+        """
+        told = wire.exchange((wire.watch.step, self.named()))
+        steps = [step for step, _ in told]
+        if len(set(steps)) > 1:
+            raise RankMismatchError(
+                f"ranks average the gradients of different steps: rank {wire.rank} has made {wire.watch.step} optimizer steps, "
+                f"others from {min(steps)} to {max(steps)}. Call optimizer.step() on every rank or on none; their "
+                "parameters may differ now, so go on from the last checkpoint"
+            )
+        refuse_difference([named for _, named in told], wire.watch.step)
+        raise RankMismatchError("ranks have other options in their optimizer's groups: set the same on every rank")
+
+
+def _plain(value: Any) -> tuple[Any] | None:
+    """In a tuple of one; None for what cannot be compared between processes."""
+    if type(value) in _NUMBERS:
+        return (value,)
+    if isinstance(value, Tensor):
+        return (value.tolist(),) if value.numel() <= _SHORT_NUMEL and not value.is_meta else None
+    if isinstance(value, (tuple, list)):
+        inner = [_plain(each) for each in value]
+        return None if None in inner else ([each[0] for each in inner if each is not None],)
+    return None
+
+
+def refuse_difference(everyone: Sequence[Mapping[Named, Any]], step: int, note: str = "") -> None:
+    """
+    Raises:
+        RankMismatchError: ranks have other values under one name; with these where they are short, and the likely cause.
+    """
+    difference = first_difference(everyone)
+    if difference is None:
+        return
+    (kind, name), found = difference
+    odd = odd_ones(found)
+    usual = next(rank for rank in found if rank not in odd)
+    value, others = repr(found[usual]), repr(found[odd[0]])
+    values = f" ({value} on rank {usual}, {others} on rank {odd[0]})" if kind in ("option", "flag", "count") else ""
+    raise RankMismatchError(
+        f"ranks differ in step {step}: {name} is not on {ranks_text(odd)} what it is on rank {usual}{values}. "
+        f"{note}{_CAUSES[kind]}"
+    )
+
+
+class Replicas:
+    """What of one sharded model all ranks must have alike, looked at in `debug` on several ranks. Looking sends nothing.
+
+    Values of ranks are compared in `compare`, where every rank is in every step: forwards may differ in number.
+    """
+
+    def __init__(self, sharded: Sharded, buffers: Buffers) -> None:
+        self._sharded, self._buffers = sharded, buffers
+        self._in_pass: dict[Named, Any] = {}
+        self._after: dict[str, Any] = {}  # weights as they were after the last step that was looked at
+
+    def before_forward(self, graph: bool) -> None:
+        """After rank 0's buffers were sent, and before parameters that were replaced are carried over."""
+        self._look_for_replaced()
+        if self._sharded.config.step_in_backward and not self._in_pass:  # at the step owners have new slices already
+            self._in_pass |= {("weight before the step", name): value for name, value in self._weights().items()}
+        if graph and self._buffers.are_sent and not any(kind == "buffer" for kind, _ in self._in_pass):
+            for name, ((shape, dtype), value) in self._buffers.prints().items():
+                # Another shape or type is another name: such ones each rank keeps for itself, as has been said.
+                self._in_pass["buffer", f"buffer {name!r} ({dtype} {shape})"] = value
+
+    def gathered(self, unit: Unit) -> None:
+        """Where parameters are released, a forward of the unit begins."""
+        self._look_at(unit, "gathered weight")
+
+    def used(self, unit: Unit) -> None:
+        """It is over, and the unit is still there."""
+        if unit.state is State.GATHERED:
+            self._look_at(unit, "weight after a forward")
+
+    def _look_at(self, unit: Unit, kind: str) -> None:
+        if unit.policy.keep_full or unit.shows_whole or in_backward_of_any():
+            return
+        for flat in unit.flats:
+            for slot in flat.span.slots:
+                name = (kind, _parameter(slot.spec.name, unit))
+                if name not in self._in_pass:
+                    self._in_pass[name] = _print(flat.full[slot.offset : slot.stop])
+
+    def _look_for_replaced(self) -> None:
+        """Where parameters are released, `param.data = x` is carried over by slices: each rank's own x counts for a part."""
+        for unit in self._sharded.units:
+            if unit.state is State.SHARDED and not unit.policy.keep_full and not unit.shows_whole:
+                for flat in unit.flats:
+                    for index in flat.moved(flat.guards.addresses):
+                        name = flat.span.slots[index].spec.name
+                        self._in_pass[_GIVEN, _parameter(name, unit)] = _print(flat.params[index].data)
+
+    def before_step(self, values: bool) -> tuple[dict[Named, Any], dict[str, Any]]:
+        """What to compare, and weights that were written since the last step. Nothing is under way.
+
+        Args:
+            values: weights and buffers, too, not only what is small.
+        """
+        self._look_for_replaced()
+        found: dict[Named, Any] = {
+            ("flag", f"requires_grad of {_parameter(slot.spec.name, unit)}"): param.requires_grad
+            for unit in self._sharded.units
+            for flat in unit.flats
+            for slot, param in zip(flat.span.slots, flat.params)
+        }
+        found |= dict(self._counts())
+        written: dict[str, Any] = {}
+        if values:
+            weights = {} if self._sharded.config.step_in_backward else self._weights()
+            written = {name: value != self._after[name] for name, value in weights.items() if name in self._after}
+            found |= {("weight before the step", name): value for name, value in weights.items()}
+            found |= self._in_pass
+        self._in_pass, self._after = {}, {}
+        return found, written
+
+    def after_step(self) -> dict[Named, Any]:
+        self._after = self._weights()
+        return {("weight after the step", name): value for name, value in self._after.items()}
+
+    def _weights(self) -> dict[str, Any]:
+        """Where whole parameters stay."""
+        return {
+            _parameter(slot.spec.name, unit): _print(param.data)
+            for unit in self._sharded.units
+            if unit.policy.keep_full
+            for flat in unit.flats
+            for slot, param in zip(flat.span.slots, flat.params)
+        }
+
+    def _counts(self) -> Iterator[tuple[Named, Any]]:
+        """States of the optimizer that are one value for a parameter (`step`)."""
+        optimizer = self._sharded.optimizer
+        for unit in self._sharded.units if optimizer is not None else ():
+            for flat in unit.trained:
+                if optimizer is not None and flat.span.is_updated:
+                    for name, key, value in _single_states(flat, optimizer):
+                        plain = _plain(value)
+                        if plain is not None:
+                            yield ("count", f"the optimizer's {key!r} of {_parameter(name, unit)}"), plain[0]
+
+    def compare(self, step: int, found: Mapping[Named, Any], written: Mapping[str, bool] | None = None) -> None:
+        """A collective.
+
+        Raises:
+            RankMismatchError: on every rank, with the first difference.
+        """
+        wire = self._sharded.wire
+        if len(set(wire.exchange(zlib.crc32(repr(sorted(found.items())).encode())))) == 1:
+            return
+        told = wire.exchange((dict(found), dict(written or {})))
+        everyone = [named for named, _ in told]
+        difference = first_difference(everyone)
+        writers: list[int] = []
+        if difference is not None:
+            writers = [rank for rank, (_, mine) in enumerate(told) if mine.get(difference[0][1])]
+        note = f"It was written on {ranks_text(writers)} since the last step. " if writers else ""
+        refuse_difference(everyone, step, note)
+
+
+def _single_states(flat: Flat, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    """Parameter, name of the state, value."""
+    if flat.wholes:
+        for slot, entries in zip(flat.span.slots, flat.whole_entries(optimizer)):
+            yield from ((slot.spec.name, str(key), value) for key, value in entries.items())
+        return
+    for key, elementwise in flat.state_names(optimizer).items():
+        if not elementwise:
+            yield flat.span.spec.name, key, flat.state(optimizer, key)
+
+
+def _parameter(name: str, unit: Unit) -> str:
+    return f"parameter {name!r} of unit {unit.name!r}"
+
+
+def _print(values: Tensor) -> list[int]:
+    prints: list[int] = fingerprint(values.detach()).tolist() if values.numel() else []
+    return prints
