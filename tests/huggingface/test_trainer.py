@@ -301,15 +301,17 @@ def test_push_to_the_hub(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pushed = launch("hub_job", tmp_path, str(port), warm=False)("push")
+    found = launch("hub_job", tmp_path, str(port), warm=False)
     steps = [f"Training in progress, step {step}" for step in (2, 4)]
-    assert pushed["commits"] == [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
-    assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(
-        pushed["files"]
-    )
-    assert not [name for name in pushed["files"] if "zero_saving" in name]
-    assert pushed["weights"] == 0.0
-    assert "zero-stage-3" in pushed["card"]
+    for stage in range(4):
+        pushed = found(f"push {stage}")
+        assert pushed["commits"] == [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
+        assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(
+            pushed["files"]
+        )
+        assert not [name for name in pushed["files"] if "zero_saving" in name]
+        assert pushed["weights"] == 0.0
+        assert f"zero-stage-{stage}" in pushed["card"]
 
 
 class Look(TrainerCallback):

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -62,17 +63,20 @@ if RANK == 0:
     threading.Thread(target=ThreadingHTTPServer(("127.0.0.1", PORT), Hub).serve_forever, daemon=True).start()
 
 import torch  # noqa: E402
-from harness import OUT, Tokens, barrier, check, distance, gpt2, watch  # noqa: E402
+from harness import OUT, Tokens, barrier, check, distance, fresh, gpt2, watch  # noqa: E402
 from safetensors.torch import load  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import hf_zero as zero  # noqa: E402
 
 
-def push() -> dict[str, Any]:
+def push(stage: int) -> dict[str, Any]:
+    fresh()
+    _received.clear()
+    _commits.clear()
     args = TrainingArguments(
-        output_dir=str(OUT / "run"),
-        parallelism_config=zero.ZeroPlugin(stage=3, async_save=True),
+        output_dir=str(OUT / f"run{stage}"),
+        parallelism_config=zero.ZeroPlugin(stage=stage, async_save=True),
         max_steps=4,
         save_steps=2,
         per_device_train_batch_size=2,
@@ -95,11 +99,12 @@ def push() -> dict[str, Any]:
     pushed = load(_received["model.safetensors"])
     final = {name: tensor for name, tensor in state.items() if name in pushed}
     card = _received["README.md"].decode()
-    return {"files": sorted(_received), "commits": _commits, "weights": distance(pushed, final), "card": card}
+    return {"files": sorted(_received), "commits": list(_commits), "weights": distance(pushed, final), "card": card}
 
 
 if __name__ == "__main__":
     watch()
-    check("push", push)
+    for stage in range(4):
+        check(f"push {stage}", partial(push, stage))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
