@@ -299,19 +299,22 @@ def test_on_two_ranks(job: tuple[Results, Path], check: str) -> None:
 def test_push_to_the_hub(tmp_path: Path) -> None:
     """Every save and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered."""
     with Hub() as hub:
-        launch("hub_job", tmp_path, hub.url, TOKEN, warm=False)("push")
-    repo = hub.repos["user/tiny"]
-    files = repo.branches["main"]
+        found = launch("hub_job", tmp_path, hub.url, TOKEN, warm=False)
     steps = [f"Training in progress, step {step}" for step in (2, 4)]
     expected = [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
-    assert repo.commits == [("main", name) for name in expected]
-    assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(files)
-    assert not [name for name in files if "zero_saving" in name]
-    final = load_file(tmp_path / "final.safetensors")
-    pushed = load(files["model.safetensors"])
-    assert pushed
-    assert all(torch.equal(value, final[name]) for name, value in pushed.items())
-    assert b"zero-stage-3" in files["README.md"]
+    for stage in range(4):
+        found(f"push {stage}")
+        repo = hub.repos[f"user/tiny{stage}"]
+        files = repo.branches["main"]
+        assert repo.commits == [("main", name) for name in expected]
+        assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(files)
+        assert not [name for name in files if "zero_saving" in name]
+        final = load_file(tmp_path / f"final{stage}.safetensors")
+        pushed = load(files["model.safetensors"])
+        assert pushed
+        assert all(torch.equal(value, final[name]) for name, value in pushed.items())
+        assert f"zero-stage-{stage}".encode() in files["README.md"]
+
 
 
 class Look(TrainerCallback):
