@@ -66,9 +66,10 @@ docs: $(READY) ## build the documents as a site, in site/
 	$(BIN)/mkdocs build --quiet
 
 .PHONY: audit
-audit: $(READY) ## look the dependencies up in the advisory database (needs the network)
-	$(PIP) install --quiet pip-audit
-	$(BIN)/pip-audit --skip-editable --local
+audit: $(READY) ## dependencies that contradict each other, and those with known holes (the second needs the network)
+	$(PIP) check
+	@$(PIP) install --quiet pip-audit || { echo "audit: not looked up: pip-audit cannot be installed; is there a network?"; exit 1; }
+	@$(BIN)/pip-audit --skip-editable --local || { echo "audit: above are the holes, or why nothing was looked up"; exit 1; }
 
 .PHONY: style
 style: $(READY) ## format, and mend what can be mended without a person

@@ -230,10 +230,10 @@ class Work:
     def now(cls) -> Work:
         # Not counted: what the thread that calls this has used, for it looks more often where `stall_s` is small.
         processor_s, moved_bytes, in_disk_wait = time.process_time() - time.thread_time(), 0, False
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):  # no descriptor left, say
             this = psutil.Process()
             for process in (this, *this.children(recursive=True)):
-                with suppress(psutil.Error):
+                with suppress(psutil.Error, OSError):
                     if process is not this:
                         times = process.cpu_times()
                         processor_s += times.user + times.system

@@ -198,6 +198,10 @@ class Watcher:
                     return
             except RuntimeError:  # the store is gone with its process: the process group notices that for itself
                 return
+            except (
+                Exception
+            ):  # what a look needs fails (descriptors, /proc): without this thread the rank would seem dead
+                continue
 
     def _look(self) -> bool:
         """Returns:
@@ -362,9 +366,12 @@ class _Lane:
         here = self.place()
         what = f"in {here.purpose}" if here.purpose else f"for {here.waits_for}"
         for_whom = "; ".join(f"rank {rank}: {place or 'nothing heard of it yet'}" for rank, place in late)
-        print(
-            f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}, for {for_whom}", file=sys.stderr, flush=True
-        )
+        with suppress(OSError, ValueError):  # stderr is closed
+            print(
+                f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}, for {for_whom}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # In any thread --------------------------------------------------------------------------------------------------
 

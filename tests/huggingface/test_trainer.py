@@ -316,7 +316,6 @@ def test_push_to_the_hub(tmp_path: Path) -> None:
         assert f"zero-stage-{stage}".encode() in files["README.md"]
 
 
-
 class Look(TrainerCallback):
     """What training starts from."""
 
