@@ -30,6 +30,8 @@ Everything here costs Python time per unit, never per parameter.
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -134,6 +136,7 @@ class Schedule:
         self._forward = Order()
         self._in_backward = self._again = False  # _again: the backward under way makes a graph itself
         self._seen_backward = False  # since the last step
+        self._raised = False  # the last forward
         self._task = -1
         self._with_graph = False  # the root's forward under way makes a graph
         self._running: list[Host] = []  # hosts whose forward is under way, innermost last
@@ -253,6 +256,9 @@ class Schedule:
             self.reset()
         if self._root in self._running:  # an exception that no hook was told of
             self._abandon()
+            self._raised = True
+        if self._raised:
+            self._collect()
         if not self._running:
             self.callbacks.before_forward(args, kwargs)
         self._look_over()
@@ -316,6 +322,13 @@ class Schedule:
                 self._leave_tail(trace)
                 self._tail = trace
         return True
+
+    def _collect(self) -> None:
+        """An exception keeps the graph of its pass in a cycle, and that the uses of units. They end on all ranks now, and not
+        when a collector comes by: until then ranks would send a unit's gradients at different moments of a backward.
+        """
+        self._raised = False
+        gc.collect()
 
     def _abandon(self) -> None:
         """No forward is under way."""
@@ -446,6 +459,8 @@ class Schedule:
                 self._tail = trace
 
     def _root_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
+        if output is None and sys.exc_info()[1] is not None:
+            self._raised = True
         if not self._leave(host) or self._in_backward:
             return
         graph = torch.is_grad_enabled()
@@ -701,6 +716,7 @@ class Schedule:
             trace.unit.release()
         self.unsynced = False
         if broke_off:
+            self._collect()
             self.callbacks.broke_off()
         self._in_backward = False  # last: a reset that is interrupted is made again
 
