@@ -82,7 +82,7 @@ class Optimized(Protocol):
 
 
 class Options:
-    """The options of an optimizer's groups, as far as they are plain values or short tensors: `lr`, `betas`, `weight_decay`, …
+    """The options of an optimizer's groups that are plain values or short tensors in host memory: `lr`, `betas`, …
 
     Args:
         of: whose optimizer, which may be another one later.
@@ -112,6 +112,8 @@ class Options:
             for key, value in group.items():
                 if key in ("params", "param_names"):
                     continue
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    continue  # reading it would wait for the device in every backward
                 self._again = self._again or type(value) not in _PLAIN
                 plain = _plain(value)
                 if plain is not None:
