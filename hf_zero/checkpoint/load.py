@@ -230,8 +230,8 @@ class Loading:
             if value != mine.get(key)
         }
         warnings.warn(
-            f"{path} holds the state of {theirs}, and this run's optimizer is {optimizer.kind}: it takes over its states and "
-            f"all options, of which these were others: {changed}",
+            f"{path} holds the state of {theirs}, and this run's optimizer is {optimizer.kind}: it takes over "
+            f"{sorted(optimizer.names() or ())} and all options, of which these were others: {changed}",
             stacklevel=2,
         )
 
