@@ -12,12 +12,15 @@ HOME = tempfile.TemporaryDirectory(prefix="hf_home_")
 # Libraries read these when they are imported, here and in all children. Several processes share the cores: a thread each.
 os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.kit.pool import RankPool  # noqa: E402
 
 torch.set_num_threads(1)
+hypothesis.settings.load_profile("ci")
+"""The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
 LONG = ("runtime", "scripts")
 """Folders with the longest files. They come first, so that several pytest processes end at about the same time."""
 

@@ -233,7 +233,7 @@ def _settle(made: Migration) -> None:
         settings["offload_optimizer"] = "cpu"
     stage = settings.get("stage", 0 if made.kind == "DeepSpeed" else ZeroConfig().stage)
     settings["stage"] = stage
-    policy = STAGES.get(stage)  # None: ZeroConfig refuses it below
+    policy = STAGES.get(stage) if isinstance(stage, int) else None  # None: ZeroConfig refuses it below
     if policy is not None and policy.keep_full and settings.get("offload_params", "none") != "none":
         why = f"stage {stage} keeps whole parameters on the device"
         made.findings.append(Finding("offload_params", settings.pop("offload_params"), "not needed", "", why))

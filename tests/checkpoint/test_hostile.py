@@ -28,7 +28,7 @@ from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from hf_zero.checkpoint.safetensors import read_header
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-LONG = settings(QUICK, max_examples=3000)
+LONG = settings(QUICK, max_examples=3000, derandomize=False)
 OPTIMIZER, STATE = "optimizer/optimizer.json", "zero_state.json"
 
 
