@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from finetune_console import UserError, examples
 from huggingface_hub.constants import HF_HOME
 from transformers import (
@@ -356,8 +357,10 @@ def _pack(
 
 
 def _mask(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, probability: float) -> dict[str, Any]:
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=0)
-    masked = collator([{"input_ids": ids} for ids in batch["input_ids"]])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the collator's own `seed` gives other masks each time in transformers 5.17
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+        masked = collator([{"input_ids": ids} for ids in batch["input_ids"]])
     return {"input_ids": masked["input_ids"].tolist(), "labels": masked["labels"].tolist()}
 
 
