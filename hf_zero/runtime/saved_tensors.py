@@ -5,6 +5,7 @@ Everything here runs once per unit and forward, or once per saved tensor: it mak
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
@@ -111,12 +112,13 @@ class SavedTensors:
     Hooks that are already on (`save_on_cpu`) go on working for what is not a parameter.
 
     Args:
-        owner_of: address of a storage (`_cdata`) -> what to pass to `bring`.
+        owner_of: address of a storage (`_cdata`) -> what to pass to `bring`; it is gone when the storage is.
         bring: called before a saved parameter is read.
     """
 
-    def __init__(self, owner_of: Mapping[int, Any], bring: Callable[[Any], None]) -> None:
+    def __init__(self, owner_of: Mapping[int, weakref.ref[Any]], bring: Callable[[Any], None]) -> None:
         self._owner_of = owner_of
+        self._on: Callable[[Tensor], Any] | None = None
         self._bring = bring
 
     def push(self) -> bool:
@@ -126,27 +128,32 @@ class SavedTensors:
         if not autograd._saved_tensors_hooks_is_enabled():
             return False
         outer = autograd._top_saved_tensors_default_hooks(True)
+        while outer is not None and _is_left(outer[0]):
+            autograd._pop_saved_tensors_default_hooks()
+            outer = autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return False  # it counts what is saved, and its recomputation runs the forward hooks
-        if outer is None:
-            autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        else:
-            pack, unpack = self._around(*outer)
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        pack, unpack = (self._pack, self._unpack) if outer is None else self._around(*outer)
+        self._on = pack
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
         return True
 
-    @staticmethod
-    def pop() -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    def pop(self) -> None:
+        """Take off what `push` has put on, if it is there: Ctrl-C may have come between that and what remembers it."""
+        autograd: Any = torch._C._autograd
+        top = autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] == self._on:
+            autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.requires_grad:
             tensor = (
                 tensor.detach()
             )  # an operation's own output would keep the operation, and that the output, for ever
-        key = tensor.untyped_storage()._cdata
-        owners = self._owner_of
-        return tensor, tensor._version, owners.get(key)
+        owner = self._owner_of.get(tensor.untyped_storage()._cdata)
+        if owner is not None and owner() is None:  # the unit is no more, and its address is another storage's
+            owner = None
+        return tensor, tensor._version, owner
 
     def _unpack(self, saved: Any) -> Tensor:
         tensor, version, owner = saved
@@ -174,3 +181,9 @@ class SavedTensors:
             return self._unpack(value) if is_parameter else unpack(value)
 
         return packed, unpacked
+
+
+def _is_left(pack: Any) -> bool:
+    """Whether it is of a model that is gone: Ctrl-C has ended its last forward, of which torch tells no hook."""
+    saved = getattr(pack, "__self__", None)
+    return isinstance(saved, SavedTensors) and all(owner() is None for owner in saved._owner_of.values())

@@ -300,8 +300,10 @@ class Schedule:
                     if owner.trace is not None and (module._forward_hooks or module._forward_pre_hooks):
                         owner.trace.strict = True
             strict = self._learning if host.trace is None else self._learning or host.trace.strict
-            if strict and self._saved.push():
-                self._hooked = host
+            if strict:
+                self._hooked = host  # first: hooks that nobody remembers would stay on
+                if not self._saved.push():
+                    self._hooked = None
         self._running.append(host)
 
     def _leave(self, host: Host) -> bool:
@@ -311,8 +313,8 @@ class Schedule:
         while self._running.pop() is not host:  # an exception that no hook was told of
             pass
         if self._hooked is not None and self._hooked not in self._running:
-            self._hooked = None
             self._saved.pop()
+            self._hooked = None
         borrowed, host.borrowed = host.borrowed, []
         for trace in borrowed:
             trace.running = max(0, trace.running - 1)
@@ -334,8 +336,8 @@ class Schedule:
         """No forward is under way."""
         self._running.clear()
         if self._hooked is not None:
-            self._hooked = None
             self._saved.pop()
+            self._hooked = None
 
     def _pre_forward(
         self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

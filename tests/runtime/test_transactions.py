@@ -6,6 +6,7 @@ What both end with is equal to the bit: parameters, optimizer state, options of 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -611,3 +612,30 @@ def test_many_interrupts_at_any_moment(pools, tmp_path, place):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=400) == [[]]
+
+
+def test_hooks_that_an_interrupt_left_on_go_with_the_model() -> None:
+    """torch tells no hook of a forward that Ctrl-C ends: saved tensors pass through its hooks until the next forward."""
+    ids = torch.arange(6).view(2, 3)
+
+    def sharded() -> Net:
+        model = Net()
+        zero.shard(model, torch.optim.AdamW(model.parameters()), zero.ZeroConfig(stage=3))
+        return model
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def top() -> object:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    before, gone = top(), sharded()
+    gone.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gone(ids)
+    assert top() is not None
+    del gone
+    gc.collect()
+    for _ in range(3):  # whose memory may lie where that of the first was
+        sharded()(ids).backward()
+        assert top() == before
