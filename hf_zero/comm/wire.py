@@ -156,8 +156,12 @@ class SoloWire:
         """Maximum of a 0-dim tensor over the ranks."""
         return value
 
-    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Start to find the maximum over the ranks, element by element; what is returned waits and has it."""
+    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
+        """Start to find the maximum over the ranks, element by element; what is returned waits and has it.
+
+        Args:
+            at_end: of a backward, else at its start: the two do not meet each other.
+        """
         own = list(values)
         return lambda: own
 
@@ -212,7 +216,7 @@ class _GroupWire(SoloWire):
         self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
         return value
 
-    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
         found = torch.tensor(values, dtype=torch.int32, device=home_device())
         self.traffic.moved("agree", found.numel() * 4 * (self.size - 1))
@@ -306,11 +310,35 @@ class PairWire(_GroupWire):
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
         self._first_tag = 0
+        self._asked: Wait | None = None
+        """Of the last `start_maximum`, until its answer is there. A receive that is let go of would block its connection."""
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def start(self, stall_s: float) -> None:
         super().start(stall_s)
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
+
+    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
+        # No all-reduce: where ranks have diverged two of different lengths would meet, and gloo would abort the process. The
+        # tag has no step in it: the values tell that ranks have made different numbers of steps.
+        before, self._asked = self._asked, None
+        if before is not None:  # an exception has left it unanswered
+            before.wait()
+        rows = torch.tensor([values] * self.size, dtype=torch.int32)
+        self.traffic.moved("agree", len(values) * 4 * (self.size - 1))
+        tag, group = self._first_tag + _TAGS_EACH - 1 - at_end, self.group
+        works = [group.recv([rows[p]], p, tag) for p in self._peers]
+        works += [group.send([rows[self.rank]], p, tag) for p in self._peers]
+        asked = self._asked = Wait(lambda: _wait_for_all(works), self.traffic, self.watch, "agree", -1)
+
+        def answer() -> list[int]:
+            if self._asked is asked:
+                self._asked = None
+                asked.wait()
+            most: list[int] = rows.amax(0).tolist()
+            return most
+
+        return answer
 
     def _message_tag(self, tag: int, kind: int) -> int:
         """What only this engine's message of this span, kind and step has.
@@ -457,6 +485,11 @@ def home_device() -> torch.device:
         if torch.device("cpu") not in group._device_types:
             return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _land(source: Tensor, out: Tensor, scale: float) -> None:

@@ -251,7 +251,7 @@ class BackwardOrder:
             for trace in self._traces:
                 flags += trace.unit.arrived()
             flags += (asked, ends is not None and ends.signalled, 0 if blind is None else 1 + blind.at)
-            found = self._wire.start_maximum(flags)()
+            found = self._wire.start_maximum(flags, at_end=True)()
             more = [trace for trace in self._traces if found[trace.at]]
             if not more:
                 break

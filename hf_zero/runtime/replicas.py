@@ -131,8 +131,8 @@ class Options:
         if len(set(steps)) > 1:
             raise RankMismatchError(
                 f"ranks average the gradients of different steps: rank {wire.rank} has made {wire.watch.step} optimizer steps, "
-                f"others from {min(steps)} to {max(steps)}. Call optimizer.step() on every rank or on none; their "
-                "parameters may differ now, so go on from the last checkpoint"
+                f"others from {min(steps)} to {max(steps)}. Call optimizer.step() on every rank or on none, and use "
+                "no_sync for the same micro-batches; their parameters may differ now, so go on from the last checkpoint"
             )
         refuse_difference([named for _, named in told], wire.watch.step)
         raise RankMismatchError("ranks have other options in their optimizer's groups: set the same on every rank")
