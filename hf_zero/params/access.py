@@ -419,7 +419,7 @@ class _Gathered:
             place = holder.place
             whole = place.whole(master_of).to(dtype_of(place.slot.spec.dtype))
             place.flat.pinned.add(place.at)
-            param.data = whole
+            place.flat.show(place.at, whole)
         self._shape, self._dtype = whole.shape, whole.dtype
         self._print = fingerprint(whole)
 
@@ -464,9 +464,7 @@ class _Gathered:
             return
         unit, flat, index = holder.place
         flat.pinned.discard(index)
-        flat.uncount(index)
-        whole = unit.policy.keep_full or unit.state.name == "GATHERED"
-        self.param.data = (flat.views if whole else flat.guards.shown)[index]
+        flat.unshow(index, gathered=unit.policy.keep_full or unit.state.name == "GATHERED")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from .deferred import birth_of
 from .flat_param import Flat, slice_of
 from .optimizer import Binding, WholeBinding, originals_of, state_tensors
 from .ownership import adopt, release
+from .reads import AsTheyAre
 from .sharded import Place, Sharded
 from .supported_optimizers import needs_wholes
 from .unit import State, Unit
@@ -319,15 +320,8 @@ class Assembly:
         """Before a step, with all units at rest.
 
         Raises:
-            StateError: a parameter was written while it was released.
             LayoutError: a frozen one has a gradient of this rank's alone, from a backward of a part of the model.
         """
-        if not self.sharded.policy.keep_full and self.sharded.device.type != "cpu":  # on CPU every gather looks
-            intact = torch.stack([flat.guards.intact() for flat in self.sharded.flats])
-            if not bool(intact.all()):
-                for unit in self.sharded.units:
-                    for flat in unit.flats:
-                        flat.guards.check(unit.name)
         for flat in self._frozen:
             for index, param in enumerate(flat.params):
                 if param.grad is not None:
@@ -343,7 +337,8 @@ class Assembly:
             LayoutError: frozen under `step_in_backward`, which steps over whole spans as their gradients come.
         """
         before = self._flags
-        self._flags = now = [param.requires_grad for param in self._params]
+        with AsTheyAre():
+            self._flags = now = [param.requires_grad for param in self._params]
         if now == before:
             return False
         if self.sharded.config.step_in_backward:
@@ -390,9 +385,9 @@ class Assembly:
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:
             whole = self._whole(flat, flat.values)
-            for slot, param in zip(flat.span.slots, flat.params):
+            for index, slot in enumerate(flat.span.slots):
                 value = whole[slot.offset : slot.stop].view(slot.spec.shape)
-                param.data = value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value
+                flat.show(index, value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value)
 
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """All ranks' slices of a span, in the master dtype. A collective."""

@@ -7,6 +7,7 @@ their graphs, as far as torch finds them equal.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import update_wrapper
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StateError
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,12 +30,42 @@ def blocks_of(model: nn.Module, hosts: Iterable[nn.Module]) -> Iterator[nn.Modul
             yield module
 
 
+def stay_out_of_graphs() -> None:
+    """dynamo does not look into this package: where somebody compiles a sharded model, its hooks run between graphs."""
+    from torch._dynamo import trace_rules
+
+    package = __name__.partition(".")[0]
+    folder = os.path.dirname(sys.modules[package].__file__ or "")
+    if not any(each.rstrip("/\\") == folder for each in trace_rules.SKIP_DIRS):
+        trace_rules.add(package)
+
+
+def refuse_transformed() -> None:
+    """
+    Raises:
+        StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    for transform in stack:
+        if transform.key() != torch._C._functorch.TransformType.Vmap:
+            raise StateError(
+                f"a sharded model is called inside torch.func.{transform.key().name.lower()}, where its parameters cannot be "
+                "gathered. Differentiate by torch.autograd.grad(..., create_graph=True) or torch.autograd.functional"
+            )
+
+
 def refuse_compiled(model: nn.Module) -> None:
     """
     Raises:
-        ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs.
+        ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
+            `torch.jit.ScriptModule`, which takes no hooks.
     """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or type(model).__name__!r} is a {type(module).__name__} of torch.jit, which takes no hooks of Python: "
+                "shard the module that it was made of"
+            )
         if module.__dict__.get("_compiled_call_impl") is not None:
             raise ConfigError(
                 f"{name or type(model).__name__!r} was compiled by module.compile() before the model was sharded, and its "

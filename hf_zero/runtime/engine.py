@@ -34,7 +34,7 @@ from .build import Assembly, device_of
 from .casting import shown_in
 from .checkpoints import Behind, load, save
 from .clipping import Overflow, clip_norm, clip_values
-from .compiling import Block, Compile, Failures, refuse_compiled, take_wrapper_off
+from .compiling import Block, Compile, Failures, refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .flat_param import Flat
 from .offload import STATES, Offload
 from .optimizer import Binding, WholeBinding
@@ -87,6 +87,7 @@ class Engine:
             if engine_of(model) is not None:
                 raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
             refuse_compiled(model)
+            stay_out_of_graphs()
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
             drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard

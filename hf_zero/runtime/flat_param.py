@@ -15,11 +15,12 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from ..tiers.tier import Tier
 from .bucket import SpanGradients
 from .deferred import left_in_files, poured
 from .offloaded_shard import SHARDS, DiskShard, new_shard
+from .reads import Lender, plain_class, released_class
 from .state_shard import Shard, assembled, is_elementwise
 
 
@@ -58,8 +60,7 @@ class State(Enum):
 class Guards:
     """One NaN per parameter of a span; a released parameter's `.data` is its guard expanded to the true shape.
 
-    A stray read gives NaN; a stray write changes the guard and is found by the next gather. Types without a NaN have 0, and
-    nothing is found.
+    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none.
 
     Attributes:
         addresses: of what is shown.
@@ -68,34 +69,11 @@ class Guards:
     """
 
     def __init__(self, span: Span, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        self._span = span
         dtype = dtype or dtype_of(span.spec.compute_dtype)
-        self._has_nan = dtype.is_floating_point or dtype.is_complex
-        value = float("nan") if self._has_nan else 0
-        self._values = torch.full((len(span.slots),), value, dtype=dtype, device=device)
-        self.shown = [guard.expand(slot.spec.shape) for guard, slot in zip(self._values.unbind(), span.slots)]
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        values = torch.full((len(span.slots),), value, dtype=dtype, device=device)
+        self.shown = [guard.expand(slot.spec.shape) for guard, slot in zip(values.unbind(), span.slots)]
         self.addresses = [guard.data_ptr() for guard in self.shown]
-
-    def intact(self) -> Tensor:
-        """0-dim bool: no parameter was written while it was released. No host wait."""
-        if self._has_nan:
-            return self._values.isnan().all()
-        return torch.ones((), dtype=torch.bool, device=self._values.device)
-
-    def check(self, unit: str) -> None:
-        """Raise if a parameter was written while it was released."""
-        if self._has_nan and not bool(self.intact()):
-            self.refuse(unit, int((~self._values.isnan()).nonzero()[0]))
-
-    def refuse(self, unit: str, index: int) -> NoReturn:
-        """This parameter was written while it was released."""
-        if self._has_nan:
-            self._values.fill_(float("nan"))
-        raise StateError(
-            f"parameter {self._span.slots[index].spec.name!r} of unit {unit!r} was written to while it was released (its "
-            "values live in the ranks' shards; what was written is lost). Assign `param.data = values` on every rank, or use "
-            "zero.GatheredParameters, zero.set_full_parameter or load_state_dict"
-        )
 
 
 class Flat(SpanGradients):
@@ -149,6 +127,8 @@ class Flat(SpanGradients):
         """Stretches of the slice that are compared at every release, see `writes`."""
         self.watched_digests: list[int] = []
         """Of these, as they were gathered; empty where they are compared with masters on the device."""
+        self.known_references = 0
+        """To the memory of `full`, when every parameter was where it should be; 0: not looked at."""
         self.printed: int | None = None
         """Where whole parameters stay and masters are other memory: the digest of `place` as the engine made it."""
         self._is_fresh = False  # `printed` is of what the next gather brings
@@ -160,6 +140,10 @@ class Flat(SpanGradients):
         self.account.add("gathered", self._gathered_bytes)
         storage.ledger.places += 1
         self.guards = Guards(span, self.device)
+        self._plain: list[Any] = [plain_class(param) for param in self.params]
+        self._lender: Lender | None = None
+        self._released: list[Any] = list(self._plain)
+        """By parameter, its class while it is released, see `mask`."""
 
     def _settle_in(self, mine: Tensor, stretches: Sequence[tuple[Tier, int]], at_rest: DiskArray | None) -> None:
         """`own` and the shards, each in its tier, from the slice's values; `mine` is undefined where they are at rest."""
@@ -232,13 +216,39 @@ class Flat(SpanGradients):
     # Parameters -----------------------------------------------------------------------------------------------------
 
     def point(self, targets: Sequence[Tensor]) -> None:
-        if not self.pinned:
-            for param, target in zip(self.params, targets):
-                param.data = target
-            return
-        for index, (param, target) in enumerate(zip(self.params, targets)):
+        """Parameters show these: `guards.shown`, and are released, or values."""
+        classes = self._released if targets is self.guards.shown else self._plain
+        for index, (param, target, kind) in enumerate(zip(self.params, targets, classes)):
             if index not in self.pinned:
+                param.__class__ = self._plain[index]
                 param.data = target
+                param.__class__ = kind
+
+    def show(self, index: int, target: Tensor) -> None:
+        """One parameter shows these values; whoever calls has pinned it or takes them away again."""
+        param = self.params[index]
+        param.__class__ = self._plain[index]
+        param.data = target
+
+    def unshow(self, index: int, *, gathered: bool) -> None:
+        """One parameter is what it would be without that."""
+        self.show(index, (self.views if gathered else self.guards.shown)[index])
+        self.uncount(index)
+        if not gathered:
+            self.params[index].__class__ = self._released[index]
+
+    def mask(self, lender: Lender, owner: weakref.ref[Any], *, released: bool) -> None:
+        """Reads of released parameters are told to `lender`, which knows the unit by `owner`.
+
+        Args:
+            released: whether they are now.
+        """
+        self._lender = lender
+        made = {kind: released_class(kind, lender, owner) for kind in dict.fromkeys(self._plain)}
+        self._released = [made[kind] for kind in self._plain]
+        for index in range(len(self.params)) if released else ():
+            if index not in self.pinned:
+                self.params[index].__class__ = self._released[index]
 
     def show_in(self, dtype: torch.dtype | None) -> None:
         """Between passes: in this type from now on; None: as they are gathered."""
@@ -312,6 +322,12 @@ class Flat(SpanGradients):
         """What was written to a parameter in place so far is known."""
         self._versions[index] = self.params[index]._version
 
+    @property
+    def references(self) -> int:
+        """How many tensors have the memory of `full`."""
+        count: int = torch._C._storage_Use_Count(self._full_storage._cdata)
+        return count
+
     def open(self, use: str) -> None:
         """Give `full` its storage back; a gather fills it. `use`: what for, if there is no memory."""
         self.storage.allocate("gathered", use, self.full_bytes, partial(self._full_storage.resize_, self.full_bytes))
@@ -319,9 +335,34 @@ class Flat(SpanGradients):
 
     def close(self) -> None:
         if not self.resident:
+            if not self._full_storage.resizable():
+                self.leave_storage()
             self._full_storage.resize_(0)
+            self.known_references = 0
             self.account.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
+
+    @torch.no_grad()
+    def leave_storage(self) -> None:
+        """`full` has the same values in other memory from here on: somebody keeps views of this one, or a NumPy array of it,
+        which torch never resizes."""
+        old, addresses = self._full_storage, self.addresses
+        new = torch.UntypedStorage(self.full_bytes, device=self.device)
+        if old.nbytes():
+            new.copy_(old)
+        for tensor in (self.full, self.place, *self.views):
+            tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._full_storage = new
+        for shard in self.shards:
+            if shard.aliased and self.own is self.place and isinstance(self.own, Tensor):
+                shard.rest_on(self.own[shard.start : shard.stop])
+        for whole, slot in zip(self.wholes, self.span.slots):
+            whole.data = self.full[slot.offset : slot.stop].view(slot.spec.shape)
+        for index, (param, address) in enumerate(zip(self.params, addresses)):
+            if param.data_ptr() == address:
+                self.show(index, self.views[index])
+        if self._lender is not None:
+            self._lender.rehomed(old._cdata, new._cdata)
 
     def drop(self) -> None:
         """Give all memory back, whoever still refers to it: other flats hold the values."""

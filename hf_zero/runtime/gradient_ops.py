@@ -14,6 +14,7 @@ from .clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_s
 from .flat_param import Flat
 from .gradients import Gradient, Handles, is_of
 from .offload import Offload
+from .reads import AsTheyAre
 from .sharded import Sharded, gradient_of
 
 T = TypeVar("T")
@@ -61,10 +62,11 @@ class Gradients:
         """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
         self._norms.clear()
         updated = self.sharded.config.step_in_backward  # the gradients are used up, or will be: using them is refused
-        for flat in self._flats():
-            if updated or flat.waits or flat.is_reduced:
-                flat.handles.keeper = self
-                flat.handles.show()
+        with AsTheyAre():
+            for flat in self._flats():
+                if updated or flat.waits or flat.is_reduced:
+                    flat.handles.keeper = self
+                    flat.handles.show()
         self.show_slices()
 
     def show_slices(self) -> None:
@@ -92,15 +94,9 @@ class Gradients:
             return
         flats = self._flats() if flats is None else flats
         self._follow(flats)
-        for flat in flats:
-            handles = flat.handles
-            placed, grads = handles.placed, handles.grads
-            for index, param in enumerate(flat.params):
-                shown = param.grad
-                if (shown is not grads[index]) if placed[index] else (shown is not None):
-                    break
-            else:
-                continue
+        with AsTheyAre():
+            changed = [flat for flat in flats if flat.handles.is_changed]
+        for flat in changed:
             self._settle(flat)
 
     def _follow(self, flats: Sequence[Flat]) -> None:
@@ -158,8 +154,9 @@ class Gradients:
         flats = self._flats()
         if not self.sharded.config.step_in_backward:
             self._follow(flats)
-        for flat in flats:
-            flat.handles.hide()
+        with AsTheyAre():
+            for flat in flats:
+                flat.handles.hide()
 
     # What stand-ins ask ---------------------------------------------------------------------------------------------
 

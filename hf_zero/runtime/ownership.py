@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ConfigError, LayoutError, StateError
+from .reads import AsTheyAre
 
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
 
@@ -135,7 +136,9 @@ def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
 
 
 def _memory_of(param: nn.Parameter, name: str) -> _Memory | None:
-    values, owner = param.detach(), OWNERS.get(param)
+    with AsTheyAre():  # where it lies, and not what is there
+        values = param.detach()
+    owner = OWNERS.get(param)
     is_deferred = owner is not None and not isinstance(owner, weakref.ref)
     if is_deferred or values.numel() == 0 or values.is_meta or values.layout != torch.strided:
         return None

@@ -1,8 +1,9 @@
-"""A module's parameters that are gathered when someone reads them.
+"""Parameters that are gathered when someone reads them.
 
 Heads fused with their loss, tied reads and custom layers take another module's weight and never call that module:
 `F.linear(hidden, model.lm_head.weight)`. `nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a
-unit is released, the dictionaries of its modules answer through `GatherOnRead`.
+unit is released, the dictionaries of its modules answer through `GatherOnRead`. Who has the parameter already
+(`for p in model.parameters(): penalty += p.square().sum()`) comes by `ReleasedParameter`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,52 @@ from __future__ import annotations
 import copy
 import dis
 import sys
-from collections.abc import Callable, Iterable
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
+
+from ..errors import StateError
 
 DESCRIPTIONS = frozenset(
     ("device", "dim", "dtype", "element_size", "is_floating_point", "ndim", "numel", "shape", "size")
 )
 """Of a tensor, what is the same while its unit is released."""
+_NEED_NO_VALUES = DESCRIPTIONS | frozenset(
+    (
+        "__dir__", "__hash__", "__len__", "_is_view", "can_cast", "data_ptr", "empty_like", "full_like", "get_device",
+        "has_names", "is_complex", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_pinned", "is_same_size",
+        "is_shared", "is_signed", "ndimension", "nelement", "new_empty", "new_full", "new_ones", "new_tensor",
+        "new_zeros", "ones_like", "promote_types", "rand_like", "randint_like", "randn_like", "register_hook",
+        "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "storage",
+        "storage_offset", "stride", "untyped_storage", "zeros_like",
+    )
+)  # fmt: skip
+"""Torch functions that look at a tensor, and not at its elements."""
+_WITHOUT_GRAPH = frozenset(
+    (
+        "__array__",
+        "__bool__",
+        "__float__",
+        "__get__",
+        "__int__",
+        "allclose",
+        "detach",
+        "equal",
+        "item",
+        "numpy",
+        "tolist",
+    )
+)
+"""Torch functions whose result has no gradient. Of attributes, `data` is the one that is asked for."""
+_VALUE_ATTRIBUTES = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
+AsTheyAre = torch._C.DisableTorchFunctionSubclass
+"""Inside, released parameters are plain tensors: the engine's own looks at `.grad` and flags are no torch functions."""
+_DIFFERENTIATES = "grad"  # `torch.autograd.grad`: parameters tell it where gradients go
 
 
 class ParameterDict(dict[str, Any]):
@@ -60,6 +97,120 @@ class GatherOnRead(ParameterDict):
         if param is not None:
             self.read(self)
         return param
+
+
+class Lender(Protocol):
+    """Who brings units in, see `schedule.Lead`."""
+
+    def lend(self, owners: Sequence[weakref.ref[Any]], *, graph: bool) -> None:
+        """The parameters of these units have their values afterwards.
+
+        Args:
+            graph: what is made of them may come into a graph.
+        """
+        ...
+
+    def is_released(self, owner: weakref.ref[Any]) -> bool: ...
+
+    def rehomed(self, old: int, new: int) -> None:
+        """A unit's parameters are gathered in the storage of address (`_cdata`) `new` from here on."""
+        ...
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter while its unit is released: a torch function that needs its values has the unit gathered first.
+
+    Only the class of the object changes, there and back, so that a gathered parameter costs what it always does. Code that
+    torch functions do not reach reads the guard. One subclass per unit and class of parameter, see `released_class`.
+    """
+
+    lender: ClassVar[Lender]
+    owner: ClassVar[weakref.ref[Any]]
+    plain: ClassVar[type[nn.Parameter]]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__repr__":
+            return f"Parameter(released: it has values in a forward, shape={_described(args[0])})"
+        if name == _DIFFERENTIATES:
+            unmasked = Unmasked(_released((args, kwargs)))  # what runs in there must not lose its torch functions
+            try:
+                return func(*args, **kwargs)
+            finally:
+                unmasked.end()
+        if not _needs_values(func, name):
+            with AsTheyAre():
+                return func(*args, **kwargs)
+        wanted: dict[Lender, list[weakref.ref[Any]]] = {}
+        for param in _released((args, kwargs)):
+            owners = wanted.setdefault(type(param).lender, [])
+            if type(param).owner not in owners:
+                owners.append(type(param).owner)
+        for lender, owners in wanted.items():
+            lender.lend(owners, graph=torch.is_grad_enabled() and name not in _WITHOUT_GRAPH)
+        for param in _released((args, kwargs)):
+            raise StateError(
+                f"{name} of a parameter of shape {_described(param)} whose unit cannot be gathered now: read it inside a "
+                "forward or inside zero.GatheredParameters"
+            )
+        return func(*args, **kwargs)
+
+
+def released_class(kind: type[nn.Parameter], lender: Lender, owner: weakref.ref[Any]) -> type[ReleasedParameter]:
+    """What parameters of this class are while their unit is released.
+
+    Args:
+        owner: what `lender` knows the unit by. Weakly: a graph may keep a parameter, and with it its class.
+    """
+    bases = (ReleasedParameter,) if kind is nn.Parameter else (ReleasedParameter, kind)
+    members = {"__module__": kind.__module__, "lender": lender, "owner": owner, "plain": kind}
+    return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(members))
+
+
+def plain_class(param: nn.Parameter) -> type[nn.Parameter]:
+    """What its class is, or would be if it were not released."""
+    kind = type(param)
+    return kind.plain if issubclass(kind, ReleasedParameter) else kind
+
+
+def _needs_values(func: Any, name: str) -> bool:
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "data") in _VALUE_ATTRIBUTES
+    return name not in ("__set__", "__delete__") and name not in _NEED_NO_VALUES
+
+
+def _released(values: Any) -> Iterator[ReleasedParameter]:
+    """In the arguments of a torch function, in their order."""
+    if isinstance(values, ReleasedParameter):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from _released(each)
+    elif isinstance(values, dict):
+        yield from _released(list(values.values()))
+
+
+def _described(param: nn.Parameter) -> tuple[int, ...]:
+    with AsTheyAre():
+        return tuple(param.shape)
+
+
+class Unmasked:
+    """Released parameters that are plain ones until `end`: what reads them then gets no values and asks for none."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self._kinds = [(param, type(param)) for param in params if isinstance(param, ReleasedParameter)]
+        for param, kind in self._kinds:
+            param.__class__ = kind.plain  # type: ignore[assignment]
+
+    def end(self) -> None:
+        for param, kind in self._kinds:
+            if type(param) is kind.plain and kind.lender.is_released(kind.owner):
+                param.__class__ = kind
 
 
 def put_on(modules: Iterable[nn.Module], read: Callable[[ParameterDict], None]) -> list[ParameterDict]:

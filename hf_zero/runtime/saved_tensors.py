@@ -117,9 +117,13 @@ class SavedTensors:
     """
 
     def __init__(self, owner_of: Mapping[int, weakref.ref[Any]], bring: Callable[[Any], None]) -> None:
-        self._owner_of = owner_of
+        self._owner_of = dict(owner_of)
         self._on: Callable[[Tensor], Any] | None = None
         self._bring = bring
+
+    def rehome(self, old: int, new: int) -> None:
+        """What lay in the storage at `old` is saved in the one at `new` from here on."""
+        self._owner_of[new] = self._owner_of.pop(old)
 
     def push(self) -> bool:
         """From here on, in this thread. False, and nothing is done, where saved tensor hooks are disabled (`torch.func`), or

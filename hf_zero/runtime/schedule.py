@@ -33,7 +33,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from ..comm.wire import SoloWire
 from ..errors import StateError
 from . import reads as on_read
 from .backward_order import BackwardOrder
+from .compiling import refuse_transformed
 from .replicas import Options
 from .saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
 from .unit import State, Unit
@@ -71,6 +72,30 @@ class Lead:
     def end(self) -> None:
         """The units of graphs that were made so far are no more."""
         self.schedule = _nobody
+
+    def lend(self, owners: Sequence[weakref.ref[Trace]], *, graph: bool) -> None:
+        """Somebody reads released parameters of these units.
+
+        Raises:
+            StateError: their model is gone.
+        """
+        schedule = self.schedule()
+        traces = [trace for owner in owners if (trace := owner()) is not None]
+        if schedule is None or not traces:
+            raise StateError(
+                "a parameter is read whose sharded model no longer exists: its values are gone with it. Keep the model, or "
+                "call engine.detach() first"
+            )
+        schedule.lend(traces, graph=graph)
+
+    def rehomed(self, old: int, new: int) -> None:
+        schedule = self.schedule()
+        if schedule is not None:
+            schedule._saved.rehome(old, new)
+
+    def is_released(self, owner: weakref.ref[Trace]) -> bool:
+        trace = owner()
+        return trace is not None and trace.unit.state is not State.GATHERED and not trace.unit.shows_whole
 
     def missing(self) -> None:
         """A backward comes to a unit that is no more.
@@ -132,7 +157,7 @@ class Schedule:
         self.unsynced = False
         """Some local gradients wait for a reduce. The same on every rank, as `no_sync` is."""
         self._handles: list[Any] = []
-        self._pass = self._clock = 0
+        self._pass, self._clock = 1, 0
         self._forward = Order()
         self._in_backward = self._again = False  # _again: the backward under way makes a graph itself
         self._seen_backward = False  # since the last step
@@ -144,6 +169,7 @@ class Schedule:
         self._learning = LEARNING
         self._tail: Trace | None = None  # its forward is done; its release waits for the next unit's need
         self._touched: list[Use] = []  # in the backward under way
+        self._looks: dict[Trace, int] = {}  # units that were read between passes; references to their memory then
         self.traces: list[Trace] = []
         self._hosts: list[Host] = []
         for unit, modules in units:
@@ -206,6 +232,8 @@ class Schedule:
                 watched[trace].append(each)
         for trace, dictionaries in watched.items():
             trace.unit.watch(dictionaries)
+            for flat in trace.unit.flats:
+                flat.mask(self._lead, weakref.ref(trace), released=trace.unit.state is State.SHARDED)
 
     def recut(self, units: Iterable[Unit]) -> None:
         """The same modules' units with other spans. Between passes, also as a forward begins.
@@ -293,6 +321,8 @@ class Schedule:
 
     def _enter(self, host: Host) -> None:
         """A host's forward begins."""
+        if not self._running:
+            refuse_transformed()
         if self.frees and self._hooked is None and torch.is_grad_enabled():
             if not self._running:
                 # A hook of others on a module inside a host may record its tensors: a backward may begin there.
@@ -488,6 +518,8 @@ class Schedule:
 
     def _drop_holds(self, least: int) -> None:
         """Units that were held for no longer than that are released."""
+        if self._looks:
+            self._end_looks()
         for trace in self.traces:
             if trace.held and trace.held <= least:
                 trace.held = 0
@@ -536,6 +568,56 @@ class Schedule:
         if self._in_backward or itself or (torch.is_grad_enabled() and any(each.uses for each in self.traces)):
             graph = torch.is_grad_enabled() or self._in_backward
             self._hold(trace, 2 if graph else 1)
+
+    def lend(self, traces: Sequence[Trace], *, graph: bool) -> None:
+        """Who has parameters of these released units computes with them; other than `_read`, no module was asked for them.
+
+        In a forward or backward, and wherever a graph is made, as there. Else (moving averages, edits and looks between passes)
+        they stay until the next forward, step, end of a backward or such look; what was written to them is carried over. A
+        collective, so ranks must read alike.
+        """
+        if self._running:
+            for trace in traces:
+                host = self._running[-1]
+                if trace is host.trace or trace in host.borrowed:
+                    self._need(trace)
+                else:
+                    self._borrow(host, trace)
+            return
+        if self._in_backward or graph:
+            for trace in traces:
+                self._hold(trace, 2)
+                self._notice(trace)
+            return
+        for trace, references in list(self._looks.items()):
+            if (
+                trace not in traces and trace.held == 1 and trace.unit.references <= references
+            ):  # else one has a view of it
+                del self._looks[trace]
+                trace.held = 0
+                trace.unit.look_over()
+                trace.unit.release()
+        for trace in traces:
+            trace.held = max(trace.held, 1)
+            trace.unit.gather()
+        for trace in traces:
+            trace.unit.wait()
+            self._looks[trace] = trace.unit.count_references()
+
+    def _end_looks(self) -> None:
+        """What was gathered for `lend` outside of passes may go.
+
+        Raises:
+            StateError: somebody keeps a view of it, which would have no memory then.
+        """
+        for trace, references in self._looks.items():
+            if trace.unit.state is State.GATHERED and trace.unit.references > references:
+                raise StateError(
+                    f"a view of a parameter of unit {trace.unit.name!r} is still held that was taken between passes "
+                    "(p.data, p.detach(), p[0]): the unit is released now, and its values with it. Keep a clone() instead, or "
+                    "read inside zero.GatheredParameters"
+                )
+        self._looks.clear()
 
     def _borrow(self, host: Host, trace: Trace) -> None:
         if not self._in_backward:
@@ -620,8 +702,9 @@ class Schedule:
         if not self.sync and self._defers:
             trace.unit.hold()
         elif self.wire.size == 1:
-            if trace.unit.has_grads():
-                self.order.reduce(trace)
+            with on_read.AsTheyAre():
+                if trace.unit.has_grads():
+                    self.order.reduce(trace)
         else:
             self.order.agreed()
             self.order.reduce_up_to(trace.place)
@@ -629,6 +712,8 @@ class Schedule:
     def _end_backward(self) -> None:
         """Whatever the node hooks missed; then every owner's gradient is complete."""
         self._tail = None
+        if self._looks:
+            self._end_looks()
         for trace in self.traces:
             trace.in_backward = trace.in_open = False
             if not self._again:
@@ -639,7 +724,8 @@ class Schedule:
                 trace.local = trace.local or trace.unit.has_grads()
                 trace.unit.hold()
         else:
-            self.order.finish()
+            with on_read.AsTheyAre():
+                self.order.finish()
         for trace in self.traces:
             trace.noted = trace.noted if self._again else 0
         self._learning = max(0, self._learning - 1)
@@ -688,6 +774,8 @@ class Schedule:
         if self._in_backward:
             self.recover()
         self._tail = None
+        if self._looks:
+            self._end_looks()
         self._look_over()
         for trace in self.traces:
             trace.held = 0

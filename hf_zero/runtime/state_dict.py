@@ -23,6 +23,7 @@ from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from .flat_param import joined
+from .reads import Unmasked
 from .sharded import Sharded
 
 
@@ -32,6 +33,7 @@ class StateDictHooks(ABC):
     def __init__(self) -> None:
         self._depth = 0
         self._values: dict[nn.Parameter, Tensor] = {}
+        self._unmasked: list[Unmasked] = []  # of the modules that torch is at, innermost last
         self._loading = 0
         self._wire = SoloWire()  # of the call
         self._spread = False
@@ -82,9 +84,15 @@ class StateDictHooks(ABC):
         if not prefix:  # outermost; a call that raised may have left its traces
             self._depth = 0
             self._values.clear()
+            while self._unmasked:
+                self._unmasked.pop().end()
         self._depth += 1
+        self._unmasked.append(
+            Unmasked(module._parameters.values())
+        )  # torch takes `detach()` of each, for `_give` to replace
 
     def _give(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self._unmasked.pop().end()
         for name, param in module._parameters.items():
             if param is None or prefix + name not in state:
                 continue
@@ -226,16 +234,15 @@ class ShardedHooks(StateDictHooks):
         self._settle()
 
     def open(self, param: nn.Parameter) -> Tensor:
-        flat = self._sharded.places[param].flat
-        param.data = torch.empty(param.shape, dtype=flat.master_dtype, device=flat.device)
+        _, flat, index = self._sharded.places[param]
+        flat.show(index, torch.empty(flat.span.slots[index].spec.shape, dtype=flat.master_dtype, device=flat.device))
         return param.data
 
     def close(self, param: nn.Parameter, landing: Tensor) -> None:
         _, flat, index = self._sharded.places[param]
         for shard, at, numel, start in flat.pieces(index):
             shard.values[at : at + numel].copy_(landing.view(-1)[start : start + numel])
-        param.data = flat.guards.shown[index]
-        flat.uncount(index)
+        flat.unshow(index, gathered=False)
 
     def after_load(self) -> None:
         """The masters are new: whole parameters follow, where the stage keeps them. A collective."""

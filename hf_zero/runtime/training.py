@@ -35,6 +35,7 @@ from .gradient_ops import Gradients
 from .moves import Monitor
 from .offload import Offload
 from .optimizer import Binding, take_state, with_closure_followed, with_closure_run
+from .reads import AsTheyAre
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
@@ -260,6 +261,7 @@ class Training:
             self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
         )
         self.binding = kind(optimizer, self.units, self._wire, originals)
+        self.writes.counts_references = True
         self.sharded.optimizer = optimizer
         if state is not None:
             self.binding.load_state_dict(state)
@@ -330,6 +332,8 @@ class Training:
     def _before_backward(self) -> None:
         self.sharded.refuse_unsharded("a backward")
         self._wire.watch.phase = "backward"
+        if self.config.step_in_backward:
+            self.writes.before_backward()
         if self.schedule.sync or self.policy.reduce_each_backward:
             self.gradients.hide()
 
@@ -493,11 +497,14 @@ class Training:
         self.schedule.recover()
         self._has_gradients, self._lost = False, None
         if not set_to_none:
+            for unit in self.units:
+                unit.finish_step()  # it reads the gradients
             self.gradients.zero()
             self.schedule.unsynced = False
             return
-        for unit in self.units:
-            unit.drop_grads(shards=True)
+        with AsTheyAre():
+            for unit in self.units:
+                unit.drop_grads(shards=True)
         self.schedule.unsynced = False
         if self._checks is not None:
             self._checks.cleared()

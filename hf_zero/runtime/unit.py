@@ -24,7 +24,7 @@ from ..tiers.tier import Tier
 from . import writes
 from .flat_param import Flat
 from .flat_param import State as State  # what others need of a unit
-from .reads import GatherOnRead, ParameterDict
+from .reads import AsTheyAre, GatherOnRead, ParameterDict
 
 
 class Unit:
@@ -42,9 +42,10 @@ class Unit:
         self._sends_late = any(flat.rest is Tier.DISK for flat in flats)
         """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
         where this rank has moved something since: collectives have one order."""
-        self._check_on_gather = bool(flats) and flats[0].device.type == "cpu"
         self.stepping: writes.Step | None = None
         """The update of this unit that another thread is busy with."""
+        self.written: str | None = None
+        """A parameter that was written between passes, while its unit was there for somebody to read."""
         self.failure: TierError | None = None
         """Parameters could not be read from disk: what was computed since is worthless."""
         self.always_asks = False
@@ -80,9 +81,7 @@ class Unit:
             self.finish_step()
         if not self.policy.keep_full:
             for flat in self.flats:
-                writes.check_released(flat, self.name)
-                if self._check_on_gather:
-                    flat.guards.check(self.name)
+                writes.carry_given(flat, self.name)
         for flat in self.flats:
             if not flat.resident:
                 flat.open(f"gathering unit {self.name!r}")
@@ -202,6 +201,17 @@ class Unit:
             flat.point(flat.guards.shown)
             flat.close()
 
+    @property
+    def references(self) -> int:
+        """How many tensors are views of what is gathered, ours among them."""
+        return sum(flat.references for flat in self.flats)
+
+    def count_references(self) -> int:
+        """The same, all of them ours."""
+        for flat in self.flats:
+            flat.known_references = flat.references
+        return self.references
+
     def look_over(self) -> None:
         """Where it stayed gathered after a forward, what was written since, also through `.data`, is carried over."""
         if self.state is not State.GATHERED or self.policy.keep_full:
@@ -210,7 +220,14 @@ class Unit:
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
                 try:
+                    replaced = flat.moved(flat.addresses)
+                    for index in (*replaced, *flat.counted()):
+                        self.written = self.written or flat.span.slots[index].spec.name
+                    if replaced:
+                        writes.part_from_views(flat, replaced)
                     writes.carry(flat)
+                    for index in replaced:
+                        writes.take_over(flat, self.name, index)
                 except TierError as error:  # on this rank alone: told to all at the end of the pass
                     self.failure = self.failure or error
 
@@ -366,15 +383,16 @@ class Unit:
             self.finish_step()
         if self.observer is not None:
             self.observer(self)
-        for flat in self.trained:
-            if self.wire.size == 1:
-                flat.add_local()
-                continue
-            source = flat.source(self.wire)
-            mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
-            flat.moving_bytes += mean.nbytes
-            move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
-            self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
+        with AsTheyAre():
+            for flat in self.trained:
+                if self.wire.size == 1:
+                    flat.add_local()
+                    continue
+                source = flat.source(self.wire)
+                mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
+                flat.moving_bytes += mean.nbytes
+                move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
+                self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
         if named is not None:
             named.__exit__(None, None, None)
 

@@ -136,7 +136,7 @@ class Unsharded:
         whole.known = digest(whole.buffer)
         flat.pinned.update(whole.mine)
         for index in whole.mine:
-            flat.params[index].data = whole.views[index]
+            flat.show(index, whole.views[index])
 
     @torch.no_grad()
     def carry(self) -> None:
@@ -207,7 +207,6 @@ class Unsharded:
             flat.pinned.difference_update(whole.mine)
             for index in whole.mine:
                 is_whole = whole.unit.policy.keep_full or whole.unit.state is State.GATHERED
-                flat.params[index].data = (flat.views if is_whole else flat.guards.shown)[index]
-                flat.uncount(index)
+                flat.unshow(index, gathered=is_whole)
             flat.account.add("gathered", -whole.buffer.nbytes)
         self._wholes.clear()

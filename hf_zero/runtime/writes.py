@@ -7,8 +7,7 @@ What is looked at, and when:
   next step and before anyone reads the masters. Where the master is that memory itself there is nothing to carry.
 * `param.data = x`: the address of the parameter's values, before a forward, a step, and a reader of the masters; at
   stage 3 with every gather and release.
-* at stage 3, a write while a parameter is released: its guard, and its version counter. It cannot be carried, and
-  raises.
+* at stage 3, a write while a parameter is released gathers its unit (`reads.ReleasedParameter`).
 * at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module
   of the user's own holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Other writes
   through `.data` inside a forward are not seen there.
@@ -23,7 +22,7 @@ on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from ..errors import StateError
 from ..tiers.array import fetch
 from ..tiers.fingerprint import digest
 from .flat_param import Flat, State
+from .reads import AsTheyAre
 
 WATCHED_NUMEL = 1 << 22
 """Frozen parameters of a module of the user's own are compared at every release up to this size."""
@@ -55,6 +55,7 @@ class Unit(Protocol):
     trained: list[Flat]
     state: State
     stepping: Step | None
+    written: str | None
 
     @property
     def in_memory(self) -> bool: ...
@@ -62,6 +63,8 @@ class Unit(Protocol):
     def finish_step(self) -> None: ...
 
     def close(self) -> None: ...
+
+    def look_over(self) -> None: ...
 
 
 @torch.no_grad()
@@ -132,10 +135,18 @@ def carry_replaced(flat: Flat, unit: str) -> None:
     """Where whole parameters are: `param.data` that someone has replaced is carried over."""
     moved = flat.moved(flat.addresses)
     if moved:
+        part_from_views(flat, moved)
         carry_written(flat, unit)
         for index in moved:
             take_over(flat, unit, index)
         flat.note_place()
+
+
+def part_from_views(flat: Flat, replaced: list[int]) -> None:
+    """Before replaced `.data` is copied to where the values were: who keeps views of those (`backup = p.data`) keeps them."""
+    if flat.known_references and flat.references > flat.known_references - len(replaced):
+        flat.leave_storage()
+        flat.known_references = flat.references + len(replaced)
 
 
 def carry_written(flat: Flat, unit: str) -> None:
@@ -151,18 +162,11 @@ def carry_written(flat: Flat, unit: str) -> None:
     flat.note_place()
 
 
-def check_released(flat: Flat, unit: str) -> None:
-    """Where parameters are released: replaced `.data` is carried over; other writes are lost.
-
-    Raises:
-        StateError: something was written in place; names the parameter.
-    """
-    replaced = flat.moved(flat.guards.addresses)
-    for index in replaced:
-        take_over(flat, unit, index, is_guard=True)
-    for index in flat.counted():
-        if index not in replaced:
-            flat.guards.refuse(unit, index)
+def carry_given(flat: Flat, unit: str) -> None:
+    """Where parameters are released: replaced `.data` is carried over."""
+    with AsTheyAre():
+        for index in flat.moved(flat.guards.addresses):
+            take_over(flat, unit, index, is_guard=True)
 
 
 def carry_in_use(flat: Flat, unit: Unit) -> None:
@@ -173,6 +177,8 @@ def carry_in_use(flat: Flat, unit: Unit) -> None:
     replaced, written = flat.moved(flat.addresses), flat.counted()
     if replaced or written or flat.watched:
         unit.close()
+        if replaced:
+            part_from_views(flat, replaced)
         if written:
             carry(flat)
         for low, high in () if written else changed(flat):
@@ -248,6 +254,8 @@ class WriteWatch:
     def restart(self) -> None:
         """The units' spans are new."""
         self._samples_at: object = None
+        self.counts_references = True
+        """Before the next forward; set where tensors over whole parameters are new."""
         self.optimizer_wrote = False
         """A method of the optimizer that torch's optimizers do not have was called: it may have written its tensors."""
         self._flats = [flat for unit in self._units for flat in unit.flats]
@@ -278,10 +286,14 @@ class WriteWatch:
             if values:
                 carry_written(flat, unit.name)
         elif not self._keeps and unit.state is State.SHARDED:
-            if flat.moved(flat.guards.addresses):
+            with AsTheyAre():
+                replaced = flat.moved(flat.guards.addresses)
+            if replaced:
                 unit.finish_step()
                 unit.close()
-            check_released(flat, unit.name)
+                carry_given(flat, unit.name)
+        elif not self._keeps:
+            unit.look_over()
 
     def before_forward(self, now: object, *, values: bool) -> None:
         """What everybody computes with follows what was written. A collective where masters were.
@@ -296,6 +308,10 @@ class WriteWatch:
                     for flat in unit.flats:
                         carry_replaced(flat, unit.name)
             self._note()
+        if self._keeps and self.counts_references:
+            self.counts_references = False
+            for flat in self._flats:
+                flat.known_references = flat.references
         if self._keeps and values:
             self._values()
             for flat in self._flats:
@@ -312,6 +328,11 @@ class WriteWatch:
             for flat in written:
                 flat.refresh()
 
+    def before_backward(self) -> None:
+        """What was written so far counts before the step."""
+        for unit in self._units:
+            unit.written = None
+
     def before_step(self, *, in_backward: bool) -> None:
         """Masters and what is computed with are one before they are updated. Without communication.
 
@@ -327,12 +348,16 @@ class WriteWatch:
                     if unit.in_memory:
                         self._settle(unit, flat, values=flat.span.is_updated)
                     elif flat.span.is_updated:
-                        self._refuse_late(flat)
+                        late = flat.counted() or flat.moved(flat.addresses)
+                        if late:
+                            self._refuse_late(flat.span.slots[late[0]].spec.name)
             self._note()
         elif self._keeps and self._in_place():
             self._values()
         else:
             for unit in self._units:
+                if in_backward and unit.written is not None:
+                    self._refuse_late(unit.written)
                 for flat in unit.flats:
                     self._settle(unit, flat, values=flat.span.is_updated)
             self._note()
@@ -341,14 +366,12 @@ class WriteWatch:
             flat.stale = flat.stale or flat.keeps
 
     @staticmethod
-    def _refuse_late(flat: Flat) -> None:
-        late = flat.counted() or flat.moved(flat.addresses)
-        if late:
-            raise StateError(
-                f"parameter {flat.span.slots[late[0]].spec.name!r} was written between the beginning of a forward and the "
-                "step: with step_in_backward it is updated in backward already, and the write would be lost. Write "
-                "parameters after optimizer.step(), or turn step_in_backward off"
-            )
+    def _refuse_late(name: str) -> NoReturn:
+        raise StateError(
+            f"parameter {name!r} was written between the beginning of a forward and the step: with step_in_backward it is "
+            "updated in backward already, and the write would be lost. Write parameters after optimizer.step(), or turn "
+            "step_in_backward off"
+        )
 
     def _in_place(self) -> bool:
         """Whether no parameter's `.data` was replaced since `_note`: one look at all addresses."""

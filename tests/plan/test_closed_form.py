@@ -78,8 +78,8 @@ def closed_form(rank: int, world: int, stage: int, kind: str) -> None:
         assert loss.item() == 810.0 * (rank + 1)
         if stage == 3:
             for layer in model.layers[:-1]:
-                (weight,) = layer.parameters()  # to read it by its name, before a backward, would gather it
-                assert weight.isnan().all()
+                (weight,) = layer.parameters()  # to read its values would gather it
+                assert weight.untyped_storage().nbytes() <= 4 * 64
                 assert weight.shape == (3, 5)
         loss.backward()
         for unit, expected in zip(engine.units, expected_grads):
@@ -91,7 +91,8 @@ def closed_form(rank: int, world: int, stage: int, kind: str) -> None:
             assert not local[valid:].any()  # padding
             if stage == 3:
                 assert flat.full.untyped_storage().nbytes() == 0
-                assert all(p.isnan().all() and p.shape == (3, 5) and p.numel() == 15 for p in flat.params)
+                assert all(p.untyped_storage().nbytes() <= 4 * 64 for p in flat.params)
+                assert all(p.shape == (3, 5) and p.numel() == 15 for p in flat.params)
     optimizer.zero_grad()
     assert all(shard.master.grad is None for unit in engine.units for flat in unit.flats for shard in flat.shards)
 

@@ -81,18 +81,19 @@ def released(rank: int, world: int) -> None:
         opt.step()
         opt.zero_grad()
         assert {n: (p.shape, p.numel(), p.dtype, p.device) for n, p in model.named_parameters()} == shapes
-        assert all(p.isnan().all() and p.untyped_storage().nbytes() <= 4 * 64 for p in model.parameters())
+        assert all(p.untyped_storage().nbytes() <= 4 * 64 for p in model.parameters())
         assert all(f.full.untyped_storage().nbytes() == 0 for u in engine.units for f in u.flats)
         assert all(objects[n] is p for n, p in model.named_parameters())
     assert model.head.weight is model.embed.weight
-    # A stray write either raises in torch or is found by the next gather, with the parameter's name.
-    with torch.no_grad(), pytest.raises(RuntimeError):
-        model.blocks[1].up.weight.normal_()
+    # Their values are gathered for whoever reads them, and what is written to them counts.
     with torch.no_grad():
-        model.blocks[1].up.weight.zero_()
-    with pytest.raises(zero.StateError, match=r"blocks\.1\.up\.weight.*written to while it was released"):
-        token_loss(model, rank, 2)
-    token_loss(model, rank, 2).backward()  # said once, then clean
+        model.blocks[1].up.weight.fill_(0.5)
+        assert model.blocks[0].up.weight.isfinite().all()
+        assert (model.blocks[1].up.weight == 0.5).all()
+    token_loss(model, rank, 2).backward()
+    assert all(f.full.untyped_storage().nbytes() == 0 for u in engine.units for f in u.flats)
+    with zero.GatheredParameters([model.blocks[1].up.weight]):
+        assert (model.blocks[1].up.weight == 0.5).all()
     with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
         model.half()
     assert model.to("cpu") is model
@@ -101,7 +102,7 @@ def released(rank: int, world: int) -> None:
     opt.step()
 
 
-def test_released_parameters_are_truthful_and_guarded(two):
+def test_released_parameters_are_truthful(two):
     two.run(released)
 
 

@@ -486,7 +486,7 @@ def evaluate_between(rank: int, world: int) -> None:
     engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
     with torch.no_grad():
         assert torch.equal(token_loss(model, 0, 0), before)
-    assert all(p.isnan().all() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() <= 4 * 64 for p in model.parameters())
     opt = sgd(list(model.parameters()))
     engine.bind(opt)
     loss = token_loss(model, rank, 0)

@@ -182,8 +182,7 @@ IN_PLACE = ("mul_", "clamp_", "copy_", "init", "one element")
 
 @pytest.mark.parametrize(("world", "stage"), WORLDS)
 def test_writes_between_steps_are_carried_over(pools, tmp_path, world, stage):
-    kinds = ("data", "some data") if stage == 3 else (*IN_PLACE, "data", "some data")
-    pools[world].run(everywhere, tmp_path, stage, between_steps, kinds, timeout_s=100)
+    pools[world].run(everywhere, tmp_path, stage, between_steps, (*IN_PLACE, "data", "some data"), timeout_s=100)
 
 
 def in_forward(pair: Pair, kind: str) -> None:
@@ -287,8 +286,6 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
             said.append(str(error))
         pair.engine.reset()
 
-    say(3, "no", lambda pair: pair.model.last.weight.fill_(1.0))
-    say(3, "no", lambda pair: nn.init.zeros_(pair.model.norm.bias))
     for stage in (2, 3):
         say(stage, "no", lambda pair: setattr(pair.model.last.weight, "data", torch.ones(4, 33)))
     say(2, "bf16", lambda pair: [p.data.mul_(2) for p in pair.optimizer.param_groups[0]["params"]])
@@ -297,10 +294,7 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
 
 def test_what_cannot_be_carried_is_refused_by_name(two, tmp_path):
     for said in two.run(refused, tmp_path, timeout_s=60):
-        filled, zeroed, *shapes, masters = said
-        for name, text in (("'last.weight'", filled), ("'norm.bias'", zeroed)):
-            assert name in text
-            assert "while it was released" in text
+        *shapes, masters = said
         assert all("'last.weight'" in shape and "(4, 33)" in shape for shape in shapes)
         assert "through `.data`" in masters
 

@@ -1,0 +1,888 @@
+"""Small programs as people write them, each right under data parallel training.
+
+A program builds a model and an optimizer, wraps them (`Run.wrap`) and trains a few steps in a way of its own. `seen` is what it
+looked at. As the reference it runs without hf_zero: `Run` averages its gradients over the ranks before they are used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+import hf_zero as zero
+
+PROGRAMS: dict[str, Callable[[Run], None]] = {}
+
+
+class Run:
+    """One program's run.
+
+    Args:
+        settings: of `ZeroConfig`; None: the reference.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        self.settings = settings
+        self.engine: zero.Engine | None = None
+        self.seen: Any = None
+        self._averaged = False
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        if self.settings is not None:
+            self.engine = zero.shard(model, optimizer, zero.ZeroConfig(**self.settings))
+            return
+        optimizer.register_step_pre_hook(lambda *_: self.sync())
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "_averaged", False))
+
+    def sync(self) -> None:
+        """Before gradients are looked at or used: those of the reference are averaged."""
+        if self.settings is not None or self._averaged:
+            return
+        self._averaged = True
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                    dist.all_reduce(grad)
+                    param.grad = grad / dist.get_world_size()
+
+    def clip(self, norm: float) -> Tensor:
+        self.sync()
+        if self.engine is not None:
+            return self.engine.clip_grad_norm_(norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def plain(self, step: int) -> Tensor:
+        return self.model(inputs(step, 4, 16)).square().mean()
+
+    def step(self, step: int) -> None:
+        self.plain(step).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loop(self, loss: Callable[[int], Tensor], steps: int = 4) -> None:
+        for step in range(steps):
+            loss(step).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def program(function: Callable[[Run], None]) -> Callable[[Run], None]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def inputs(step: int, *shape: int) -> Tensor:
+    """Other ones on each rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+
+
+def mlp(width: int = 16, depth: int = 3) -> nn.Sequential:
+    return nn.Sequential(*[module for _ in range(depth) for module in (nn.Linear(width, width), nn.Tanh())])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@program
+def lstm(run: Run) -> None:
+    model = nn.ModuleDict({"r": nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), "h": nn.Linear(32, 3)})
+    run.wrap(model, adam(model))
+    run.loop(lambda t: model.h(model.r(inputs(t, 2, 5, 8))[0]).square().mean())
+
+
+@program
+def lstm_cell(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.LSTMCell(8, 16)
+            self.h = nn.Linear(16, 8)
+
+        def forward(self, x):
+            h = None
+            for _ in range(4):
+                h = self.c(x, h)
+                x = self.h(h[0])
+            return x
+
+    model = Net()
+    run.wrap(model, adam(model))
+    run.loop(lambda t: model(inputs(t, 3, 8)).square().mean())
+
+
+@program
+def spectral(run: Run) -> None:
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
+        nn.Tanh(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
+    )
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: model(inputs(0, 4, 16) * 0 + 1).square().mean())
+
+
+@program
+def spectral_old(run: Run) -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 16))
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: model(inputs(0, 4, 16) * 0 + 1).square().mean())
+
+
+@program
+def weightnorm(run: Run) -> None:
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+        nn.Tanh(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+    )
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def weightnorm_old(run: Run) -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 16)), nn.Tanh(), nn.utils.weight_norm(nn.Linear(16, 16)))
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def orthogonal(run: Run) -> None:
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4))
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def functional_call(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        return torch.func.functional_call(model, dict(model.named_parameters()), (inputs(t, 4, 16),)).square().mean()
+
+    run.loop(loss)
+
+
+@program
+def functional_scaled(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        ps = {k: v * 1.5 for k, v in model.named_parameters()}
+        return torch.func.functional_call(model, ps, (inputs(t, 4, 16),)).square().mean()
+
+    run.loop(loss)
+
+
+@program
+def vmap_forward(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: torch.vmap(model)(inputs(t, 4, 3, 16)).square().mean())
+
+
+@program
+def func_grad(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 4, 16)
+        g = torch.func.grad(lambda y: model(y).square().sum())(x)
+        return (g**2).mean() + model(x).square().mean()
+
+    run.loop(loss)
+
+
+@program
+def jvp(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 4, 16)
+        o, j = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        return o.square().mean() + j.square().mean()
+
+    run.loop(loss)
+
+
+@program
+def jacrev(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.loop(
+        lambda t: torch.autograd.functional.jacobian(lambda x: model(x).sum(0), inputs(t, 4, 16), create_graph=True)
+        .square()
+        .mean()
+    )
+
+
+@program
+def gradient_penalty(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 4, 16).requires_grad_()
+        loss = model(x).square().mean()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + g.square().sum()
+
+    run.loop(loss)
+
+
+@program
+def embedding_bag(run: Run) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(20, 16), nn.Linear(16, 4))
+    run.wrap(model, adam(model))
+    run.loop(
+        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + dist.get_rank())))
+        .square()
+        .mean()
+    )
+
+
+@program
+def embedding_sparse(run: Run) -> None:
+    model = nn.Sequential(nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4))
+    run.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.loop(
+        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + dist.get_rank())))
+        .square()
+        .mean()
+    )
+
+
+@program
+def embedding_maxnorm(run: Run) -> None:
+    model = nn.Sequential(nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 4))
+    run.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.loop(lambda t: model(torch.arange(20)).square().mean())
+
+
+@program
+def post_acc_hook(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    seen = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.grad.shape)))
+    run.loop(run.plain)
+    run.seen = len(seen)
+
+
+@program
+def param_hook_scales(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for p in model.parameters():
+        p.register_hook(lambda g: g * 0.5)
+    run.loop(run.plain)
+
+
+@program
+def multigrad_hook(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    n = []
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda gs: n.append(len(gs)))
+    run.loop(run.plain)
+    run.seen = n
+
+
+@program
+def vector(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.step(t)
+        v = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(v * 0.9, model.parameters())
+
+
+@program
+def foreach_decay(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.step(t)
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+@program
+def grad_edit(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.plain(t).backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def grad_assign(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.plain(t).backward()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def init_again(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.step(t)
+        if t == 1:
+            torch.manual_seed(5)
+            model[0].reset_parameters()
+            nn.init.ones_(model[2].bias)
+
+
+@program
+def data_assign(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.step(t)
+        if t == 1:
+            model[0].weight.data = torch.eye(16)
+
+
+@program
+def param_replaced(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.step(t)
+        if t == 1:
+            model[0].weight = nn.Parameter(torch.eye(16))
+
+
+@program
+def module_replaced(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.step(t)
+        if t == 1:
+            torch.manual_seed(3)
+            model[2] = nn.Linear(16, 16)
+
+
+@program
+def transposed_tie(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 8, bias=False)
+            self.b = mlp(8)
+
+        def forward(self, x):
+            return F.linear(self.b(self.a(x)), self.a.weight.t())
+
+    model = Net()
+    run.wrap(model, adam(model))
+    run.loop(run.plain)
+
+
+@program
+def complex_params(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat) * 0.1)
+            self.parts = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.parts((x.to(torch.cfloat) @ self.w).abs())
+
+    model = Net()
+    run.wrap(model, adam(model))
+    run.loop(lambda t: model(inputs(t, 4, 8)).square().mean())
+
+
+@program
+def mixed_dtypes(run: Run) -> None:
+    model = mlp()
+    model[0].double()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = model
+
+        def forward(self, x):
+            return self.m[1:](self.m[0](x.double()).float())
+
+    n = Net()
+    run.wrap(n, adam(n))
+    run.loop(lambda t: n(inputs(t, 4, 16)).square().mean())
+
+
+@program
+def custom_fn_ctx_attr(run: Run) -> None:
+    class Lin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.w = w
+            ctx.x = x
+            return x @ w.t()
+
+        @staticmethod
+        def backward(ctx, g):
+            return (g @ ctx.w, g.t() @ ctx.x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            for part in self.parts:
+                x = torch.tanh(Lin.apply(x, part.weight))
+            return x
+
+    model = Net()
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def only_features(run: Run) -> None:
+    model = mlp()
+    kept = []
+    run.wrap(model, sgd(model))
+    model[2].register_forward_hook(lambda mod, i, o: kept.append(o))
+
+    def loss(t: int) -> Tensor:
+        kept.clear()
+        model(inputs(t, 4, 16))
+        return kept[0].abs().mean()
+
+    run.loop(loss)
+
+
+@program
+def early_exit(run: Run) -> None:
+    class Stop(Exception):
+        pass
+
+    model = mlp(depth=4)
+    run.wrap(model, sgd(model))
+
+    def hook(mod, i, o):
+        hook.o = o
+        raise Stop
+
+    for t in range(4):
+        h = model[4].register_forward_hook(hook) if t % 2 else None
+        try:
+            o = model(inputs(t, 4, 16))
+        except Stop:
+            o = hook.o
+        if h:
+            h.remove()
+        o.square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def in_a_thread(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    ex = ThreadPoolExecutor(1)
+    run.loop(lambda t: ex.submit(lambda: run.plain(t)).result())
+
+
+@program
+def backward_in_thread(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    ex = ThreadPoolExecutor(1)
+    for t in range(4):
+        loss = run.plain(t)
+        ex.submit(loss.backward).result()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def partial_inputs_backward(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(4):
+        o = run.plain(t)
+        o.backward(inputs=list(model[0].parameters()) + list(model[2].parameters()))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def state_dict_cycle(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    sd = None
+    for t in range(5):
+        run.step(t)
+        if t == 1:
+            sd = {k: v.clone() for k, v in model.state_dict().items()}
+            osd = copy.deepcopy(run.optimizer.state_dict())
+        if t == 3:
+            model.load_state_dict(sd)
+            run.optimizer.load_state_dict(osd)
+
+
+@program
+def averaged_model(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for t in range(4):
+        run.step(t)
+        average.update_parameters(model)
+    with torch.no_grad():
+        run.seen = round(float(average(torch.ones(2, 16)).sum()), 4)
+
+
+@program
+def jit_script_sub(run: Run) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 16))
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def save_on_cpu(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return run.plain(t)
+
+    run.loop(loss)
+
+
+@program
+def view_param(run: Run) -> None:
+    base = torch.randn(2, 16, 16) * 0.1
+    model = mlp()
+    model[0].weight = nn.Parameter(base[0])
+    model[2].weight = nn.Parameter(base[1])
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def zero_size(run: Run) -> None:
+    model = mlp()
+    model.register_parameter("e", nn.Parameter(torch.zeros(0, 4)))
+    model.register_parameter("none", None)
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: nn.Sequential.forward(model, inputs(t, 4, 16)).square().mean())
+
+
+@program
+def set_to_zero(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(4):
+        run.plain(t).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+
+
+@program
+def lr_tensor(run: Run) -> None:
+    model = mlp()
+    o = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+    run.wrap(model, o)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=6)
+    for t in range(4):
+        run.plain(t).backward()
+        o.step()
+        o.zero_grad()
+        schedule.step()
+
+
+@program
+def sub_call(run: Run) -> None:
+    model = mlp(depth=4)
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: model[:2](inputs(t, 4, 16)).square().mean() + model[4](inputs(t + 1, 4, 16)).square().mean())
+
+
+@program
+def weight_reads(run: Run) -> None:
+    model = mlp(depth=4)
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: run.plain(t) + 0.1 * sum(p.square().sum() for p in model.parameters()))
+
+
+@program
+def weight_reads_before(run: Run) -> None:
+    model = mlp(depth=4)
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: 0.1 * sum(p.abs().sum() for p in model.parameters()) + run.plain(t))
+
+
+@program
+def loss_weights_only(run: Run) -> None:
+    model = mlp(depth=4)
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: 0.1 * sum(p.abs().sum() for p in model.parameters()))
+
+
+@program
+def share_memory(run: Run) -> None:
+    model = mlp()
+    model.share_memory()
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def clip_foreach_value(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        run.plain(t).backward()
+        run.sync()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def pruned(run: Run) -> None:
+    model = mlp()
+    torch.manual_seed(1)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
+
+
+@program
+def compile_whole(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    f = torch.compile(model, backend="aot_eager")
+    run.loop(lambda t: f(inputs(t, 4, 16)).square().mean(), 3)
+
+
+@program
+def tbptt(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.GRUCell(8, 16)
+            self.o = nn.Linear(16, 2)
+
+    model = Net()
+    run.wrap(model, sgd(model))
+    h = torch.zeros(3, 16)
+    for t in range(4):
+        for k in range(3):
+            h = model.c(inputs(t * 3 + k, 3, 8), h)
+        model.o(h).square().mean().backward()
+        h = h.detach()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def forward_mode(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 4, 16)
+        with forward_ad.dual_level():
+            o = model(forward_ad.make_dual(x, torch.ones_like(x)))
+            v, tg = forward_ad.unpack_dual(o)
+            return v.square().mean() + (0 if tg is None else tg.square().mean())
+
+    run.loop(loss)
+
+
+@program
+def grad_twice_zero_none(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, adam(model))
+    for t in range(4):
+        for k in range(2):
+            model(inputs(t + k, 4, 16)).square().mean().backward()
+        run.clip(0.1)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=t % 2 == 0)
+
+
+@program
+def compile_in_module(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = mlp()
+            self.f = None
+            self.b = mlp()
+
+        def forward(self, x):
+            if self.f is None:
+                self.f = torch.compile(lambda y: torch.tanh(self.b(y)) * 2, backend="eager")
+            return self.f(self.a(x))
+
+    model = Net()
+    run.wrap(model, sgd(model))
+    run.loop(run.plain, 4)
+
+
+@program
+def ema_detach(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    ema = [torch.zeros_like(p) for p in model.parameters()]
+    for t in range(4):
+        run.step(t)
+        for e, p in zip(ema, model.parameters()):
+            e.lerp_(p.detach(), 0.5)
+    run.seen = round(sum(float(e.sum()) for e in ema), 4)
+
+
+@program
+def ema_swap(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
+    run.seen = []
+    for t in range(4):
+        run.step(t)
+        for n, p in model.named_parameters():
+            shadow[n] = 0.5 * shadow[n] + 0.5 * p.data
+        backup = {n: p.data.clone() for n, p in model.named_parameters()}
+        for n, p in model.named_parameters():
+            p.data = shadow[n].clone()
+        with torch.no_grad():
+            run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 3))
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+
+
+@program
+def ema_swap_alias(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
+    run.seen = []
+    for t in range(4):
+        run.step(t)
+        backup = {}
+        for n, p in model.named_parameters():
+            backup[n] = p.data
+            p.data = shadow[n]
+        with torch.no_grad():
+            run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 3))
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+
+
+@program
+def keeps_views(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    kept = [p.detach() for p in model.parameters()]
+    run.loop(run.plain)
+    run.seen = round(float(sum(k.sum() for k in kept)), 3)
+
+
+@program
+def l1_in_forward(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = mlp(depth=4)
+
+        def forward(self, x):
+            return self.a(x).square().mean() + 0.01 * sum(p.abs().sum() for p in self.parameters())
+
+    model = Net()
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: model(inputs(t, 4, 16)))
+
+
+@program
+def fisher_ewc(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(2):
+        run.step(t)
+    old = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run.loop(lambda t: run.plain(t) + sum((((p - old[n]) ** 2).sum() for n, p in model.named_parameters())))
+
+
+@program
+def weight_clip(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, adam(model))
+    for t in range(4):
+        run.step(t)
+        for p in model.parameters():
+            p.data.clamp_(-0.1, 0.1)
+
+
+@program
+def perturb(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, adam(model))
+    for t in range(4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01)
+        run.plain(t).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.01)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def item_reads(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, adam(model))
+    run.seen = []
+    for t in range(3):
+        run.step(t)
+        run.seen += [
+            round(model[0].weight[0, 0].item(), 4),
+            round(float(list(model.parameters())[2].norm()), 3),
+            round(float(model[2].bias.detach().numpy()[1]), 4),
+            len(model[0].weight.tolist()),
+        ]

@@ -1,0 +1,69 @@
+"""Programs as people write them equal plain data parallel training at every stage, or are refused by name on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_zero as zero
+from tests.kit.user_programs import PROGRAMS, Run
+
+pytestmark = pytest.mark.gloo
+REFUSED = {
+    "func_grad": (zero.StateError, "inside torch.func.grad"),
+    "jvp": (zero.StateError, "inside torch.func.jvp"),
+    "jit_script_sub": (zero.ConfigError, "is a RecursiveScriptModule of torch.jit"),
+}
+REFUSED_WHERE_RELEASED = {"keeps_views": (zero.StateError, "is still held that was taken between passes")}
+"""Parameters that are released have no memory that a view could stay in."""
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    real = [torch.view_as_real(each) if each.is_complex() else each.float() for each in (ours, theirs)]
+    return ours.shape == theirs.shape and torch.allclose(*real, rtol=1e-4, atol=1e-5)
+
+
+def trained(name: str, settings: dict[str, Any] | None) -> tuple[dict[str, Tensor], Any]:
+    torch.manual_seed(0)
+    run = Run(settings)
+    try:
+        PROGRAMS[name](run)
+        return {key: value.clone() for key, value in run.model.state_dict().items()}, run.seen
+    finally:
+        if run.engine is not None:
+            run.engine.detach()
+
+
+def compare(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[str]:
+    """What differs from the reference."""
+    refused = REFUSED | (REFUSED_WHERE_RELEASED if settings["stage"] == 3 else {})
+    if name in refused:
+        kind, words = refused[name]
+        with pytest.raises(kind, match=words):
+            trained(name, settings)
+        return []
+    expected, seen = trained(name, None)
+    found, ours = trained(name, settings)
+    wrong = [f"saw {ours}, expected {seen}"] if ours != seen else []
+    if rank == 0:  # the others have shapes
+        wrong += [key for key, value in expected.items() if not same(found[key], value)]
+    return wrong
+
+
+OFFLOADED = {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_equals_data_parallel_or_is_refused(two, name):
+    for settings in ({"stage": 2}, {"stage": 3}, OFFLOADED):
+        assert two.run(compare, name, settings, timeout_s=100) == [[], []], settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_on_other_ranks(pools, name):
+    for world, settings in ((1, OFFLOADED), (2, {"stage": 1}), (3, {"stage": 3})):
+        assert pools[world].run(compare, name, settings, timeout_s=100) == [[]] * world, settings
