@@ -94,8 +94,16 @@ class Gradients:
             return
         flats = self._flats() if flats is None else flats
         self._follow(flats)
+        changed = []
         with AsTheyAre():
-            changed = [flat for flat in flats if flat.handles.is_changed]
+            for flat in flats:
+                handles = flat.handles
+                placed, grads = handles.placed, handles.grads
+                for index, param in enumerate(flat.params):
+                    shown = param.grad
+                    if (shown is not grads[index]) if placed[index] else (shown is not None):
+                        changed.append(flat)
+                        break
         for flat in changed:
             self._settle(flat)
 

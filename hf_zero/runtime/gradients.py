@@ -526,15 +526,6 @@ class Handles(Generic[F]):
         like = torch.empty(self._shapes[index], dtype=self._dtype, device="meta")
         return Gradient(weakref.ref(self), index, like, (), self._device)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether a parameter shows anything but its stand-in, or nothing where it has none."""
-        for param, placed, mine in zip(self.flat.params, self.placed, self.grads or self.placed):
-            shown = param.grad
-            if (shown is not mine) if placed else (shown is not None):
-                return True
-        return False
-
     def hide(self) -> None:
         """Parameters that show their stand-in show nothing."""
         if True not in self.placed:

@@ -383,18 +383,24 @@ class Unit:
             self.finish_step()
         if self.observer is not None:
             self.observer(self)
-        with AsTheyAre():
-            for flat in self.trained:
-                if self.wire.size == 1:
-                    flat.add_local()
-                    continue
-                source = flat.source(self.wire)
-                mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
-                flat.moving_bytes += mean.nbytes
-                move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
-                self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
+        if self.policy.keep_full:
+            self._reduce()
+        else:
+            with AsTheyAre():  # released by now, maybe
+                self._reduce()
         if named is not None:
             named.__exit__(None, None, None)
+
+    def _reduce(self) -> None:
+        for flat in self.trained:
+            if self.wire.size == 1:
+                flat.add_local()
+                continue
+            source = flat.source(self.wire)
+            mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
+            flat.moving_bytes += mean.nbytes
+            move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
+            self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
 
     def finish_reduce(self) -> None:
         """The owners' gradients are up to date afterwards."""
