@@ -99,6 +99,7 @@ SETTINGS = (
     "offload_dir",
     "device_memory",
     "host_memory",
+    "replicas",
     "step_in_backward",
     "stall_s",
     "debug",

@@ -111,7 +111,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     Gathers and reduces: Rajbhandari et al. (arXiv 1910.02054), section 7: 2 per parameter for stages 1 and 2, 3 for stage 3. A
     ring all-reduce (stage 0) sends 2 (N-1)/N of the buffer. The rest is counted from what moves where.
     """
-    others = setup.world_size - 1
+    others = (span.shards if span.shards > 1 else setup.world_size) - 1
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
     own, shards = placement.parameters, placement.optimizer
     same = span.spec.compute_dtype == span.spec.master_dtype
@@ -137,6 +137,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     reduced = itemsize(wire_dtype(span, setup))
     if span.shards > 1:
         add(PASSES, "reduce", sends * others * slice_numel, reduced)
+        replicas = setup.world_size // span.shards  # a reduce-scatter and a gather of the slice among as many ranks
+        add(PASSES, "reduce", sends * 2 * (replicas - 1) * -(-slice_numel // replicas), reduced)
     elif others:
         add(PASSES, "reduce", 2 * others / setup.world_size * span.numel, reduced)
     arrivals = setup.backward_per_step if setup.world_size == 1 else sends

@@ -212,6 +212,9 @@ class Usage:
         wait_s["optimizer"] = 0.0 if stepper is None else stepper.wait_s
         sent = {kind: engine.traffic[kind].bytes for kind in COLLECTIVES}
         sent |= {link: count.bytes for link, count in links.items()}
+        if (across := engine.traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
+            sent["reduce"] += across.bytes
+            wait_s["reduce"] += across.wait_s
         moves = () if monitor is None else tuple(monitor.moves)
         return Counters(self._peak(), sent, wait_s, moves, process_bytes(engine))
 
