@@ -44,6 +44,7 @@ STAGES = {
     3: StagePolicy(shard=True, keep_full=False, reduce_each_backward=True),
 }
 
+WIRES = ("none", "int8", "fp8", "int4")
 OFFLOADS = ("none", "cpu", "disk", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -156,6 +157,14 @@ class ZeroConfig:
             "stay within a group, reduced gradients are summed across groups. 1: all ranks are one group."
         },
     )
+    wire: str = field(
+        default="none",
+        metadata={
+            "help": "Format in which gradients travel: none (reduce_dtype), or blocks of int8, fp8 (e4m3) or int4 codes with a "
+            "scale each, a quarter or an eighth of float32's bytes; sums stay float32.",
+            "choices": WIRES,
+        },
+    )
     step_in_backward: bool = field(
         default=False,
         metadata={
@@ -191,6 +200,16 @@ class ZeroConfig:
             raise ConfigError(
                 f"replicas={self.replicas} needs stage 1, 2 or 3, found stage {self.stage}, where every rank has a copy of "
                 "everything already: choose another stage, or leave replicas out"
+            )
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
+        if self.wire != "none" and not self.policy.shard:
+            raise ConfigError(
+                f"wire={self.wire!r} needs stage 1, 2 or 3, found stage {self.stage}: choose another stage"
+            )
+        if self.wire != "none" and self.debug:
+            raise ConfigError(
+                f"debug=True compares gradients with their exact means, and wire={self.wire!r} rounds them: use one of the two"
             )
         for name in ("offload_optimizer", "offload_params"):
             if getattr(self, name) not in OFFLOADS:

@@ -100,6 +100,7 @@ SETTINGS = (
     "device_memory",
     "host_memory",
     "replicas",
+    "wire",
     "step_in_backward",
     "stall_s",
     "debug",

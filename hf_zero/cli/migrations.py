@@ -69,7 +69,7 @@ DEEPSPEED = (
     Row("zero_optimization.override_module_apply", "not needed", why="zero.Init handles initialisation by apply()"),
     Row("zero_optimization.log_trace_cache_warnings", "not needed", why="there is no trace to go wrong"),
     Row("zero_optimization.zero_hpz_partition_size", "lost", why="no second copy of the weights within a node (ZeRO++ hpZ)"),
-    Row("zero_optimization.zero_quantized_*", "lost", why="gathers and reduces are not quantised (ZeRO++)"),
+    Row("zero_optimization.zero_quantized_*", "lost", why="for gradients set wire='int8'; gathers are not quantised (ZeRO++)"),
     Row("zero_optimization.mics_*", "lost", why="here replicas is set: the number of ranks divided by mics_shard_size"),
     Row("bf16.enabled", "trainer", "bf16", _SWITCH),
     Row("bfloat16.enabled", "trainer", "bf16", _SWITCH),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
+from . import coded
 from .inflight import Count, Inflight
 from .wire import GroupWire, SoloWire
 
@@ -82,7 +83,16 @@ class HybridWire(SoloWire):
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         """Where a replica is one rank: what plain data parallel does, over all of them."""
-        return self._across().average(source, out, tag)
+        across = self._across()
+        if not coded.fits(across.codec, -(-out.numel() // self.replicas), source.dtype):
+            return across.average(source, out, tag)
+
+        def finish() -> None:
+            out[: source.numel()].copy_(source)
+            out[source.numel() :].zero_()
+            self._average_across(out, source.dtype, tag)
+
+        return Inflight((), (), finish)
 
     def _average_across(self, out: Tensor, sent_as: torch.dtype, tag: int) -> None:
         """The mean of the replicas' `out` in its place, the same bits in all of them.
@@ -93,13 +103,19 @@ class HybridWire(SoloWire):
         if not numel:
             return
         part = -(-numel // self.replicas)
+        codec = across.codec if coded.fits(across.codec, part, sent_as) else None
+        if codec is not None:
+            sent_as = out.dtype  # what is coded
         total = out
         if sent_as != out.dtype or part * self.replicas != numel:
             total = out.new_zeros(part * self.replicas, dtype=sent_as)
             total[:numel].copy_(out)
         mine = out.new_empty(part)
         across.reduce(total, mine, tag).close()
-        across.gather(total, mine.to(sent_as), tag).close()
+        if codec is not None:
+            coded.gather(across, codec, total, mine, tag).close()
+        else:
+            across.gather(total, mine.to(sent_as), tag).close()
         if total is not out:
             out.copy_(total[:numel])
 

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
+from . import coded
+from .codec import Codec
 from .inflight import DONE, Counters, Inflight
 from .watch import Watch, Watcher
 
@@ -103,6 +105,8 @@ class SoloWire:
     size = 1
     ragged = True
     """`reduce` takes a source without the padding at the span's end."""
+    codec: Codec | None = None
+    """In whose format reduces travel, where it is shorter."""
     shard_group: SoloWire | None = None
     """Of the ranks among which one copy of the sharded state is cut, where these are not all: slices go by its `rank`."""
 
@@ -215,9 +219,16 @@ class GroupWire(SoloWire):
                 self.barrier()  # torch's own waiting for a new group is not watched
                 known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
         part = type(self)(self.device, known[key])
-        part.traffic, part.watch = self.traffic, self.watch
+        part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
         part.take_number()
         return part
+
+    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+        """Of `sent` (1-D, `size` equal parts) each rank gets its part; `landing` has what came from each, in rank order.
+
+        In place of a reduce: counted as one. `sent` must stay unchanged until closed.
+        """
+        raise NotImplementedError
 
     def take_number(self) -> None:
         """The engine has its number: what tells its messages apart follows."""
@@ -372,10 +383,21 @@ class PairWire(GroupWire):
         sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers]
         return Inflight(receives, sends)
 
+    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+        self.traffic.moved(self.reduce_kind, _others(sent, self.size))
+        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
+        out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
+        into[self.rank].copy_(out[self.rank])
+        receives = [self._wait_for(self.group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+        sends = [self._wait_for(self.group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+        return Inflight(receives, sends)
+
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         numel = out.numel()
         if numel == 0:
             return DONE
+        if self.codec is not None and coded.fits(self.codec, numel, source.dtype):
+            return coded.reduce(self, self.codec, source, out, tag)
         total = source.numel()
         self.traffic.moved(self.reduce_kind, source.element_size() * (total - _length(total, numel, self.rank)))
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
@@ -436,9 +458,16 @@ class CollectiveWire(GroupWire):
             (self._wait_for(self._all_gather(full, own, group=self.group, async_op=True), self.gather_kind, tag),)
         )
 
+    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+        self.traffic.moved(self.reduce_kind, _others(sent, self.size))
+        work = dist.all_to_all_single(landing, sent, group=self.group, async_op=True)
+        return Inflight((self._wait_for(work, self.reduce_kind, tag),))
+
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         if out.numel() == 0:
             return DONE
+        if self.codec is not None and coded.fits(self.codec, out.numel(), source.dtype):
+            return coded.reduce(self, self.codec, source, out, tag)
         self.traffic.moved(self.reduce_kind, _others(source, self.size))
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)

@@ -151,6 +151,7 @@ class PlanInputs:
             self.machine.shares_memory,
             self.in_files,
             self.sizes,
+            self.config.wire,
         )
 
     @property

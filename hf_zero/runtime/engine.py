@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm import agree
+from ..comm.codec import CODECS
 from ..comm.hybrid import in_replicas
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
@@ -90,6 +91,7 @@ class Engine:
                 raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
             refuse_compiled(model)
             config.check_world_size(self.world_size)
+            self._wire.codec = CODECS.get(config.wire)
             self._wire = in_replicas(self._wire, config.replicas)
             self.policy = config.policy_for(self.world_size)
             drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard

@@ -287,6 +287,7 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         engine.device.type == "cpu",
         frozenset(_names_in_files(engine)),
         engine.offload.storage.sizes,
+        engine.config.wire,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
     return memory_of(plan.layout, plan.placements, setup), Traffic.of(work)

@@ -73,6 +73,7 @@ class Case:
     checkpointing: bool = False
     debug: bool = False
     replicas: int = 1
+    wire: str = "none"
     sizes: Sizes = SIZES
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
@@ -85,6 +86,7 @@ class Case:
             step_in_backward=self.step_in_backward,
             debug=self.debug,
             replicas=self.replicas,
+            wire=self.wire,
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:

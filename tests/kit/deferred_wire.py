@@ -277,6 +277,14 @@ class DeferredWire:
 
         return noted
 
+    @property
+    def codec(self) -> Any:
+        return self._wire.codec
+
+    @codec.setter
+    def codec(self, codec: Any) -> None:
+        self._wire.codec = codec
+
     def among(self, groups: Sequence[Sequence[int]]) -> DeferredWire:
         return DeferredWire(self._wire.among(groups), self._watch)  # type: ignore[attr-defined]
 
