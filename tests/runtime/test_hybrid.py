@@ -248,6 +248,25 @@ def deferred(rank: int, world: int, mode: Mode) -> list[str]:
     return faults
 
 
+def whole_matrices(rank: int, world: int, stage: int, replicas: int) -> torch.Tensor:
+    model = gpt2()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, replicas=replicas))
+    for step in range(3):
+        ids = batch(step, 0, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
+def test_a_replica_of_one_rank_has_whole_matrices(two):
+    """Nothing is cut: optimizers that need them run at every stage."""
+    plain = two.run(whole_matrices, 0, 1)[0]
+    assert all(torch.equal(mine, plain) for mine in two.run(whole_matrices, 3, 2))
+
+
 # Random programs, in replicas -----------------------------------------------------------------------------------------
 
 
@@ -331,6 +350,32 @@ def other_replicas(rank: int, world: int) -> str:
 
 def test_other_replicas_on_some_ranks(two):
     assert all("replicas" in text for text in two.run(other_replicas))
+
+
+def drifts(rank: int, world: int, stage: int) -> str:
+    """One rank's slice changes, as no program can: the other replica has another copy from then on."""
+    model = gpt2()
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, replicas=2, debug=True))
+    try:
+        for step in range(3):
+            if step == 2 and rank == 3:
+                engine.units[1].trained[0].shards[0].master.data.view(-1)[5] += 1.0
+            ids = batch(step, 0, rank)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except zero.RankMismatchError as error:
+        return str(error)
+    finally:
+        engine.detach()
+    return ""
+
+
+def test_debug_compares_replicas(pools):
+    for text in pools[4].run(drifts, 3):
+        assert "ranks differ in step" in text
+        assert "ranks 2, 3" in text, "the replica that has gathered it"
 
 
 # Ranks that do not come -------------------------------------------------------------------------------------------------
