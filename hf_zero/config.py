@@ -44,6 +44,7 @@ STAGES = {
     3: StagePolicy(shard=True, keep_full=False, reduce_each_backward=True),
 }
 
+WIRES = ("none", "int8", "fp8", "int4")
 OFFLOADS = ("none", "cpu", "disk", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -149,6 +150,21 @@ class ZeroConfig:
         default=None,
         metadata={"help": "Host memory that auto may use per rank, such as 64GiB. Default: a share of what is free."},
     )
+    replicas: int = field(
+        default=1,
+        metadata={
+            "help": "Copies of what the stage shards, each over its own group of neighbouring ranks (hybrid sharding): gathers "
+            "stay within a group, reduced gradients are summed across groups. 1: all ranks are one group."
+        },
+    )
+    wire: str = field(
+        default="none",
+        metadata={
+            "help": "Format in which gradients travel: none (reduce_dtype), or blocks of int8, fp8 (e4m3) or int4 codes with a "
+            "scale each, a quarter or an eighth of float32's bytes; sums stay float32.",
+            "choices": WIRES,
+        },
+    )
     step_in_backward: bool = field(
         default=False,
         metadata={
@@ -178,6 +194,23 @@ class ZeroConfig:
         for name in ("async_save", "step_in_backward", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        if isinstance(self.replicas, bool) or not isinstance(self.replicas, int) or self.replicas < 1:
+            raise ConfigError(f"replicas must be a whole number of at least 1, found {self.replicas!r}")
+        if self.replicas > 1 and not self.policy.shard:
+            raise ConfigError(
+                f"replicas={self.replicas} needs stage 1, 2 or 3, found stage {self.stage}, where every rank has a copy of "
+                "everything already: choose another stage, or leave replicas out"
+            )
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
+        if self.wire != "none" and not self.policy.shard:
+            raise ConfigError(
+                f"wire={self.wire!r} needs stage 1, 2 or 3, found stage {self.stage}: choose another stage"
+            )
+        if self.wire != "none" and self.debug:
+            raise ConfigError(
+                f"debug=True compares gradients with their exact means, and wire={self.wire!r} rounds them: use one of the two"
+            )
         for name in ("offload_optimizer", "offload_params"):
             if getattr(self, name) not in OFFLOADS:
                 raise ConfigError(f"{name} must be one of {', '.join(OFFLOADS)}, found {getattr(self, name)!r}")
@@ -216,10 +249,20 @@ class ZeroConfig:
         """Whether the plan chooses a tier."""
         return "auto" in (self.offload_optimizer, self.offload_params)
 
+    def shards(self, world_size: int) -> int:
+        """Ranks over which a copy of the sharded state is cut."""
+        return world_size // self.replicas if self.policy.shard else 1
+
     def check_world_size(self, world_size: int) -> None:
         """Raises:
-        ConfigError: an offload that this stage does not allow on that many ranks.
+        ConfigError: an offload that this stage does not allow on that many ranks, or replicas that do not divide them.
         """
+        if world_size % self.replicas:
+            fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
+            raise ConfigError(
+                f"replicas={self.replicas} does not divide {world_size} rank{'s' if world_size > 1 else ''} into groups of one "
+                f"size: choose one of {fitting}"
+            )
         if world_size == 1:
             return
         if self.offload_optimizer != "none" and not self.policy.shard:

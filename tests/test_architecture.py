@@ -99,6 +99,8 @@ SETTINGS = (
     "offload_dir",
     "device_memory",
     "host_memory",
+    "replicas",
+    "wire",
     "step_in_backward",
     "stall_s",
     "debug",

@@ -46,7 +46,7 @@ class Asked:
             checkpointing = options.gradient_checkpointing or options.offload_activations
             architecture = self.model.architecture
             batch = Batch(options.batch, options.sequence, checkpointing, options.offload_activations, architecture)
-        layout = self.model.layout(self.precision, world_size if config.policy.shard else 1)
+        layout = self.model.layout(self.precision, config.shards(world_size))
         tensors, micro_batches = options.optimizer_tensors, options.accumulation
         return PlanInputs(layout, self.machine, config, world_size, self.precision, tensors, batch, micro_batches)
 

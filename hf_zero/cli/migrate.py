@@ -213,7 +213,11 @@ def _finding(made: Migration, key: str, value: Any, row: Row | None) -> Finding:
             return Finding(key, value, "lost", "", f"{name} is {target[name]!r} already: here it is one setting")
     if row.values is not None and str(value).lower().startswith("hybrid") or (row.key, str(value)) in _HYBRID_NUMBERS:
         return Finding(
-            key, value, "lost", f"{row.into}={here}", "over all ranks instead: no copies across nodes (HSDP)"
+            key,
+            value,
+            "lost",
+            f"{row.into}={here}",
+            "over all ranks; replicas=NODES makes copies across nodes",
         )
     return Finding(key, value, row.verdict, f"{row.into}={here}", row.why)
 

@@ -69,8 +69,8 @@ DEEPSPEED = (
     Row("zero_optimization.override_module_apply", "not needed", why="zero.Init handles initialisation by apply()"),
     Row("zero_optimization.log_trace_cache_warnings", "not needed", why="there is no trace to go wrong"),
     Row("zero_optimization.zero_hpz_partition_size", "lost", why="no second copy of the weights within a node (ZeRO++ hpZ)"),
-    Row("zero_optimization.zero_quantized_*", "lost", why="gathers and reduces are not quantised (ZeRO++)"),
-    Row("zero_optimization.mics_*", "lost", why="no sharding within a subgroup of ranks (MiCS): all ranks shard together"),
+    Row("zero_optimization.zero_quantized_*", "lost", why="for gradients set wire='int8'; gathers are not quantised (ZeRO++)"),
+    Row("zero_optimization.mics_*", "lost", why="here replicas is set: the number of ranks divided by mics_shard_size"),
     Row("bf16.enabled", "trainer", "bf16", _SWITCH),
     Row("bfloat16.enabled", "trainer", "bf16", _SWITCH),
     Row("bf16.*", "not needed", why="masters, gradients and sums are float32"),
@@ -133,7 +133,6 @@ DEEPSPEED = (
     )),
 )  # fmt: skip
 
-_HYBRID = "no sharding within a node and copies across nodes (HSDP): all ranks shard together"
 FSDP = (
     Row("sharding_strategy", "same", "stage", {
         "full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0, "hybrid_shard": 3, "4": 3,

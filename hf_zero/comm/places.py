@@ -55,6 +55,8 @@ class Place:
     """The highest number of an engine that this rank has had."""
     engines: tuple[int, ...] = ()
     """Numbers of the engines that it still has."""
+    among: str = ""
+    """Which part of the ranks takes part in what it waits for. Ranks of two such parts may wait for the same."""
 
     def __str__(self) -> str:
         if self.ended:
@@ -62,7 +64,7 @@ class Place:
                 f": {self.code}" if self.code else ""
             )
         doing = f"in {self.purpose}" if self.purpose else f"in {self.phase} of step {self.step}"
-        waits = f"waits for {self.waits_for}" if self.waits_for else "waits for no other rank"
+        waits = f"waits for {self.waits_for}{self.among}" if self.waits_for else "waits for no other rank"
         silent = (
             f"; no answer for {self.silent_s:.0f} s: its process is stopped, or in a call that lets no other thread run"
             if self.silent_s

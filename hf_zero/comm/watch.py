@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Event
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import StallError
 from .places import SAME_STEPS, Place, Work, explain, is_debugged, last_error, torch_wait, user_code
@@ -43,6 +43,7 @@ _WORDS = {
     "gather": "the parameters of {}",
     "reduce": "the gradients of {}",
     "scalar": "a sum over all ranks",
+    "across": "the gradients of {}",
     "agree": "the agreement on which units take part in a backward",
 }
 _LOST = "That rank's process has ended, or raised an error before this one: its own output, further up or in its log, says why"
@@ -79,6 +80,7 @@ class Watch:
         phase: what the engine is doing.
         units: names of units by message tag.
         engine: the number of the engine that the wire is for, the same on every rank; 0: it is for none.
+        among: by kind of wait, for which of the ranks, where these are not all; words that follow what is waited for.
         verdict: why this rank cannot go on. Every wait that begins or breaks afterwards raises it.
     """
 
@@ -89,6 +91,7 @@ class Watch:
         self.step = 0
         self.phase = "the start"
         self.units: dict[int, str] = {}
+        self.among: dict[str, str] = {}
         self.engine = 0
         self.verdict: str | None = None
         self.purposes: list[str] = []
@@ -135,6 +138,7 @@ class Watcher:
 
     Attributes:
         fault: why this rank cannot be watched.
+        groups: process groups of some ranks that were opened for engines, by these ranks; this rank's own one of each kind.
     """
 
     def __init__(self, owner: object, store: Store, prefix: str, rank: int, size: int) -> None:
@@ -142,6 +146,7 @@ class Watcher:
         self.stall_s = STALL_S
         self.asked = 0
         self.fault: str | None = None
+        self.groups: dict[str, Any] = {}
         self.prefix = prefix
         self.lanes: dict[str, _Lane] = {}
         self._stop = Event()
@@ -288,6 +293,7 @@ class _Lane:
             step=watch.step,
             phase=watch.phase,
             waits_for=waits_for,
+            among="" if at is None else watch.among.get(at.kind, ""),
             purpose=self._purposes[-1] if self._purposes else "",
             code=last_error() if ended else user_code(),
             progress=self._progress,
@@ -368,7 +374,7 @@ class _Lane:
         for_whom = "; ".join(f"rank {rank}: {place or 'nothing heard of it yet'}" for rank, place in late)
         with suppress(OSError, ValueError):  # stderr is closed
             print(
-                f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}, for {for_whom}",
+                f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}{here.among}, for {for_whom}",
                 file=sys.stderr,
                 flush=True,
             )

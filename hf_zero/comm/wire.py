@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
+from . import coded
+from .codec import Codec
 from .inflight import DONE, Counters, Inflight
 from .watch import Watch, Watcher
 
@@ -103,6 +105,10 @@ class SoloWire:
     size = 1
     ragged = True
     """`reduce` takes a source without the padding at the span's end."""
+    codec: Codec | None = None
+    """In whose format reduces travel, where it is shorter."""
+    shard_group: SoloWire | None = None
+    """Of the ranks among which one copy of the sharded state is cut, where these are not all: slices go by its `rank`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -131,6 +137,9 @@ class SoloWire:
         """All slices to rank 0, which passes `full` (CPU); the other ranks pass None. Synchronous."""
         if full is not None:
             full.copy_(own)
+
+    def open_groups(self) -> None:
+        """Before the first message within a part of the ranks. A collective."""
 
     def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
         """`values` of rank `source` into rank 0's `landing` (1-D CPU of the same type and length). Other ranks: nothing."""
@@ -181,18 +190,52 @@ class SoloWire:
         return names.count(names[self.rank])
 
 
-class _GroupWire(SoloWire):
-    """What both real wires share: small synchronous exchanges over the default group."""
+class GroupWire(SoloWire):
+    """What both real wires share: small synchronous exchanges over the default group, or another.
+
+    Attributes:
+        gather_kind, reduce_kind: of `traffic`, under which gathers and reduces count.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__()
         home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
         self.device = device
         self.group: dist.ProcessGroup = group or home
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.watch = Watch(partial(_interrupt, ref(self.group), device, (self.rank + 1) % self.size))
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.gather_kind, self.reduce_kind = "gather", "reduce"
+        self.watch = Watch(self.interrupt())
         self.watcher = _watcher(home)
         self.watcher.join(self.watch, lane)
+
+    def interrupt(self) -> Callable[[], None]:
+        """What breaks every wait over this wire's group, in whichever thread."""
+        return partial(_interrupt, ref(self.group), self.device, (self.rank + 1) % self.size)
+
+    def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
+        """Of the ranks that stand with this one in one of `groups`, for the same engine: counters and watch are these.
+
+        A collective. Groups that were opened before are used again: an engine's messages have its number.
+        """
+        known, key = self.watcher.groups, str(groups)
+        if key not in known:
+            with self.watch.doing("opening process groups"):
+                self.barrier()  # torch's own waiting for a new group is not watched
+                known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        part = type(self)(self.device, known[key])
+        part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
+        part.take_number()
+        return part
+
+    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+        """Of `sent` (1-D, `size` equal parts) each rank gets its part; `landing` has what came from each, in rank order.
+
+        In place of a reduce: counted as one. `sent` must stay unchanged until closed.
+        """
+        raise NotImplementedError
+
+    def take_number(self) -> None:
+        """The engine has its number: what tells its messages apart follows."""
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
@@ -204,7 +247,7 @@ class _GroupWire(SoloWire):
     def sum_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self._wait_for(dist.all_gather(parts, value, async_op=True), "scalar").wait()
+        self._wait_for(dist.all_gather(parts, value, group=self.group, async_op=True), "scalar").wait()
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -213,7 +256,7 @@ class _GroupWire(SoloWire):
     def max_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         value = value.clone()
-        self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True), "scalar").wait()
+        self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group, async_op=True), "scalar").wait()
         return value
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
@@ -279,9 +322,9 @@ class _GroupWire(SoloWire):
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
-        self.traffic.moved("reduce", 2 * _others(source, self.size))
+        self.traffic.moved(self.reduce_kind, 2 * _others(source, self.size))
         scale = _divided_first(source, self.size)
-        work = self._wait_for(dist.all_reduce(source, async_op=True), "reduce")
+        work = self._wait_for(dist.all_reduce(source, group=self.group, async_op=True), self.reduce_kind)
 
         return Inflight((work,), (), lambda: _land(source, out, scale))
 
@@ -304,7 +347,7 @@ class _GroupWire(SoloWire):
                 part.copy_(landing)
 
 
-class PairWire(_GroupWire):
+class PairWire(GroupWire):
     """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
@@ -316,6 +359,9 @@ class PairWire(_GroupWire):
 
     def start(self, stall_s: float) -> None:
         super().start(stall_s)
+        self.take_number()
+
+    def take_number(self) -> None:
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
@@ -352,31 +398,43 @@ class PairWire(_GroupWire):
         numel = own.numel()
         if numel == 0:
             return DONE
-        self.traffic.moved("gather", numel * own.element_size() * (self.size - 1))
+        self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
         span, tag = tag, self._message_tag(tag, _GATHER_TAG)
         group = self.group
         place = full[self.rank * numel : (self.rank + 1) * numel]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         receives = [
-            self._wait_for(group.recv([full[p * numel : (p + 1) * numel]], p, tag), "gather", span) for p in self._peers
+            self._wait_for(group.recv([full[p * numel : (p + 1) * numel]], p, tag), self.gather_kind, span)
+            for p in self._peers
         ]
-        sends = [self._wait_for(group.send([own], p, tag), "gather", span) for p in self._peers]
+        sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers]
+        return Inflight(receives, sends)
+
+    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+        self.traffic.moved(self.reduce_kind, _others(sent, self.size))
+        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
+        out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
+        into[self.rank].copy_(out[self.rank])
+        receives = [self._wait_for(self.group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+        sends = [self._wait_for(self.group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
         return Inflight(receives, sends)
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         numel = out.numel()
         if numel == 0:
             return DONE
+        if self.codec is not None and coded.fits(self.codec, numel, source.dtype):
+            return coded.reduce(self, self.codec, source, out, tag)
         total = source.numel()
-        self.traffic.moved("reduce", source.element_size() * (total - _length(total, numel, self.rank)))
+        self.traffic.moved(self.reduce_kind, source.element_size() * (total - _length(total, numel, self.rank)))
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
         mine = source[self.rank * numel : (self.rank + 1) * numel]
         sends = []
         for peer in self._peers:
             for part in _pieces(source[peer * numel : (peer + 1) * numel], piece):
-                sends.append(self._wait_for(self.group.send([part], peer, tag), "reduce", span))
+                sends.append(self._wait_for(self.group.send([part], peer, tag), self.reduce_kind, span))
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
 
@@ -397,16 +455,16 @@ class PairWire(_GroupWire):
     def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
         landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
         parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
-        return [self._wait_for(self.group.recv([parts[p]], p, tag), "reduce", span) for p in self._peers], parts
+        return [self._wait_for(self.group.recv([parts[p]], p, tag), self.reduce_kind, span) for p in self._peers], parts
 
 
-class CollectiveWire(_GroupWire):
+class CollectiveWire(GroupWire):
     """The backend's own collectives; waiting makes the current stream wait, never the host."""
 
     ragged = False
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
+        super().__init__(device, group, lane)
         # torch 2.13 renames these two; the old names remain for older releases.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Callable[..., Any] = (
@@ -417,22 +475,35 @@ class CollectiveWire(_GroupWire):
         # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
         self.traffic.moved("scalar", value.element_size() * (self.size - 1))
         parts = value.new_empty(self.size)
-        self._wait_for(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
+        self._wait_for(self._all_gather(parts, value.reshape(1), group=self.group, async_op=True), "scalar").wait()
         return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
 
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         if own.numel() == 0:
             return DONE
-        self.traffic.moved("gather", own.numel() * own.element_size() * (self.size - 1))
-        return Inflight((self._wait_for(self._all_gather(full, own, async_op=True), "gather", tag),))
+        self.traffic.moved(self.gather_kind, own.numel() * own.element_size() * (self.size - 1))
+        return Inflight(
+            (self._wait_for(self._all_gather(full, own, group=self.group, async_op=True), self.gather_kind, tag),)
+        )
+
+    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+        self.traffic.moved(self.reduce_kind, _others(sent, self.size))
+        work = dist.all_to_all_single(landing, sent, group=self.group, async_op=True)
+        return Inflight((self._wait_for(work, self.reduce_kind, tag),))
 
     def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         if out.numel() == 0:
             return DONE
-        self.traffic.moved("reduce", _others(source, self.size))
+        if self.codec is not None and coded.fits(self.codec, out.numel(), source.dtype):
+            return coded.reduce(self, self.codec, source, out, tag)
+        self.traffic.moved(self.reduce_kind, _others(source, self.size))
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
-        work = self._wait_for(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce", tag)
+        work = self._wait_for(
+            self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, group=self.group, async_op=True),
+            self.reduce_kind,
+            tag,
+        )
 
         def finish() -> None:
             if landing is not out:

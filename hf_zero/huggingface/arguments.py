@@ -30,6 +30,8 @@ class ZeroFlags:
     zero_offload_dir: str | None = setting("offload_dir")
     zero_device_memory: str | None = setting("device_memory")
     zero_host_memory: str | None = setting("host_memory")
+    zero_replicas: int = setting("replicas")
+    zero_wire: str = setting("wire")
     zero_step_in_backward: bool = setting("step_in_backward")
     zero_stall_s: float = setting("stall_s")
     zero_debug: bool = setting("debug")

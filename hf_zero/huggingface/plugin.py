@@ -43,6 +43,8 @@ class ZeroPlugin(ParallelismConfig):
     offload_dir: str | None = setting("offload_dir")
     device_memory: int | str | None = setting("device_memory")
     host_memory: int | str | None = setting("host_memory")
+    replicas: int = setting("replicas")
+    wire: str = setting("wire")
     step_in_backward: bool = setting("step_in_backward")
     stall_s: float = setting("stall_s")
     debug: bool = setting("debug")

@@ -56,6 +56,8 @@ class Setup:
     """Parameters whose values are in the model's own files, where they stay as long as they are frozen and rest on disk."""
     sizes: Sizes = SIZES
     """Of the blocks and records that the engine works in."""
+    wire: str = "none"
+    """Format in which gradients travel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class PlanInputs:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
         self.config.check_world_size(self.world_size)
-        owners = self.world_size if self.config.policy.shard else 1
+        owners = self.config.shards(self.world_size)
         if self.layout.shards != owners:
             raise ConfigError(
                 f"stage {self.config.stage} on {self.world_size} ranks needs a layout of {owners} shards, found one of "
@@ -133,7 +133,7 @@ class PlanInputs:
     def changed(self, world_size: int, **settings: Any) -> PlanInputs:
         """The same model with other settings, or on another number of ranks: cut anew where that needs it."""
         config = replace(self.config, **settings)
-        shards = world_size if config.policy.shard else 1
+        shards = config.shards(world_size)
         units = ((unit.name, [slot.spec for span in unit.spans for slot in span.slots]) for unit in self.layout.units)
         layout = self.layout if shards == self.layout.shards else Layout.build(units, shards, self.layout.visits)
         return replace(self, layout=layout, config=config, world_size=world_size)
@@ -151,6 +151,7 @@ class PlanInputs:
             self.machine.shares_memory,
             self.in_files,
             self.sizes,
+            self.config.wire,
         )
 
     @property

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..comm.codec import CODECS
+from ..comm.coded import fits
 from ..core.layout import Layout, Span, itemsize
+from ..core.precision import dtype_of
 from ..tiers.tier import Tier
 from .costs import Placement, Setup, gradient_itemsize, stored_itemsize, uses_of, wire_dtype
 from .machine import Machine
@@ -111,7 +114,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     Gathers and reduces: Rajbhandari et al. (arXiv 1910.02054), section 7: 2 per parameter for stages 1 and 2, 3 for stage 3. A
     ring all-reduce (stage 0) sends 2 (N-1)/N of the buffer. The rest is counted from what moves where.
     """
-    others = setup.world_size - 1
+    others = (span.shards if span.shards > 1 else setup.world_size) - 1
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
     own, shards = placement.parameters, placement.optimizer
     same = span.spec.compute_dtype == span.spec.master_dtype
@@ -136,9 +139,15 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
     reduced = itemsize(wire_dtype(span, setup))
     if span.shards > 1:
-        add(PASSES, "reduce", sends * others * slice_numel, reduced)
+        add(PASSES, "reduce", sends * others, _sent_bytes(slice_numel, span, setup))
+        replicas = setup.world_size // span.shards  # a reduce-scatter and a gather of the slice among as many ranks
+        add(PASSES, "reduce", sends * 2 * (replicas - 1), _sent_bytes(-(-slice_numel // replicas), span, setup))
+    elif others and setup.policy.shard and _is_coded(part := -(-span.numel // setup.world_size), span, setup):
+        add(PASSES, "reduce", sends * 2 * others, _sent_bytes(part, span, setup))
     elif others:
-        add(PASSES, "reduce", 2 * others / setup.world_size * span.numel, reduced)
+        add(
+            PASSES, "reduce", (sends if setup.policy.shard else 1) * 2 * others / setup.world_size * span.numel, reduced
+        )
     arrivals = setup.backward_per_step if setup.world_size == 1 else sends
     fresh = compute if setup.world_size == 1 else master
     for tier, numel in shards:
@@ -160,6 +169,16 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         if own is Tier.DISK and not (same and tier is own):
             add(STEP, "write", numel, compute)
     return work
+
+
+def _sent_bytes(numel: int, span: Span, setup: Setup) -> int:
+    """Of so many elements of a gradient, one part of what is sent."""
+    coded = _is_coded(numel, span, setup)
+    return CODECS[setup.wire].nbytes(numel) if coded else numel * itemsize(wire_dtype(span, setup))
+
+
+def _is_coded(numel: int, span: Span, setup: Setup) -> bool:
+    return fits(CODECS.get(setup.wire), numel, dtype_of(wire_dtype(span, setup)))
 
 
 def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Work:

@@ -44,7 +44,7 @@ class SpanGradients:
     ) -> None:
         self.span = span
         self.params = list(params)
-        self.rank = wire.rank if span.shards > 1 else 0
+        self.rank = (wire.shard_group or wire).rank if span.shards > 1 else 0
         self.storage = storage
         self.device = storage.device
         self.compute_dtype, self.master_dtype = dtype_of(span.spec.compute_dtype), dtype_of(span.spec.master_dtype)

@@ -99,7 +99,7 @@ class Assembly:
             UnsupportedOptimizerError: it can have neither.
         """
         sharded = self.sharded
-        cuts = sharded.policy.shard and sharded.wire.size > 1
+        cuts = sharded.layout.shards > 1
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = needs_wholes(optimizer, sharded.names, cut=cuts, offloaded=offloaded)
         return WholeBinding if wholes else Binding

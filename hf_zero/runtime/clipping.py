@@ -157,7 +157,8 @@ def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Te
 
 
 def over_ranks(wire: SoloWire, local: Tensor, order: float) -> Tensor:
-    """`power_sum` of all ranks' elements, of one norm or a vector of several; one collective."""
+    """`power_sum` of all ranks' elements, of one norm or a vector of several; one collective. Every replica has them all."""
+    wire = wire.shard_group or wire
     if not math.isinf(order):
         return wire.sum_scalar(local)
     sign = 1.0 if order > 0 else -1.0

@@ -429,7 +429,7 @@ def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, st
     origins = {slot.spec.name: birth.origin for slot, birth in zip(span.slots, births)}
     parts = [
         (part.start, origin[part.there])
-        for part in span.overlaps(wire.rank if span.shards > 1 else 0)
+        for part in span.overlaps((wire.shard_group or wire).rank if span.shards > 1 else 0)
         if (origin := origins[part.source.spec.name]) is not None
     ]
     for param in params:

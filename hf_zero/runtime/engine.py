@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm import agree
+from ..comm.codec import CODECS
+from ..comm.hybrid import in_replicas
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.layout import Layout
@@ -56,7 +58,8 @@ class Engine:
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, or None.
         layout: where each element lives.
-        traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`).
+        traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`;
+            with replicas also `across`).
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Engine:
             refuse_compiled(model)
             stay_out_of_graphs()
             config.check_world_size(self.world_size)
+            self._wire.codec = CODECS.get(config.wire)
+            self._wire = in_replicas(self._wire, config.replicas)
             self.policy = config.policy_for(self.world_size)
             drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
             self.device = device_of(model, device)
@@ -103,6 +108,7 @@ class Engine:
             kind = Binding if optimizer is None else self._assembly.kind_of_binding(optimizer)
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
+        self._wire.open_groups()
         agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
 
         # The plan needs to know what the tiers have room for, and may be refused as well.
@@ -136,6 +142,8 @@ class Engine:
 
     def _print_summary(self) -> None:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        if self.config.replicas > 1:
+            ranks += f" in {self.config.replicas} replicas"
         print(f"hf_zero: stage {self.config.stage} on {ranks}; {self.precision}", file=sys.stderr)
         if self._training.autocast is not None and self.precision.autocast_dtype is not None:
             cast = gathered_as(

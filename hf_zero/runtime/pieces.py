@@ -256,11 +256,13 @@ def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
 def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Extent[Slot]]:
     """This rank's part of the work on a span. "Here" is the slice that the rank has.
 
-    Where every rank holds everything (plain data parallel) the span is cut for the purpose, so that all of them work.
+    Where every rank holds everything (plain data parallel) the span is cut for the purpose, so that all of them work. Of
+    several replicas of a cut span the first writes, whose ranks come first.
     """
     span = flat.span
     if span.shards > 1 or size == 1:
-        yield from span.overlaps(flat.rank)
+        if rank < span.shards:
+            yield from span.overlaps(flat.rank)
         return
     numel = -(-span.used_numel // size)
     for part in replace(span, shards=size, slice_numel=numel).overlaps(rank):

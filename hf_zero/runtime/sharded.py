@@ -159,7 +159,7 @@ class Sharded:
     is_unsharded: bool = False
 
     def __post_init__(self) -> None:
-        self.layout = Layout((), self.wire.size if self.policy.shard else 1)
+        self.layout = Layout((), self.config.shards(self.wire.size))
 
     @property
     def flats(self) -> list[Flat]:

@@ -212,6 +212,9 @@ class Usage:
         wait_s["optimizer"] = 0.0 if stepper is None else stepper.wait_s
         sent = {kind: engine.traffic[kind].bytes for kind in COLLECTIVES}
         sent |= {link: count.bytes for link, count in links.items()}
+        if (across := engine.traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
+            sent["reduce"] += across.bytes
+            wait_s["reduce"] += across.wait_s
         moves = () if monitor is None else tuple(monitor.moves)
         return Counters(self._peak(), sent, wait_s, moves, process_bytes(engine))
 
@@ -284,6 +287,7 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         engine.device.type == "cpu",
         frozenset(_names_in_files(engine)),
         engine.offload.storage.sizes,
+        engine.config.wire,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
     return memory_of(plan.layout, plan.placements, setup), Traffic.of(work)

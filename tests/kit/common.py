@@ -72,6 +72,8 @@ class Case:
     step_in_backward: bool = False
     checkpointing: bool = False
     debug: bool = False
+    replicas: int = 1
+    wire: str = "none"
     sizes: Sizes = SIZES
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
@@ -83,6 +85,8 @@ class Case:
             offload_dir=offload_dir,
             step_in_backward=self.step_in_backward,
             debug=self.debug,
+            replicas=self.replicas,
+            wire=self.wire,
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:
@@ -211,11 +215,13 @@ def train_reference(world: int, case: Case, average_first: bool) -> Result:
                 losses.append(loss.item())
         for i, p in enumerate(params):
             if average_first:
-                micros = [_mean([gradients[m, r][i] for r in range(world)]) for m in range(case.accumulation)]
+                micros = [
+                    _mean([gradients[m, r][i] for r in range(world)], case.replicas) for m in range(case.accumulation)
+                ]
                 p.grad = _sum(micros)
             else:
                 ranks = [_sum([gradients[m, r][i] for m in range(case.accumulation)]) for r in range(world)]
-                p.grad = _mean(ranks)
+                p.grad = _mean(ranks, case.replicas)
         if case.clip is not None:
             scaler.unscale_(optimizer)
             norm = torch.sqrt(sum(p.grad.double().square().sum() for p in params)).float()
@@ -236,7 +242,11 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def _mean(tensors: list[Tensor]) -> Tensor:
+def _mean(tensors: list[Tensor], replicas: int = 1) -> Tensor:
+    """Over ranks in their order: of each replica's, then of all replicas'."""
+    shards = len(tensors) // replicas
+    if replicas > 1 and shards > 1:
+        return _mean([_mean(tensors[first : first + shards]) for first in range(0, len(tensors), shards)])
     return _sum(tensors) * (1.0 / len(tensors))
 
 

@@ -277,6 +277,17 @@ class DeferredWire:
 
         return noted
 
+    @property
+    def codec(self) -> Any:
+        return self._wire.codec
+
+    @codec.setter
+    def codec(self, codec: Any) -> None:
+        self._wire.codec = codec
+
+    def among(self, groups: Sequence[Sequence[int]]) -> DeferredWire:
+        return DeferredWire(self._wire.among(groups), self._watch)  # type: ignore[attr-defined]
+
     def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
         self._watch.check()
         if self._wire.size == 1 or own.numel() == 0:
@@ -322,7 +333,7 @@ class DeferredWire:
         """Note it. Where transfers end at once, who issues something else is told here, and no rank waits for ever."""
         self._watch.note(kind, tag)
         if self._watch.mode is Mode.FIRST:
-            found: list[Any] = [None] * self._wire.size
+            found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, (kind, tag))
             if len(set(found)) > 1:
                 self._watch.fail(f"collective {len(self._watch.log) - 1}: by rank {found}")

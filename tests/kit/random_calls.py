@@ -47,6 +47,7 @@ class Setting:
     offload_params: str = "none"
     optimizer: str = "momentum"
     groups: int = 1
+    replicas: int = 1
     left_out: bool = False
     """The last head comes into the optimizer later, if at all."""
 
@@ -129,6 +130,7 @@ class User:
             stage=s.stage,
             offload_optimizer=s.offload_optimizer,
             offload_params=s.offload_params,
+            replicas=s.replicas,
             offload_dir=str(self.folder / "tiers") if "disk" in (s.offload_optimizer, s.offload_params) else None,
         )
         self.engine = zero.shard(self.model, self.optimizer, config, mixed_precision=s.dtype)

@@ -75,6 +75,8 @@ NONE: dict[str, Any] = {}
 CPU = {"offload_optimizer": "cpu"}
 DISK = {"offload_optimizer": "disk"}
 CASES = [
+    (2, 2, {"wire": "int8"}, 2), (4, 3, {"replicas": 2, "wire": "int4"}, 1), (2, 3, {"replicas": 2, "wire": "fp8"}, 2),
+    (4, 3, {"replicas": 2}, 1), (2, 2, {"replicas": 2, "dtype": "bf16"}, 1),
     (2, 1, NONE, 1), (2, 2, {"dtype": "bf16"}, 1), (2, 3, NONE, 1), (2, 3, {"dtype": "bf16"}, 2), (2, 0, NONE, 1),
     (2, 1, {**CPU, "dtype": "bf16"}, 1), (2, 2, DISK, 1), (2, 3, {**CPU, "offload_params": "cpu", "dtype": "bf16"}, 1),
     (2, 3, {**DISK, "offload_params": "disk"}, 1), (2, 3, {**CPU, "offload_params": "disk", "dtype": "bf16"}, 2),

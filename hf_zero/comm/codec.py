@@ -1,0 +1,129 @@
+"""Wire formats narrower than the values they stand for: blocks of elements with one scale each.
+
+A block of 256 elements travels as 256 codes and one float32 scale, its largest magnitude over the largest code:
+
+    format   code                            bytes per element   |x - decoded(x)| at most, per block
+    int8     a whole number from -127 to 127       1.016          absmax / 254
+    fp8      float8_e4m3fn, 448 at most            1.016          |x| / 16, and absmax / 2^18 near 0
+    int4     a whole number from -7 to 7           0.516          absmax / 14
+
+A block with an element that is not finite is decoded to one without a finite element: its scale is not finite.
+
+Block-wise formats: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.1; on the
+wire of ZeRO: Wang et al., "ZeRO++" (arXiv 2306.10209), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_NUMEL = 256
+_PIECE_NUMEL = 4096 * BLOCK_NUMEL
+"""Elements that are coded at a time: what is made of them meanwhile is in float32."""
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One format.
+
+    Attributes:
+        largest: magnitude of a code.
+        per_byte: codes in one byte.
+        pack: codes as float32 numbers of at most `largest`, not rounded yet, to bytes; 1-D, a multiple of `per_byte` long.
+        unpack: back.
+    """
+
+    largest: float
+    per_byte: int
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Tensor]
+
+    def nbytes(self, numel: int) -> int:
+        """Of so many elements. Whole blocks, so that scales are aligned."""
+        return _blocks(numel) * (BLOCK_NUMEL // self.per_byte + _SCALE_BYTES)
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, out: Tensor, numel: int) -> None:
+        """`values` into `out`.
+
+        Args:
+            values: 1-D, floating point, of at most `numel` elements; those that are missing are zeros.
+            out: 1-D uint8 of `nbytes(numel)` bytes.
+        """
+        codes, scales = self._parts(out, numel)
+        scales.zero_()
+        codes.zero_()
+        for start in range(0, values.numel(), _PIECE_NUMEL):
+            part = values[start : start + _PIECE_NUMEL].float()
+            count = _blocks(part.numel())
+            if part.numel() < count * BLOCK_NUMEL:
+                part = torch.nn.functional.pad(part, (0, count * BLOCK_NUMEL - part.numel()))
+            blocks, first = part.view(count, BLOCK_NUMEL), start // BLOCK_NUMEL
+            absmax = blocks.abs().amax(1, keepdim=True)
+            scales[first : first + count].copy_((absmax / self.largest).view(-1))
+            # In [-1, 1] first: the inverse of a subnormal scale is infinite.
+            shares = (blocks / absmax).nan_to_num_(0.0, 0.0, 0.0).mul_(self.largest)
+            packed, low = self.pack(shares.view(-1)), start // self.per_byte
+            codes[low : low + packed.numel()].copy_(packed)
+
+    @torch.no_grad()
+    def decode(self, sent: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """What `encode` has made of `out.numel()` elements, into `out` (1-D, floating point), or added to it."""
+        codes, scales = self._parts(sent, out.numel())
+        for start in range(0, out.numel(), _PIECE_NUMEL):
+            target = out[start : start + _PIECE_NUMEL]
+            count, low = _blocks(target.numel()), start // self.per_byte
+            numbers = self.unpack(codes[low : low + count * BLOCK_NUMEL // self.per_byte]).view(count, BLOCK_NUMEL)
+            first = start // BLOCK_NUMEL
+            values = (numbers * scales[first : first + count].view(-1, 1)).view(-1)[: target.numel()]
+            if add:
+                target.add_(values)
+            else:
+                target.copy_(values)
+
+    def _parts(self, sent: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Codes, and scales in float32."""
+        length = _blocks(numel) * BLOCK_NUMEL // self.per_byte
+        return sent[:length], sent[length:].view(torch.float32)
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK_NUMEL)
+
+
+def _pack_int8(numbers: Tensor) -> Tensor:
+    return numbers.round_().to(torch.int8).view(torch.uint8)
+
+
+def _unpack_int8(codes: Tensor) -> Tensor:
+    return codes.view(torch.int8).float()
+
+
+def _pack_fp8(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _unpack_fp8(codes: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def _pack_int4(numbers: Tensor) -> Tensor:
+    low, high = (numbers.round_() + 8).to(torch.uint8).view(-1, 2).unbind(1)
+    return low | (high << 4)
+
+
+def _unpack_int4(codes: Tensor) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), dim=1).view(-1).float() - 8
+
+
+CODECS = {
+    "int8": Codec(127.0, 1, _pack_int8, _unpack_int8),
+    "fp8": Codec(448.0, 1, _pack_fp8, _unpack_fp8),
+    "int4": Codec(7.0, 2, _pack_int4, _unpack_int4),
+}
+"""By the name of the format."""

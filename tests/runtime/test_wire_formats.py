@@ -1,0 +1,204 @@
+"""Gradients that travel as codes: sums are those of decoded values, training goes on as it would, fewer bytes are sent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero as zero
+from hf_zero.comm.codec import CODECS
+from hf_zero.comm.hybrid import in_replicas
+from hf_zero.comm.wire import CollectiveWire, PairWire, SoloWire
+from tests.kit.common import Case, batch, gpt2, optimizer_for, train_engine
+from tests.kit.deferred_wire import Mode, Watch
+
+pytestmark = pytest.mark.gloo
+CPU = torch.device("cpu")
+
+
+# The wire ---------------------------------------------------------------------------------------------------------------
+
+
+def through(name: str, values: torch.Tensor) -> torch.Tensor:
+    """As they come out on the other side."""
+    codec = CODECS[name]
+    sent, out = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    codec.encode(values, sent, values.numel())
+    codec.decode(sent, out)
+    return out
+
+
+def average(values: list[torch.Tensor]) -> torch.Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total * (1.0 / len(values))
+
+
+def reduced(rank: int, world: int, name: str, numel: int, missing: int, bad: float | None) -> bool:
+    """On every kind of wire, this rank's slice of a mean, to the bit; with a source that lacks the padding at its end."""
+    sources = [torch.randn(world * numel, generator=torch.Generator().manual_seed(7 + r)) for r in range(world)]
+    if bad is not None:
+        sources[1][numel + 3] = bad
+    for source in sources:
+        source[source.numel() - missing :] = 0.0
+    good = True
+    for kind in (PairWire, CollectiveWire):
+        wire = kind(CPU)
+        wire.start(30.0)
+        wire.codec = CODECS[name]
+        source, out = sources[rank].clone(), torch.full((numel,), 7.0)
+        wire.reduce(source[: source.numel() - missing] if wire.ragged else source, out, 5).close()
+        expected = average([through(name, s[rank * numel : (rank + 1) * numel]) for s in sources])
+        good = (
+            good and torch.equal(out.isfinite(), expected.isfinite()) and bool(out.eq(expected)[out.isfinite()].all())
+        )
+        good = good and (bad is None or rank != 1 or not bool(out[:256].isfinite().any()))
+        # The averages of two replicas are the same bits in both.
+        if world == 4:
+            mean = torch.full((2 * numel,), 7.0)
+            hybrid: SoloWire = in_replicas(wire, 2)
+            hybrid.open_groups()
+            hybrid.reduce(source, mean, 6).close()
+            everyone: list[torch.Tensor] = hybrid.exchange(mean)
+            good = good and torch.equal(everyone[rank].nan_to_num(9.0), everyone[rank ^ 2].nan_to_num(9.0))
+            close = average([s[rank % 2 * 2 * numel :][: 2 * numel] for s in sources])
+            gap = (mean - close).abs()[mean.isfinite()].max()
+            good = good and float(gap) < {"int8": 0.05, "fp8": 0.3, "int4": 0.9}[name]
+    return good
+
+
+@pytest.mark.parametrize(("name", "bad"), [("int8", None), ("int8", math.inf), ("fp8", math.nan), ("int4", None)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_reduce_sums_what_is_decoded(pools, world, name, bad):
+    assert all(pools[world].run(reduced, name, 1040, 0 if bad else 700, bad))
+
+
+# Training ---------------------------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    """Losses, loss scales, weights' digests of this rank's copy, bytes."""
+    out = []
+    for case in cases:
+        result, engine = train_engine(rank, world, case)
+        engine.traffic.reset()
+        weights = torch.cat([zero.full_parameter(p).reshape(-1) for p in engine.model.parameters()])
+        masters = [shard.master.sum().item() for u in engine.units for flat in u.trained for shard in flat.shards]
+        engine.detach()
+        out.append((result.losses, result.scale, weights, masters))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "name", "stage"),
+    [
+        (2, 1, "int8", 3),
+        (2, 2, "int8", 1),
+        (4, 2, "int8", 2),
+        pytest.param(2, 1, "fp8", 2, marks=pytest.mark.slow),
+        pytest.param(3, 1, "int8", 1, marks=pytest.mark.slow),
+        pytest.param(3, 3, "int4", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_as_it_would(pools, world, replicas, name, stage):
+    plain = Case(stage=stage, steps=12, replicas=replicas, clip=1.0, accumulation=2)
+    half = replace(plain, dtype="fp16", steps=8)
+    cases = [plain, replace(plain, wire=name), half, replace(half, wire=name)]
+    told = pools[world].run(trained, cases)
+    for exact, coded in (told[0][0:2], told[0][2:4]):
+        moved = exact[0][0] - min(exact[0])
+        assert moved > 0.01, "something is learnt"
+        assert max(abs(a - b) for a, b in zip(exact[0], coded[0])) < (0.1 if name != "int4" else 0.5) * moved
+        assert coded[0][2:] != exact[0][2:], "gradients were rounded"
+        assert coded[1] == exact[1], "the loss scaler has seen the same steps overflow"
+    shards = world // replicas
+    for rank, mine in enumerate(told):
+        for (_, _, weights, masters), (_, _, first, _), same in zip(mine, told[0], told[rank % shards]):
+            assert torch.equal(weights, first), "every rank computes with the same weights"
+            assert masters == same[3], "every replica has the same masters"
+
+
+def overflows(rank: int, world: int) -> list[float]:
+    """One rank's gradient is infinite in the second step: no rank makes it."""
+    model = gpt2()
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2, wire="int8"), mixed_precision="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=True)
+    scales = []
+    for step in range(3):
+        ids = batch(step, 0, rank)
+        loss = model(input_ids=ids, labels=ids).loss
+        scaler.scale(loss * (math.inf if (step, rank) == (1, 1) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    weights = torch.cat([zero.full_parameter(p).reshape(-1) for p in model.parameters()])
+    assert bool(weights.isfinite().all())
+    engine.detach()
+    return scales
+
+
+def test_an_overflow_on_one_rank_is_seen_by_all(two):
+    assert two.run(overflows) == [[2.0**10, 2.0**9, 2.0**9]] * 2
+
+
+def sent(rank: int, world: int, name: str, replicas: int) -> tuple[list[int], dict[str, int]]:
+    model = gpt2(n_embd=64)
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2, wire=name, replicas=replicas))
+    for step in range(2):
+        engine.traffic.reset()
+        ids = batch(step, 0, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    spans = [span.slice_numel for span in engine.layout.spans]
+    counted = {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
+    engine.detach()
+    return spans, counted
+
+
+def test_bytes(pools):
+    for world, replicas in ((2, 1), (4, 2)):
+        codec = CODECS["int8"]
+        spans, exact = pools[world].run(sent, "none", replicas)[0]
+        _, coded = pools[world].run(sent, "int8", replicas)[0]
+        assert coded["reduce"] == sum(min(4 * numel, codec.nbytes(numel)) for numel in spans)
+        assert 3.5 * coded["reduce"] <= exact["reduce"]
+        if replicas == 2:
+            assert coded["across"] == sum(2 * min(2 * numel, codec.nbytes(numel // 2)) for numel in spans)
+            assert 3.5 * coded["across"] <= exact["across"]
+        assert coded["gather"] == exact["gather"], "weights travel as they are"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_bytes_may_move_late_or_early(two, mode):
+    assert two.run(deferred, mode) == [[]] * 2
+
+
+def deferred(rank: int, world: int, mode: Mode) -> list[str]:
+    case = Case(stage=3, steps=3, wire="int8", accumulation=2)
+    watch = Watch(mode)
+    ours, engine = train_engine(rank, world, case, roads=watch.roads, made=watch.watch)
+    faults = watch.finish()
+    engine.detach()
+    theirs, engine = train_engine(rank, world, case)
+    engine.detach()
+    return faults + ([] if ours.losses == theirs.losses else ["other losses"])
+
+
+# What cannot be -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{"wire": "int7"}, {"wire": None}, {"wire": "int8", "stage": 0}, {"wire": "fp8", "debug": True}]
+)
+def test_refused_by_name(settings):
+    with pytest.raises(zero.ConfigError, match="wire"):
+        zero.ZeroConfig(**settings)
