@@ -89,7 +89,8 @@ class Engine:
             refuse_compiled(model)
             config.check_world_size(self.world_size)
             self.policy = config.policy_for(self.world_size)
-            drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
+            # First: it refuses models that have nothing to shard.
+            drafter = Drafter(model, self.precision, roads.limits)
             self.device = device_of(model, device)
             self.sharded = Sharded(
                 model, config, self.policy, self.precision, self._wire, self.device, dict(drafter.names)
