@@ -44,9 +44,8 @@ __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
 
 _TRIM_BYTES = 16 << 20  # most that closed parameters may leave in the allocator before it must give it back
 _mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, and the next
-_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD = -3  # malloc.h: M_MMAP_THRESHOLD
 _MAPPED_BYTES = 1 << 20
-_MAPPED_AFTER_BYTES = 32 << 20  # what glibc itself comes to in a process that has freed something large
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Whole parameters come and go between slices that stay: without this the holes make up most of a rank's memory."""
 
@@ -170,7 +169,7 @@ class Init:
         if self._stores:
             with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
                 self._store = Disk(self._folder, self.wire.rank, Meter())
-            _map_from(_MAPPED_BYTES)  # whole parameters in the heap would make it as large as the model
+            _map_large()
         self._own_random = None
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -204,9 +203,7 @@ class Init:
         for module in list(self._seen):
             self._sweep(module)
         self._close_all()
-        if self._store is not None:
-            self._store = None  # what is born keeps it
-            _map_from(_MAPPED_AFTER_BYTES)
+        self._store = None  # what is born keeps it
         for birth in self._aliased:
             birth.drop_alias(force=True)
         self._aliased.clear()
@@ -385,10 +382,14 @@ class Init:
         return self._generators[device]
 
 
-def _map_from(nbytes: int) -> None:
-    """Host memory of this size or more is the system's again as soon as it is freed."""
+def _map_large() -> None:
+    """From now on large host memory is the system's again as soon as it is freed, which costs page faults.
+
+    In malloc's heap every whole parameter, and in training every gradient, would leave a hole in which the next one does not
+    fit, and the heap would grow to the size of what rests on disk.
+    """
     if _mallopt is not None:
-        _mallopt(_MMAP_THRESHOLD, nbytes)
+        _mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def entered() -> Init | None:
