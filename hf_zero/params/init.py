@@ -37,16 +37,14 @@ from ..runtime.deferred import Birth, OpeningMode, birth_of, born, guard_owner, 
 from ..runtime.deferred_hooks import DeferredHooks
 from ..runtime.ownership import OWNERS, adopt
 from ..tiers.disk import Disk
+from ..tiers.host import free_at_once
 from ..tiers.tier import Meter
 from .extensions import EXTENSIONS
 
 __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
 
 _TRIM_BYTES = 16 << 20  # most that closed parameters may leave in the allocator before it must give it back
-_mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, and the next
-_MMAP_THRESHOLD = -3  # malloc.h: M_MMAP_THRESHOLD
-_MAPPED_BYTES = 1 << 20
-_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 """Whole parameters come and go between slices that stay: without this the holes make up most of a rank's memory."""
 
 
@@ -169,7 +167,7 @@ class Init:
         if self._stores:
             with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
                 self._store = Disk(self._folder, self.wire.rank, Meter())
-            _map_large()
+            free_at_once()
         self._own_random = None
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -380,16 +378,6 @@ class Init:
             seed = (self._seed + 0x9E3779B97F4A7C15 * (self.wire.rank + 1)) % 2**63
             self._generators[device] = torch.Generator(device).manual_seed(seed)
         return self._generators[device]
-
-
-def _map_large() -> None:
-    """From now on large host memory is the system's again as soon as it is freed, which costs page faults.
-
-    In malloc's heap every whole parameter, and in training every gradient, would leave a hole in which the next one does not
-    fit, and the heap would grow to the size of what rests on disk.
-    """
-    if _mallopt is not None:
-        _mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def entered() -> Init | None:

@@ -27,6 +27,7 @@ from ..plan.plan import Drafter, Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
+from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
 from . import deferred_hooks, weighing
 from . import instance_methods as overrides
@@ -118,6 +119,10 @@ class Engine:
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
+
+        in_memory = config.offload_optimizer == config.offload_params == "none"
+        if self.device.type == "cpu" and self.world_size > 1 and self.policy.keep_full and in_memory:
+            keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
 
         # From here on the model changes.
         self._assembly.build(specs, self.plan.placements)
