@@ -1,9 +1,13 @@
 """Which parameters move together: finds the units of a model by itself.
 
 Blocks are the model's own `_no_split_modules`, else children of the same class in a `ModuleList` or `Sequential`, else
-runs of leaf modules of about equal size. What is left over (embeddings, head, final norm) is owned by the modules that
-hold it: a large one is a unit of its own, a small one joins the block next to it in registration order. Units that share
-a parameter (tied weights) are one unit.
+runs of leaf modules. What is left over (embeddings, head, final norm) is owned by the modules that hold it: a large one is a
+unit of its own, a small one joins the block next to it in registration order.
+
+Two units, a bucket and what is on its way are in memory at a time, so units are bounded in bytes, whatever the model's size: a
+block above `UNIT_BYTES` is cut into its children (attention | MLP), runs of leaf modules end at `RUN_BYTES`. A parameter that
+several units use (tied weights, a bias of all layers) is a unit of its own whose hosts are theirs; these units are one only
+where that keeps no more in memory than the shared parameter takes anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +23,25 @@ from .layout import Visit
 
 T = TypeVar("T")
 _MIN_BLOCKS = 2
-_SIZE_PARTS = 8  # a model without blocks is cut into about this many units
+_SIZE_PARTS = 8  # a small model without blocks is cut into about this many units
+_SMALL = 16  # a part of this fraction of what it could be cut from, or joined to, is small
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes, in the parameters' own types.
+
+    Attributes:
+        unit_bytes: a module with more is cut into its children.
+        run_bytes: leaf modules one after another are one unit up to this.
+    """
+
+    unit_bytes: int = 256 << 20
+    run_bytes: int = 64 << 20
+
+
+LIMITS = Limits()
+"""Messages above a few MiB are as fast as the wire is; three units of this size are small beside what a device has."""
 
 
 @dataclass(slots=True)
@@ -29,10 +51,14 @@ class Group:
     name: str
     hosts: list[nn.Module] = field(default_factory=list)
     params: list[nn.Parameter] = field(default_factory=list)
+    is_block: bool = False
+    """A block, or a part of one: others may join it, it joins none."""
+    is_apart: bool = False
+    """It is used in several places, or around other units: what joined it would be in memory all that time."""
 
     @property
-    def numel(self) -> int:
-        return sum(param.numel() for param in self.params)
+    def nbytes(self) -> int:
+        return _nbytes(self.params)
 
     def absorb(self, other: Group) -> None:
         self.hosts += [host for host in other.hosts if all(host is not mine for mine in self.hosts)]
@@ -40,41 +66,35 @@ class Group:
         self.params += [param for param in other.params if param not in known]
 
 
-def find_groups(model: nn.Module) -> list[Group]:
+def find_groups(model: nn.Module, limits: Limits = LIMITS) -> list[Group]:
     """Groups that cover every parameter of `model` once, in registration order."""
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     blocks = _blocks(model)
-    inside = {id(inner) for block in blocks for inner in block.modules()}
-    groups: list[Group] = []
-    is_block: list[bool] = []
-    for module in _walk(model, inside):
-        if any(module is block for block in blocks):
-            params = list(module.parameters())
-        elif id(module) in inside:
-            continue
-        else:
-            params = _owned(module, inside)
-        if params:
-            groups.append(Group(names[module] or type(model).__name__, [module], _unique(params)))
-            is_block.append(id(module) in inside)
-    groups = _merge_small(groups, is_block) if blocks else _by_size(groups)
-    return _merge_tied(groups)
+    groups = _parts(model, blocks, names, limits)
+    groups = _settle_shared(groups, {param: name for name, param in model.named_parameters()})
+    _set_apart(groups)
+    if blocks:
+        sizes = sorted(_nbytes(_unique(block.parameters())) for block in blocks)
+        return _merge_small(groups, sizes[len(sizes) // 2] // _SMALL)
+    return _join_runs(groups, min(sum(group.nbytes for group in groups) // _SIZE_PARTS, limits.run_bytes))
 
 
 def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
     """A pass forward as registration order shows it: each group's hosts, and what runs inside which."""
-    unit_of = {host: place for place, group in enumerate(groups) for host in group.hosts}
+    units_of: dict[nn.Module, list[int]] = {}
+    for place, group in enumerate(groups):
+        for host in group.hosts:
+            units_of.setdefault(host, []).append(place)
     known: set[nn.Module] = set()
 
     def visits(module: nn.Module) -> Iterator[Visit]:
         if module in known:
             return
         known.add(module)
-        inner = (visit for child in module.children() for visit in visits(child))
-        if module in unit_of:
-            yield Visit(unit_of[module], is_plain_embedding(module), tuple(inner))
-        else:
-            yield from inner
+        found = [visit for child in module.children() for visit in visits(child)]
+        for place in units_of.get(module, ()):  # hooks of a later unit are around those of an earlier one
+            found = [Visit(place, is_plain_embedding(module), tuple(found))]
+        yield from found
 
     return tuple(visits(model))
 
@@ -82,6 +102,9 @@ def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether its backward needs its indices and not its weights."""
     return type(module) is nn.Embedding and module.max_norm is None
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -99,14 +122,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(type(child) for child in module if _has_params(child))
-            # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny. A list is never
-            # called: a unit hosted by one would have no hook that runs.
+            # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny.
             children += [
-                c
-                for c in module
-                if kinds[type(c)] >= _MIN_BLOCKS
-                and not isinstance(c, (nn.ModuleList, nn.ModuleDict))
-                and any(True for _ in c.children())
+                c for c in module if kinds[type(c)] >= _MIN_BLOCKS and _is_called(c) and any(True for _ in c.children())
             ]
     return _outermost(children)
 
@@ -116,88 +134,172 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     return _unique(module for module in modules if id(module) not in inner)
 
 
-def _walk(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
-    """Modules outside blocks, and the blocks, in registration order; nothing below a host that owns its children."""
-    skip: set[int] = set()
-    for module in model.modules():
-        if id(module) in skip:
-            continue
-        yield module
-        if id(module) not in inside and _owns_children(module, inside):
-            skip.update(id(inner) for inner in module.modules())
-
-
-def _owns_children(module: nn.Module, inside: set[int]) -> bool:
-    """A module with parameters of its own may read its children's directly (MultiheadAttention does): it hosts both."""
-    return any(p is not None for p in module._parameters.values()) and not any(
-        id(inner) in inside for inner in module.modules()
-    )
-
-
-def _owned(module: nn.Module, inside: set[int]) -> list[nn.Parameter]:
-    if _owns_children(module, inside):
-        return list(module.parameters())
-    return [param for param in module._parameters.values() if param is not None]
+def _is_called(module: nn.Module) -> bool:
+    """A list is never called: a unit hosted by one would have no hook that runs."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
 def _has_params(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _merge_small(groups: list[Group], is_block: list[bool]) -> list[Group]:
-    """Leftovers that weigh less than 1/16 of a typical block join the nearest block before them, else after them."""
-    block_numel = sorted(group.numel for group, block in zip(groups, is_block) if block)
-    small = block_numel[len(block_numel) // 2] // 16
-    first = is_block.index(True)
-    before: list[Group] = []
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def _parts(model: nn.Module, blocks: list[nn.Module], names: dict[nn.Module, str], limits: Limits) -> list[Group]:
+    """Blocks, and modules outside of them with the parameters that they hold; a shared parameter in each that uses it."""
+    inside = {id(inner) for block in blocks for inner in block.modules()}
+    heads = {id(block) for block in blocks}
+    holders: Counter[nn.Parameter] = Counter(
+        param for module in model.modules() for param in module._parameters.values() if param is not None
+    )
+    total = _nbytes(holders)
+    largest = max((_nbytes(_unique(block.parameters())) for block in blocks), default=0)
+    most = min(max(total // _SIZE_PARTS, largest), limits.unit_bytes)
     out: list[Group] = []
-    last_block: Group | None = None
-    for index, (group, block) in enumerate(zip(groups, is_block)):
-        if block:
-            last_block = group
-            out.append(group)
-        elif group.numel > small or _encloses(group, last_block or groups[first]):
-            out.append(group)
-        elif index < first:
-            before.append(group)
-        elif last_block is not None:
-            last_block.absorb(group)
-    for group in before:
-        groups[first].absorb(group)
+    skip: set[int] = set()
+    for module in model.modules():
+        if id(module) in heads:
+            out += _cut(module, names, limits)
+        elif id(module) not in inside and id(module) not in skip:
+            if _reads_its_children(module, inside, holders, most):
+                skip.update(id(inner) for inner in module.modules())
+                params = _unique(module.parameters())
+            else:
+                params = _own(module)
+            if params:
+                out.append(Group(names[module], [module], params))
     return out
 
 
-def _encloses(group: Group, block: Group) -> bool:
-    """Whether a host of `group` runs around the block: joining would keep the block gathered all that time."""
-    return any(inner is block.hosts[0] for host in group.hosts for inner in host.modules())
+def _cut(block: nn.Module, names: dict[nn.Module, str], limits: Limits) -> Iterator[Group]:
+    """A block, or its large children where it is above the limit; what is left of it is hosted by the block itself."""
+    params = _unique(block.parameters())
+    own = set(_own(block))
+    children: list[nn.Module] = []
+    if _nbytes(params) > limits.unit_bytes and 2 * _nbytes(own) < _nbytes(params):
+        large = limits.unit_bytes // _SMALL
+        # Not through lists: of experts each rank may run others, and at stage 3 all ranks must run the same units.
+        children = [c for c in block.children() if _is_called(c) and _nbytes(_unique(c.parameters())) > large]
+    apart = {param for child in children for param in child.parameters()}
+    rest = [param for param in params if param not in apart or param in own]
+    if rest:
+        yield Group(names[block], [block], rest, is_block=True)
+    for child in children:
+        yield from _cut(child, names, limits)
 
 
-def _by_size(groups: list[Group]) -> list[Group]:
-    target = sum(group.numel for group in groups) / _SIZE_PARTS
+def _reads_its_children(module: nn.Module, inside: set[int], holders: Counter[nn.Parameter], most: int) -> bool:
+    """A module with parameters of its own may read its children's directly (MultiheadAttention does): it hosts both.
+
+    Not where that would make a unit of `most` bytes of a module that has few itself: reads are noticed where it was wrong.
+    """
+    own = _own(module)
+    if not own or not any(True for _ in module.children()):
+        return False
+    if any(id(inner) in inside for inner in module.modules()):
+        return False
+    here = Counter(param for inner in module.modules() for param in inner._parameters.values() if param is not None)
+    alone = _nbytes(param for param, times in here.items() if times == holders[param])
+    return alone <= most or 2 * _nbytes(own) >= alone
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return _unique(param for param in module._parameters.values() if param is not None)
+
+
+# Joined ---------------------------------------------------------------------------------------------------------------
+
+
+def _settle_shared(groups: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
+    """Every parameter in one group. A shared one is a group of its own, or makes those that use it one."""
+    homes: dict[nn.Parameter, list[Group]] = {}
+    for group in groups:
+        for param in group.params:
+            homes.setdefault(param, []).append(group)
+    shared = {param: users for param, users in homes.items() if len(users) > 1}
+    for linked in _linked(groups, shared.values()):
+        params = _unique(param for group in linked for param in group.params)
+        common = [param for param in params if param in shared]
+        if _nbytes(params) <= 2 * _nbytes(common):
+            for other in linked[1:]:
+                linked[0].absorb(other)
+                other.params = []
+            continue
+        together: dict[tuple[int, ...], Group] = {}
+        for param in common:
+            users = shared[param]
+            key = tuple(id(group) for group in users)
+            if key not in together:
+                hosts = _unique(host for group in users for host in group.hosts)
+                together[key] = Group(names[param], hosts)
+                groups.insert(next(at for at, group in enumerate(groups) if group is users[0]), together[key])
+            together[key].params.append(param)
+        for group in linked:
+            group.params = [param for param in group.params if param not in shared]
+    return [group for group in groups if group.params]
+
+
+def _linked(groups: list[Group], links: Iterable[list[Group]]) -> list[list[Group]]:
+    """Groups that share parameters, directly or through others, in order; only those that share some."""
+    parent = {id(group): group for group in groups}
+
+    def root(group: Group) -> Group:
+        while parent[id(group)] is not group:
+            parent[id(group)] = group = parent[id(parent[id(group)])]
+        return group
+
+    for users in links:
+        for other in users[1:]:
+            parent[id(root(other))] = root(users[0])
+    out: dict[int, list[Group]] = {}
+    for group in groups:
+        out.setdefault(id(root(group)), []).append(group)
+    return [linked for linked in out.values() if len(linked) > 1]
+
+
+def _set_apart(groups: list[Group]) -> None:
+    hosts = {id(host) for group in groups for host in group.hosts}
+    for group in groups:
+        encloses = any(id(inner) in hosts and inner is not host for host in group.hosts for inner in host.modules())
+        group.is_apart = len(group.hosts) > 1 or encloses
+
+
+def _merge_small(groups: list[Group], small_bytes: int) -> list[Group]:
+    """Leftovers that weigh no more join the nearest block before them, else after them."""
+    first = next((group for group in groups if group.is_block and not group.is_apart), None)
+    if first is None:
+        return groups
+    before: list[Group] = []
+    out: list[Group] = []
+    last: Group | None = None
+    for group in groups:
+        if group.is_block or group.is_apart or group.nbytes > small_bytes:
+            out.append(group)
+            if group.is_block and not group.is_apart:
+                last = group
+        elif last is None:
+            before.append(group)
+        else:
+            last.absorb(group)
+    for group in before:
+        first.absorb(group)
+    return out
+
+
+def _join_runs(groups: list[Group], run_bytes: int) -> list[Group]:
     out: list[Group] = []
     for group in groups:
-        if out and out[-1].numel + group.numel <= target:
+        is_open = bool(out) and not group.is_apart and not out[-1].is_apart
+        if is_open and out[-1].nbytes + group.nbytes <= run_bytes:
             out[-1].absorb(group)
         else:
             out.append(group)
     return out
 
 
-def _merge_tied(groups: list[Group]) -> list[Group]:
-    out: list[Group] = []
-    home: dict[nn.Parameter, Group] = {}
-    for group in groups:
-        shared = _unique(home[param] for param in group.params if param in home)
-        target = shared[0] if shared else group
-        if not shared:
-            out.append(group)
-        for other in [*shared[1:], *([group] if shared else [])]:
-            target.absorb(other)
-            if any(other is kept for kept in out):
-                out = [kept for kept in out if kept is not other]
-        for param in target.params:
-            home[param] = target
-    return out
+def _nbytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
 
 
 def _unique(items: Iterable[T]) -> list[T]:

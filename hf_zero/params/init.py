@@ -28,13 +28,17 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ..comm.agree import on_all_ranks
 from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, home_device, open_wire, wire_device
 from ..config import OFFLOADS
-from ..errors import ConfigError
+from ..errors import ConfigError, RankMismatchError
 from ..runtime.deferred import Birth, OpeningMode, birth_of, born, guard_owner, opening_mode, slice_bounds
 from ..runtime.deferred_hooks import DeferredHooks
 from ..runtime.ownership import OWNERS, adopt
+from ..tiers.disk import Disk
+from ..tiers.host import free_at_once
+from ..tiers.tier import Meter
 from .extensions import EXTENSIONS
 
 __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
@@ -102,6 +106,8 @@ class Init:
             leaves the values of parameters where they are, in their safetensors files, until something changes or needs them;
             those that are frozen when `shard` puts them on disk are read from these files from then on, and never copied. The
             files must stay as they are; a change is an error. Parameters that are converted or cast in loading are read.
+            With `disk`, slices that are computed rest in a file in `offload_dir` from the start.
+        offload_dir: as in that `ZeroConfig`.
         enabled: False to do nothing.
         stall_s: as in that `ZeroConfig`.
 
@@ -113,7 +119,13 @@ class Init:
     """
 
     def __init__(
-        self, *, init: str = "exact", offload_params: str = "none", enabled: bool = True, stall_s: float = STALL_S
+        self,
+        *,
+        init: str = "exact",
+        offload_params: str = "none",
+        offload_dir: str | None = None,
+        enabled: bool = True,
+        stall_s: float = STALL_S,
     ) -> None:
         if init not in ("exact", "fast"):
             raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
@@ -123,6 +135,8 @@ class Init:
             )
         self.init = init
         self.leaves_at_rest = offload_params in ("disk", "auto")
+        self._stores, self._folder = offload_params == "disk", offload_dir
+        self._store: Disk | None = None
         self.enabled = enabled
         self._stall_s = stall_s
         self.wire: SoloWire = SoloWire()
@@ -150,6 +164,10 @@ class Init:
             return outer
         self.wire = open_wire(home_device(), self._stall_s)
         self.wire.watch.phase = "zero.Init"
+        if self._stores:
+            with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
+                self._store = Disk(self._folder, self.wire.rank, Meter())
+            free_at_once()
         self._own_random = None
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -183,6 +201,7 @@ class Init:
         for module in list(self._seen):
             self._sweep(module)
         self._close_all()
+        self._store = None  # what is born keeps it
         for birth in self._aliased:
             birth.drop_alias(force=True)
         self._aliased.clear()
@@ -246,7 +265,7 @@ class Init:
         made_of = guard_owner(param)
         if made_of is not None:  # nn.Parameter(another): the one thing done to a closed parameter that no mode sees
             param.data = made_of.read(param.shape)
-        birth = Birth(self.wire)
+        birth = Birth(self.wire, store=self._store)
         adopt(param, birth)
         self._open[id(param)] = (param, birth)
         self._note_peak()
@@ -350,6 +369,8 @@ class Init:
         if name in _DRAWS:
             options["generator"] = self._generator(own.device)
         getattr(own, name)(*rest, **options)
+        del own
+        birth.settle()
         return True
 
     def _generator(self, device: torch.device) -> torch.Generator:

@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..checkpoint.safetensors import read_header
-from ..core.layout import ParamSpec, Visit
+from ..core.layout import ParamSpec, Visit, itemsize
 from ..core.precision import Precision, dtype_name
+from ..core.units import LIMITS
 from ..errors import ConfigError
 from .shapes import Shape, tensors
 
@@ -75,6 +76,7 @@ def _units(
             of[block[1]] = [spec]
             blocks.append((block[1], of[block[1]]))
     sizes = sorted(sum(spec.numel for spec in specs) for _, specs in blocks)
+    blocks = [part for block in blocks for part in _cut(*block)]
     small = sizes[len(sizes) // 2] // _SMALL if sizes else 0
     if is_tied is None:
         is_tied = not any(len(spec.shape) > 1 for spec in after)
@@ -83,6 +85,25 @@ def _units(
         before[at] = replace(before[at], names=(before[at].name, _HEAD))
     large = _split(before, small, blocks[0][1] if blocks else [])
     return [*large, *blocks, *_split(after, small, blocks[-1][1] if blocks else [])]
+
+
+def _cut(name: str, specs: list[ParamSpec]) -> Units:
+    """A block above the limit into its large children by name (attention | MLP), and what is left of it; as `core/units`."""
+    if _nbytes(specs) <= LIMITS.unit_bytes:
+        return [(name, specs)]
+    children: dict[str, list[ParamSpec]] = {}
+    for spec in specs:
+        child, _, leaf = spec.name.removeprefix(f"{name}.").partition(".")
+        if leaf and not child.isdigit():  # of a list each rank may run another part
+            children.setdefault(f"{name}.{child}", []).append(spec)
+    large = [(child, mine) for child, mine in children.items() if _nbytes(mine) > LIMITS.unit_bytes // _SMALL]
+    apart = {spec.name for _, mine in large for spec in mine}
+    rest = [spec for spec in specs if spec.name not in apart]
+    return [*([(name, rest)] if rest else []), *(part for child, mine in large for part in _cut(child, mine))]
+
+
+def _nbytes(specs: Iterable[ParamSpec]) -> int:
+    return sum(spec.numel * itemsize(spec.dtype) for spec in specs)
 
 
 def visits_by_name(units: Units) -> list[Visit]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..config import ZeroConfig, size_text
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name
-from ..core.units import Group, find_groups, find_visits
+from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
 from .activations import Batch
@@ -291,9 +291,9 @@ def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> st
 class Drafter:
     """Turns one model's parameters into specs, unit by unit; again, when its optimizer groups change."""
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, precision: Precision, limits: Limits = LIMITS) -> None:
         self.names = names_of(model)
-        self.groups: list[Group] = find_groups(model)
+        self.groups: list[Group] = find_groups(model, limits)
         self._visits = find_visits(model, self.groups)
         self._precision = precision
         self._castable = castable_params(model, self.names, precision)

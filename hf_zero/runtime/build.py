@@ -57,7 +57,7 @@ class Assembly:
             if birth is None:
                 yield name, param.detach()
             elif birth.wire.size == 1:
-                yield name, birth.slice_of(param)
+                yield name, birth.slice_of(param) if birth.is_open else birth.values()
 
     def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
         """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""

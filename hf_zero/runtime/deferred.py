@@ -7,6 +7,7 @@ parameter is open must be the same on every rank, and follows from the program a
 
 A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
 to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
+A slice that was computed may rest as well, in this rank's own file (`store`), until it is asked for.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
 from ..core.layout import Span
 from ..core.precision import dtype_of
-from ..errors import StateError
+from ..errors import StateError, TierError
 from ..tiers.array import DiskArray, FilePieces, OnDisk
+from ..tiers.disk import Disk
 from ..tiers.pool import Storage
 from .ownership import OWNERS, adopt, release
 
 _TAG = 1 << 20  # above every span's index
+_STORED_BYTES = 64 << 10  # smaller slices stay in memory
 _GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -117,10 +120,15 @@ def guard_owner(param: nn.Parameter) -> Birth | None:
 
 
 class Birth:
-    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak."""
+    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak.
+
+    Args:
+        store: where slices that are computed rest while the parameter is closed; None: in memory.
+    """
 
     __slots__ = (
-        "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_stride", "is_open", "origin", "pins", "wire",
+        "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_store", "_stored", "_stride", "is_open", "origin",
+        "pins", "wire",
     )  # fmt: skip
 
     def __init__(
@@ -129,8 +137,12 @@ class Birth:
         own: Tensor | None = None,
         origin: OnDisk | None = None,
         device: torch.device | None = None,
+        store: Disk | None = None,
     ) -> None:
         self.wire = wire
+        self._store = store
+        self._stored: DiskArray | None = None
+        """This rank's slice, where `_own` is None and it was computed; in memory where this rank has no room on disk."""
         self.is_open = own is None and origin is None
         self.origin = origin
         """All elements of the parameter, where they came from; None once it may have been written while it was open."""
@@ -147,8 +159,9 @@ class Birth:
     @property
     def own(self) -> Tensor:
         """1-D, this rank's elements. Only while closed."""
-        if self.at_rest:
+        if self.at_rest or (self._stored is not None and not self.is_open):
             self._own = self.values()
+            self._unstore()
         if self._own is None or self.is_open:
             raise StateError("a born parameter's slice was asked for while it is whole")
         self._follow_alias()
@@ -157,7 +170,12 @@ class Birth:
     @property
     def at_rest(self) -> bool:
         """Whether the values are in the origin alone. Closed."""
-        return self._own is None and self.origin is not None and not self.is_open
+        return self._own is None and self._stored is None and self.origin is not None and not self.is_open
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether `values` may have to read a file, here or on another rank. The same on every rank."""
+        return self.origin is not None or self._store is not None
 
     def values(self) -> Tensor:
         """`own`, to look at only: what is at rest stays there, and is read anew. While closed.
@@ -165,6 +183,12 @@ class Birth:
         Raises:
             TierError: it cannot be read.
         """
+        if self._stored is not None and not self.is_open:
+            self._follow_alias()
+        stored = self._stored
+        if stored is not None and not self.is_open:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                return OnDisk(stored).read_into(torch.empty(stored.numel, dtype=stored.dtype, device=self._device))
         if not self.at_rest or self.origin is None:
             return self.own
         low, high = slice_bounds(self.origin.numel(), self.wire.rank, self.wire.size)
@@ -195,6 +219,8 @@ class Birth:
         """Type of the values, and where they are or will be read to."""
         if self._own is not None:
             return self._own.dtype, self._own.device
+        if self._stored is not None and self._device is not None:
+            return self._stored.dtype, self._device
         if self.origin is None or self._device is None:
             raise StateError("a born parameter has no slice yet")
         return self.origin.dtype, self._device
@@ -230,7 +256,8 @@ class Birth:
             )
         own = None if self.at_rest else self.slice_of(param).clone()
         origin = None if self.is_open else self.origin
-        return _closed(Birth(self.wire, own, origin, param.device), param.shape, param.requires_grad)
+        birth = Birth(self.wire, own, origin, param.device, self._store)
+        return _closed(birth, param.shape, param.requires_grad)
 
     def pickled(self, param: nn.Parameter) -> Any:
         raise no_pickle()
@@ -249,7 +276,7 @@ class Birth:
             shape, (dtype, device) = param.shape, self._kind
             if whole is not None:
                 pass
-            elif self.wire.size == 1 and self._stride is None and self.origin is None:
+            elif self.wire.size == 1 and self._stride is None and not self.may_fail:
                 whole = self.own.view(shape)
             elif self._alias is None and self._stride is None and fill:
                 whole = self.read(shape)
@@ -268,21 +295,23 @@ class Birth:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             whole = param.data
-            keep = keep or (self._own is None and self.origin is None)
+            keep = keep or (self._own is None and self._stored is None and self.origin is None)
             if keep:
-                self._cut(whole)
+                self._cut(whole, stores=True)
                 self.origin = None
                 contiguous = whole.is_contiguous()
                 # Only strides that a fresh tensor can have; others (overlapping) come back row-major.
                 self._stride = None if contiguous else tuple(torch.empty_like(whole, device="meta").stride())
             self.is_open = False
             param.data = self.new_sentinel(whole.shape if keep else self._shape)
-            if keep and self.wire.size > 1 and _holders(whole) > 1:
+            if keep and (self.wire.size > 1 or self._stored is not None) and _holders(whole) > 1:
                 self._alias = whole
 
-    def _cut(self, whole: Tensor) -> None:
+    def _cut(self, whole: Tensor, stores: bool) -> None:
         low, high = slice_bounds(whole.numel(), self.wire.rank, self.wire.size)
         part = whole.reshape(-1)[low:high]
+        if stores and self._put_away(part):
+            return
         own = self._own
         if self.wire.size == 1:
             self._own = part
@@ -290,6 +319,36 @@ class Birth:
             own.copy_(part)
         else:
             self._own = part.clone()
+
+    def _put_away(self, part: Tensor) -> bool:
+        """The slice into the store. False where there is none, or no room in it: it stays in memory."""
+        store, stored = self._store, self._stored
+        if store is None or part.nbytes < _STORED_BYTES:
+            return False
+        try:
+            if stored is None or stored.numel != part.numel() or stored.dtype != part.dtype:
+                self._unstore()
+                self._stored = stored = DiskArray(store, part.numel(), part.dtype)
+            OnDisk(stored).copy_(part)
+        except TierError:
+            self._unstore()
+            return False
+        self._own, self._device = None, part.device
+        return True
+
+    def settle(self) -> None:
+        """What has come into memory goes back to where it rests. Closed, nobody holds `own`."""
+        own = self._own
+        if own is not None and self._alias is None and self._put_away(own):
+            self.origin = None
+
+    def _unstore(self) -> None:
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            stored.close()
+
+    def __del__(self) -> None:
+        self._unstore()
 
     @property
     def has_alias(self) -> bool:
@@ -302,9 +361,9 @@ class Birth:
             self._alias = None
 
     def _follow_alias(self) -> None:
-        if self._alias is not None and self._own is not None:
+        if self._alias is not None and (self._own is not None or self._stored is not None):
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._cut(self._alias)
+                self._cut(self._alias, stores=self._stored is not None)
 
     def move(self, param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `fn`, which may change type and device but no value's place, to the slice; the parameter's new `.data`."""
@@ -377,7 +436,7 @@ class Birth:
         What lies between `numel` and `room_numel` is overwritten.
         """
         wire = self.wire
-        own = read(wire, self.values, may_fail=self.origin is not None and wire.size > 1)
+        own = read(wire, self.values, may_fail=self.may_fail and wire.size > 1)
         if wire.size == 1:
             room[:numel].copy_(own)
             return

@@ -29,6 +29,7 @@ from ..plan.plan import Drafter, Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
 from ..tiers.fingerprint import fingerprint
+from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
 from . import deferred_hooks, weighing
 from . import instance_methods as overrides
@@ -95,7 +96,8 @@ class Engine:
             self._wire.codec = CODECS.get(config.wire)
             self._wire = in_replicas(self._wire, config.replicas)
             self.policy = config.policy_for(self.world_size)
-            drafter = Drafter(model, self.precision)  # first: it refuses models that have nothing to shard
+            # First: it refuses models that have nothing to shard.
+            drafter = Drafter(model, self.precision, roads.limits)
             self.device = device_of(model, device)
             self.sharded = Sharded(
                 model, config, self.policy, self.precision, self._wire, self.device, dict(drafter.names)
@@ -124,6 +126,10 @@ class Engine:
                     "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                     "bf16, or turn it off"
                 )
+
+        in_memory = config.offload_optimizer == config.offload_params == "none"
+        if self.device.type == "cpu" and self.world_size > 1 and self.policy.keep_full and in_memory:
+            keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
 
         # From here on the model changes.
         self._assembly.build(specs, self.plan.placements)

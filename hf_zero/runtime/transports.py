@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.wire import SoloWire, open_wire
+from ..core.units import LIMITS, Limits
 from ..plan.machine import free_host_bytes
 from ..plan.plan import Plan, plan
 from ..plan.solve import PlanInputs
@@ -24,6 +25,7 @@ class Roads:
         wire: between ranks, for buffers on a device.
         link: between host memory and a device; counts into the meter.
         sizes: of the blocks and records that offloaded state is updated and moved in.
+        limits: of units.
         storage: what allocates, and holds what the tiers of the engine share.
         plan: what is to rest in which tier; the same spans in the same units as it was asked for.
         free_host_bytes: what the monitor of `auto` finds free in host memory, by the number of ranks that share it.
@@ -32,6 +34,7 @@ class Roads:
     wire: Callable[[torch.device], SoloWire] = open_wire
     link: Callable[[torch.device, Meter], Link] = Link
     sizes: Sizes = SIZES
+    limits: Limits = LIMITS
     storage: type[Storage] = Storage
     plan: Callable[[PlanInputs], Plan] = plan
     free_host_bytes: Callable[[int], int] = free_host_bytes

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +21,32 @@ from ..errors import StateError, TierError
 from .tier import Meter
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+_mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def free_at_once(above_bytes: int = 1 << 20) -> None:
+    """From now on host memory of that size or more is the system's again as soon as it is freed. For this process.
+
+    For models that are mostly on disk: in malloc's heap every whole parameter, and in training every gradient, leaves a hole in
+    which the next one does not fit, and the heap grows to the size of what rests on disk.
+    """
+    if _mallopt is not None:
+        _mallopt(_MMAP_THRESHOLD, above_bytes)
+        _mallopt(_TRIM_THRESHOLD, above_bytes)  # a process may have asked for the other before
+
+
+def keep_freed(most_bytes: int = 1 << 30) -> None:
+    """From now on freed host memory below that size stays mapped, for what is allocated next. For this process.
+
+    For ranks that compute on CPUs: gradients and buckets come and go in each step, and memory that is mapped anew costs seven
+    times as much to fill (a page fault for every 4 KiB).
+    """
+    if _mallopt is not None:
+        _mallopt(_MMAP_THRESHOLD, most_bytes)
+        _mallopt(_TRIM_THRESHOLD, most_bytes)
 
 
 def pages(nbytes: int) -> Bytes:

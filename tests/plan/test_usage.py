@@ -14,19 +14,22 @@ import torch
 import transformers
 
 import hf_zero as zero
+from hf_zero.core.units import LIMITS, Limits
 from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.work import ROADS
 from hf_zero.runtime import usage
+from hf_zero.runtime.transports import Roads
 from tests.kit.common import batch, gpt2, is_on_the_bar, optimizer_for
 
 pytestmark = pytest.mark.gloo
 
 
 def build(**settings: Any) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
-    dtype = settings.pop("dtype", "no")
+    dtype, limits = settings.pop("dtype", "no"), settings.pop("limits", LIMITS)
     model = gpt2(n_embd=64, n_layer=settings.pop("layers", 3), tie_word_embeddings=False)
     optimizer = optimizer_for(model, 2)
-    return model, optimizer, zero.shard(model, optimizer, zero.ZeroConfig(**settings), mixed_precision=dtype)
+    config, roads = zero.ZeroConfig(**settings), Roads(limits=limits)
+    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
 
 
 def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int = 1) -> None:
@@ -74,6 +77,7 @@ def _home(tier: usage.Tier) -> usage.Tier:
 NONE: dict[str, Any] = {}
 CPU = {"offload_optimizer": "cpu"}
 DISK = {"offload_optimizer": "disk"}
+CUT = {"limits": Limits(unit_bytes=150_000)}  # attention | MLP
 CASES = [
     (2, 2, {"wire": "int8"}, 2), (4, 3, {"replicas": 2, "wire": "int4"}, 1), (2, 3, {"replicas": 2, "wire": "fp8"}, 2),
     (4, 3, {"replicas": 2}, 1), (2, 2, {"replicas": 2, "dtype": "bf16"}, 1),
@@ -81,6 +85,7 @@ CASES = [
     (2, 1, {**CPU, "dtype": "bf16"}, 1), (2, 2, DISK, 1), (2, 3, {**CPU, "offload_params": "cpu", "dtype": "bf16"}, 1),
     (2, 3, {**DISK, "offload_params": "disk"}, 1), (2, 3, {**CPU, "offload_params": "disk", "dtype": "bf16"}, 2),
     (1, 3, {**CPU, "offload_params": "cpu"}, 1), (1, 2, {**DISK, "dtype": "bf16"}, 1), (1, 1, {"dtype": "bf16"}, 2),
+    (2, 3, CUT, 1), (2, 3, {**CUT, **CPU, "offload_params": "disk", "dtype": "bf16"}, 2), (2, 2, CUT, 1),
 ]  # fmt: skip
 
 

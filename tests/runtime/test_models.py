@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
+from hf_zero.core.units import Limits
+from hf_zero.runtime.transports import Roads
 
 pytestmark = pytest.mark.gloo
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -89,14 +91,22 @@ def adam(params):
 
 
 def check(
-    rank: int, world: int, build, loss, stages=(0, 1, 2, 3), steps: int = 4, optimizer=sgd, bound: float = 1e-6
+    rank: int,
+    world: int,
+    build,
+    loss,
+    stages=(0, 1, 2, 3),
+    steps: int = 4,
+    optimizer=sgd,
+    bound: float = 1e-6,
+    roads: Roads | None = None,
 ) -> None:
     expected = reference(build, loss, world, steps, optimizer)
     for stage in stages:
         torch.manual_seed(0)
         model = build()
         opt = optimizer([p for p in model.parameters() if p.requires_grad])
-        engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+        engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage), roads=roads)
         for step in range(steps):
             loss(model, rank, step).backward()
             opt.step()
@@ -295,6 +305,47 @@ def image_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(x).square().mean()
 
 
+class SharedBlock(Block):
+    """With a parameter of all blocks, and one that it has itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+        self.bank = nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.bank * x
+
+
+class Shared(Stack):
+    """One bank in all blocks, one bias in all of their first layers, a parameter of the root's own."""
+
+    block = SharedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        for block in self.blocks:
+            block.bank, block.up.bias = self.blocks[0].bank, self.blocks[0].up.bias
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) / self.temperature
+
+
+class Chain(nn.Module):
+    """No blocks, a bias of all layers, a parameter of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), *(nn.Linear(8, 8) for _ in range(11)))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        for layer in self.layers:
+            layer.bias = self.layers[0].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.temperature
+
+
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
@@ -330,16 +381,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "sparse embedding gradients": (sparse, token_loss),
     "read last": (ReadLast, token_loss),
     "last block only": (LastBlockOnly, token_loss),
+    "shared by all blocks": (Shared, token_loss),
+    "shared by a chain": (Chain, float_loss),
 }
+CUT = Roads(limits=Limits(unit_bytes=600, run_bytes=300))
+"""Blocks of these models are cut inside, down to single layers."""
 
 
-def check_case(rank: int, world: int, name: str) -> None:
+def check_case(rank: int, world: int, name: str, roads: Roads | None = None) -> None:
     build, loss = CASES[name]
     # Batch norm's running statistics are buffers: each rank has its own, so only parameters are compared there.
-    check(rank, world, build, loss) if name != "convolutions" else check_parameters(rank, world, build, loss)
+    compare = check_parameters if name == "convolutions" else check
+    compare(rank, world, build, loss, stages=(0, 1, 2, 3) if roads is None else (2, 3), roads=roads)
 
 
-def check_parameters(rank: int, world: int, build, loss) -> None:
+def check_parameters(rank: int, world: int, build, loss, **options) -> None:
     def with_frozen_statistics() -> nn.Module:
         model = build()
         for module in model.modules():
@@ -348,13 +404,18 @@ def check_parameters(rank: int, world: int, build, loss) -> None:
                 module.num_batches_tracked = None
         return model
 
-    check(rank, world, with_frozen_statistics, loss)
+    check(rank, world, with_frozen_statistics, loss, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_model(pools, world, name):
     pools[world].run(check_case, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_with_blocks_cut_inside(two, name):
+    two.run(check_case, name, CUT)
 
 
 # Loops ----------------------------------------------------------------------------------------------------------------
