@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -29,6 +30,7 @@ from ..errors import RankMismatchError
 from .inflight import DONE, Counters, Inflight
 from .watch import Watch, Watcher
 
+Cuts = Sequence[int]
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
@@ -108,17 +110,23 @@ class SoloWire:
         self.traffic = Traffic()
         self.watch = Watch()
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         """Fill `full` (1-D, `size` equal slices) from all ranks; `own` is this rank's slice, in `full` itself or apart.
 
         `own` must stay unchanged until the Inflight is closed.
+
+        Args:
+            cuts: where the ranks' slices of `full` begin, and its end, where they are not equal.
         """
         return DONE
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         """Average the ranks' `source` (1-D, `size` slices) and put this rank's slice of it into `out` (float32 or wider).
 
         `source` must stay unchanged until closed.
+
+        Args:
+            cuts: as for `gather`.
         """
         _land(source, out, 1.0)
         return DONE
@@ -127,7 +135,7 @@ class SoloWire:
         """Average the ranks' `source` whole: plain data parallel."""
         return self.reduce(source, out, tag)
 
-    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         """All slices to rank 0, which passes `full` (CPU); the other ranks pass None. Synchronous."""
         if full is not None:
             full.copy_(own)
@@ -281,11 +289,14 @@ class _GroupWire(SoloWire):
 
         return Inflight((work,), (), lambda: _land(source, out, scale))
 
-    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         numel = own.numel()
-        if numel == 0:
+        if numel == 0 and not cuts:
             return
+        cuts = cuts or _equal(numel, self.size)
         if self.rank != 0:
+            if numel == 0:
+                return
             self.traffic.moved("other", numel * own.element_size())
             self._wait_for(self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG), "other").wait()
             return
@@ -293,8 +304,10 @@ class _GroupWire(SoloWire):
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
         full[:numel].copy_(own)
         for peer in range(1, self.size):
-            part = full[peer * numel : (peer + 1) * numel]
-            landing = part if part.device == own.device else torch.empty_like(own)
+            part = full[cuts[peer] : cuts[peer + 1]]
+            if not part.numel():
+                continue
+            landing = part if part.device == own.device else torch.empty_like(part, device=own.device)
             self._wait_for(self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG), "other").wait()
             if landing is not part:
                 part.copy_(landing)
@@ -320,34 +333,37 @@ class PairWire(_GroupWire):
         """
         return self._first_tag + (tag * _STEPS_APART + self.watch.step % _STEPS_APART) * _TAGS + kind
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         numel = own.numel()
-        if numel == 0:
+        if numel == 0 and not cuts:
             return DONE
+        cuts = cuts or _equal(numel, self.size)
         self.traffic.moved("gather", numel * own.element_size() * (self.size - 1))
         span, tag = tag, self._message_tag(tag, _GATHER_TAG)
         group = self.group
-        place = full[self.rank * numel : (self.rank + 1) * numel]
+        place = full[cuts[self.rank] : cuts[self.rank + 1]]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         receives = [
-            self._wait_for(group.recv([full[p * numel : (p + 1) * numel]], p, tag), "gather", span) for p in self._peers
+            self._wait_for(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag), "gather", span)
+            for p in self._peers
+            if cuts[p] < cuts[p + 1]
         ]
-        sends = [self._wait_for(group.send([own], p, tag), "gather", span) for p in self._peers]
+        sends = [self._wait_for(group.send([own], p, tag), "gather", span) for p in self._peers if numel]
         return Inflight(receives, sends)
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         numel = out.numel()
-        if numel == 0:
+        if numel == 0 and not cuts:
             return DONE
-        total = source.numel()
-        self.traffic.moved("reduce", source.element_size() * (total - _length(total, numel, self.rank)))
+        cuts = cuts or _equal(numel, self.size)
+        mine = source[cuts[self.rank] : cuts[self.rank + 1]]
+        self.traffic.moved("reduce", source.element_size() * (source.numel() - mine.numel()))
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
-        mine = source[self.rank * numel : (self.rank + 1) * numel]
         sends = []
         for peer in self._peers:
-            for part in _pieces(source[peer * numel : (peer + 1) * numel], piece):
+            for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
                 sends.append(self._wait_for(self.group.send([part], peer, tag), "reduce", span))
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
@@ -392,19 +408,27 @@ class CollectiveWire(_GroupWire):
         self._wait_for(self._all_gather(parts, value.reshape(1), async_op=True), "scalar").wait()
         return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
-        if own.numel() == 0:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        if own.numel() == 0 and not cuts:
             return DONE
         self.traffic.moved("gather", own.numel() * own.element_size() * (self.size - 1))
+        if cuts:  # torch makes a broadcast of each slice, all in one launch
+            work = dist.all_gather(_ragged(full, cuts), own, async_op=True)
+            return Inflight((self._wait_for(work, "gather", tag),))
         return Inflight((self._wait_for(self._all_gather(full, own, async_op=True), "gather", tag),))
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        if out.numel() == 0:
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        if out.numel() == 0 and not cuts:
             return DONE
-        self.traffic.moved("reduce", _others(source, self.size))
+        sent = (source.numel() - out.numel()) * source.element_size() if cuts else _others(source, self.size)
+        self.traffic.moved("reduce", sent)
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
-        work = self._wait_for(self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True), "reduce", tag)
+        if cuts:  # a reduce to each owner, all in one launch
+            begun = dist.reduce_scatter(landing, _ragged(source, cuts), op=dist.ReduceOp.SUM, async_op=True)
+        else:
+            begun = self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, async_op=True)
+        work = self._wait_for(begun, "reduce", tag)
 
         def finish() -> None:
             if landing is not out:
@@ -483,9 +507,12 @@ def _others(full: Tensor, size: int) -> int:
     return full.numel() * full.element_size() * (size - 1) // size
 
 
-def _length(total: int, numel: int, rank: int) -> int:
-    """Elements of slice `rank` that exist in a buffer of `total` elements (its padding may be missing)."""
-    return max(0, min(numel, total - rank * numel))
+def _equal(numel: int, size: int) -> Cuts:
+    return range(0, numel * (size + 1), numel)
+
+
+def _ragged(full: Tensor, cuts: Cuts) -> list[Tensor]:
+    return [full[low:high] for low, high in pairwise(cuts)]
 
 
 def _pieces(tensor: Tensor, numel: int) -> list[Tensor]:

@@ -136,7 +136,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
     reduced = itemsize(wire_dtype(span, setup))
     if span.shards > 1:
-        add(PASSES, "reduce", sends * others * slice_numel, reduced)
+        add(PASSES, "reduce", sends * (span.numel - slice_numel), reduced)
     elif others:
         add(PASSES, "reduce", 2 * others / setup.world_size * span.numel, reduced)
     arrivals = setup.backward_per_step if setup.world_size == 1 else sends

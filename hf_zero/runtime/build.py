@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire
-from ..core.layout import Layout, ParamSpec
+from ..core.layout import Layout, ParamSpec, Span
 from ..core.precision import Precision, dtype_name, dtype_of
 from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
@@ -24,7 +24,7 @@ from .flat_param import Flat, slice_of
 from .optimizer import Binding, WholeBinding, originals_of, state_tensors
 from .ownership import adopt, release
 from .sharded import Place, Sharded
-from .supported_optimizers import needs_wholes
+from .supported_optimizers import needs_wholes, step_cost
 from .unit import State, Unit
 
 
@@ -33,6 +33,7 @@ class Assembly:
 
     Attributes:
         sharded: the model, and what is built.
+        step_cost: where parameters have one owner each, what a step over one of some shape costs; else None.
 
     Raises:
         ConfigError: it was born on another number of ranks.
@@ -45,6 +46,7 @@ class Assembly:
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
+        self.step_cost: Callable[[Sequence[int]], int] | None = None
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
         _check_births(sharded.names, sharded.wire)
@@ -62,12 +64,21 @@ class Assembly:
         """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
         group_of = {param: group for group, params in enumerate(originals) for param in params}
         old = {param: self._spec(param) for param in self.sharded.places}
-        specs = self._drafter.specs(group_of, old)
+        specs = [self._owned(mine) for mine in self._drafter.specs(group_of, old)]
         if not old:
             return specs
         # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
         fresh = {param for param, spec in old.items() if param.requires_grad and not spec.trainable}
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
+
+    def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
+        """With one owner for each parameter that the optimizer must have whole, where ranks share the model out."""
+        cost = self.step_cost
+        if cost is None:
+            return specs
+        return [
+            replace(spec, step_cost=cost(spec.shape)) if spec.trainable and spec.group >= 0 else spec for spec in specs
+        ]
 
     def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
         """Of one unit, with these parameters in a cohort of their own."""
@@ -89,7 +100,7 @@ class Assembly:
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
         """The layout that these specs make; nothing changes."""
-        return self._drafter.layout(specs, self.sharded.layout.shards)
+        return self._drafter.layout(specs, self.sharded.layout.shards).seen_from(self.sharded.wire.rank)
 
     def kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
         """Over slices or over whole matrices.
@@ -101,6 +112,7 @@ class Assembly:
         cuts = sharded.policy.shard and sharded.wire.size > 1
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = needs_wholes(optimizer, sharded.names, cut=cuts, offloaded=offloaded)
+        self.step_cost = partial(step_cost, optimizer) if wholes and cuts else None
         return WholeBinding if wholes else Binding
 
     def originals(self, optimizer: torch.optim.Optimizer, bound: Binding | None) -> list[list[nn.Parameter]]:
@@ -261,7 +273,8 @@ class Assembly:
         for number, unit_specs in enumerate(specs):
             layout, unit = self.sharded.layout.units[number], self.sharded.units[number]
             if unit_specs == before[number] and all(
-                flat.rests_as(self._placements[span.index]) for flat, span in zip(unit.flats, layout.spans)
+                flat.rests_as(self._placements[span.index]) and _same_owners(flat.span, span)
+                for flat, span in zip(unit.flats, layout.spans)
             ):
                 unit.layout = layout
                 for flat, span in zip(unit.flats, layout.spans):
@@ -399,10 +412,15 @@ class Assembly:
         whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
         own = read(self.sharded.wire, values, may_fail=flat.storage.uses_disk)
         if flat.span.shards > 1:
-            self.sharded.wire.gather(whole, own, flat.span.index).close()
+            self.sharded.wire.gather(whole, own, flat.span.index, flat.span.cuts).close()
         else:
             whole.copy_(own)
         return whole
+
+
+def _same_owners(old: Span, new: Span) -> bool:
+    """Of equal specs: whether each element has the same owner. Parameters with one owner are dealt over the whole model."""
+    return old.cuts == new.cuts and (not new.cuts or [s.offset for s in old.slots] == [s.offset for s in new.slots])
 
 
 def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:
