@@ -304,7 +304,7 @@ def _dealt(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
     for spec in sorted((spec for spec in specs if spec.step_cost > 0), key=lambda spec: -spec.step_cost):
         cost, numel, rank = heappop(loads)
         owner_of[spec.name] = rank
-        heappush(loads, (cost + spec.step_cost, numel + spec.numel, rank))
+        heappush(loads, (cost + (spec.step_cost if spec.numel else 0), numel + spec.numel, rank))
     return owner_of
 
 

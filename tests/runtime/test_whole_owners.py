@@ -199,3 +199,150 @@ def around_the_step(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulation_clipping_and_accessors(two, stage):
     two.run(around_the_step, stage)
+
+
+# Other precisions, groups, births, numbers of ranks --------------------------------------------------------------------
+
+
+class MuonAndAdam(torch.optim.Optimizer):
+    """One optimizer whose groups differ, as people write it: orthogonal momentum for hidden matrices, Adam for the rest."""
+
+    def __init__(self, params, lr=1e-2):
+        params = list(params)
+        matrices = [p for p in params if p.dim() == 2 and min(p.shape) > 1 and p.shape[0] != 97]
+        rest = [p for p in params if not any(p is q for q in matrices)]
+        super().__init__([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if group["use_muon"]:
+                    momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    x = momentum / (momentum.norm() + 1e-7)
+                    for _ in range(5):
+                        gram = x @ x.T
+                        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+                    p.sub_(group["lr"] * x)
+                else:
+                    state["step"] = state.get("step", 0) + 1
+                    first = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    second = state.setdefault("exp_avg_sq", torch.zeros_like(p)).lerp_(p.grad.square(), 0.01)
+                    first, second = first / (1 - 0.9 ** state["step"]), second / (1 - 0.99 ** state["step"])
+                    p.sub_(group["lr"] * first / (second.sqrt() + 1e-8))
+
+
+def life(rank: int, world: int, stage: int) -> None:
+    """Frozen, unfrozen, a group added half way, in bfloat16 parameters with float32 masters; as one owner has it all."""
+
+    def run(config: zero.ZeroConfig) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Mixed(tied=True).bfloat16()
+        late = list(model.blocks[1].parameters())
+        for p in late:
+            p.requires_grad_(False)
+        opt = MuonAndAdam([p for p in model.parameters() if p.requires_grad])
+        engine = zero.shard(model, opt, config)
+        out = []
+        for step in range(6):
+            if step == 2:
+                for p in late:
+                    p.requires_grad_(True)
+                opt.add_param_group({"params": [p for p in late if p.dim() == 2], "use_muon": True})
+                opt.add_param_group({"params": [p for p in late if p.dim() < 2], "use_muon": False})
+            if step == 4:
+                model.blocks[0].requires_grad_(False)
+            token_loss(model, rank, step).backward()
+            opt.step()
+            opt.zero_grad()
+            out += [zero.full_parameter(p).clone() for p in model.parameters()]
+        engine.detach()
+        return out
+
+    for mine, plain in zip(run(zero.ZeroConfig(stage=stage)), run(zero.ZeroConfig(stage=0)), strict=True):
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_and_groups_in_bfloat16(two, stage):
+    two.run(life, stage)
+
+
+def saved(rank: int, world: int, folder: str) -> None:
+    model, opt = pair("Shampoo")
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=2))
+    trained(model, opt, rank, 0, 1)
+    engine.save(folder)
+    torch.save(
+        [zero.full_parameter(p) for p in model.parameters()]
+        + [zero.full_optimizer_state(model.embed.weight, name) for name in ("left", "right")],
+        f"{folder}.{rank}",
+    )
+
+
+def resumed(rank: int, world: int, folder: str) -> None:
+    with zero.Init():
+        model, opt = pair("Shampoo")
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=3))
+    engine.load(folder)
+    expected = torch.load(f"{folder}.0")
+    found = [zero.full_parameter(p) for p in model.parameters()]
+    found += [zero.full_optimizer_state(model.embed.weight, name) for name in ("left", "right")]
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    trained(model, opt, rank, 2)
+
+
+def test_resumed_on_other_numbers_of_ranks(pools, tmp_path):
+    pools[2].run(saved, str(tmp_path / "ck"))
+    zero.verify(tmp_path / "ck")
+    for world in (1, 3):
+        pools[world].run(resumed, str(tmp_path / "ck"))
+
+
+def lonely(rank: int, world: int, stage: int) -> None:
+    """One matrix: ranks that own nothing hold nothing of it, and nobody holds padding."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(64, 50, bias=False), nn.Linear(64, 50, bias=False)
+    plain.load_state_dict(model.state_dict())
+    opt, reference = Lars(model.parameters()), Lars(plain.parameters())
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        for each, optimizer in ((model, opt), (plain, reference)):
+            each(x).square().sum().backward()
+            if each is plain and plain.weight.grad is not None:
+                grad = plain.weight.grad
+                plain.weight.grad = (grad + grad + grad) * (1.0 / 3)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(zero.full_parameter(model.weight), plain.weight)
+    owned = [p.shape for p in opt.param_groups[0]["params"]]
+    assert owned == ([] if rank else [plain.weight.shape])
+    assert zero.local_parameter(model.weight).numel() == (0 if rank else 3200)
+    rest, measured = engine.plan.memory.rest, engine.report().measured
+    of_masters = sum(kinds["parameters"] for kinds in rest.values())
+    assert of_masters == 3200 * 4 if stage < 3 or not rank else of_masters == 0, (rank, of_masters)
+    assert measured["optimizer"] == (0 if rank else 3200 * 4), measured
+    assert engine.plan.layout.imbalance() == tuple([float(world)] + [0.0] * (world - 1))
+    assert any("one owner" in reason for reason in engine.plan.reasons)
+    text = opt.state_dict()
+    assert tuple(text["state"][0]["m"].shape) == (50, 64)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_own_nothing(pools, stage):
+    pools[3].run(lonely, stage)
+
+
+def refuses(rank: int, world: int) -> None:
+    model, _ = pair("LARS")
+    with pytest.raises(zero.UnsupportedOptimizerError, match=r"Talks cannot .*communicates by itself \(allreduce_\)"):
+        zero.shard(model, Talks([p for p in model.parameters() if p.requires_grad]), zero.ZeroConfig(stage=2))
+    zero.shard(model, None, zero.ZeroConfig(stage=2))
+
+
+def test_what_communicates_by_itself_is_refused(two):
+    two.run(refuses)
