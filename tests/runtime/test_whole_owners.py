@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from tests.kit.deferred_wire import Mode, Watch
 from tests.runtime.test_models import token_loss
 from tests.runtime.test_ownership import plainly, trained
 from tests.runtime.test_whole_matrix import OPTIMIZERS, Layerwise, Mixed
@@ -201,6 +202,88 @@ def test_accumulation_clipping_and_accessors(two, stage):
     two.run(around_the_step, stage)
 
 
+# Written, scaled, looked at -------------------------------------------------------------------------------------------
+
+
+def debugged(rank, world, stage):
+    (plain, reference), (model, opt) = pair("Shampoo"), pair("Shampoo")
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage, debug=True))
+    for step in range(4):
+        trained(model, opt, rank, step)
+        plainly(plain, reference, world, step)
+    for key, p in plain.named_parameters():
+        assert torch.equal(zero.full_parameter(model.get_parameter(key)), p)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_under_debug(pools, stage):
+    pools[3].run(debugged, stage)
+
+
+def written(rank, world, stage):
+    (plain, reference), (model, opt) = pair("Adafactor"), pair("Adafactor")
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    for step in range(4):
+        with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if rank == 0:
+                with torch.no_grad():
+                    model.embed.weight.mul_(0.5)
+        with torch.no_grad():
+            plain.embed.weight.mul_(0.5)
+        token_loss(model, rank, step).backward()
+        model.embed.weight.grad.mul_(3.0)
+        for r in range(world):
+            token_loss(plain, r, step).backward()
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1.0 / world)
+        plain.embed.weight.grad.mul_(3.0)
+        for each in (opt, reference):
+            each.step()
+            each.zero_grad()
+        with zero.unsharded(model):
+            token_loss(model, 0, 3)
+    for key, p in plain.named_parameters():
+        torch.testing.assert_close(zero.full_parameter(model.get_parameter(key)), p)
+    whole = model.state_dict()
+    if rank == 0:
+        assert all(
+            torch.equal(whole[key], model.get_parameter(key)) for key, _ in plain.named_parameters() if stage < 3
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_and_gradients_written_between_steps(pools, stage):
+    pools[2].run(written, stage)
+
+
+def scaled(rank, world, stage):
+    torch.manual_seed(0)
+    model = Mixed(tied=True)
+    opt = Lars(model.parameters())
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage), mixed_precision="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [zero.full_parameter(p).clone() for p in model.parameters()]
+    loss = token_loss(model, rank, 0) * (float("inf") if rank == 1 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+    assert scaler.get_scale() == 4.0
+    for a, p in zip(before, model.parameters()):
+        assert torch.equal(a, zero.full_parameter(p))
+    scaler.scale(token_loss(model, rank, 1)).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert not torch.equal(before[0], zero.full_parameter(next(iter(model.parameters()))))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_scaler_skips_on_every_rank(pools, stage):
+    pools[2].run(scaled, stage)
+
+
 # Other precisions, groups, births, numbers of ranks --------------------------------------------------------------------
 
 
@@ -346,3 +429,21 @@ def refuses(rank: int, world: int) -> None:
 
 def test_what_communicates_by_itself_is_refused(two):
     two.run(refuses)
+
+
+def deferred(rank: int, world: int, mode: Mode) -> None:
+    """Bytes that move at the first or the last moment that the wire's contract permits: what was sent had not changed."""
+    (plain, reference), (model, opt) = pair("LARS"), pair("LARS")
+    watch = Watch(mode)
+    zero.shard(model, opt, zero.ZeroConfig(stage=3), roads=watch.roads)
+    for step in range(3):
+        trained(model, opt, rank, step)
+        plainly(plain, reference, world, step)
+    for key, p in plain.named_parameters():
+        assert torch.equal(zero.full_parameter(model.get_parameter(key)), p)
+    assert watch.finish() == []
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_bytes_under_way(pools, mode):
+    pools[3].run(deferred, mode)
