@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -102,8 +103,18 @@ class Assembly:
         """The layout that these specs make; nothing changes."""
         return self._drafter.layout(specs, self.sharded.layout.shards).seen_from(self.sharded.wire.rank)
 
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Around `kind_of_binding` and what may refuse the optimizer, on any rank: owners stay what they were then."""
+        before = self.step_cost
+        try:
+            yield
+        except BaseException:
+            self.step_cost = before
+            raise
+
     def kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
-        """Over slices or over whole matrices.
+        """Over slices or over whole matrices; `specs` are for it from now on.
 
         Raises:
             UnsupportedOptimizerError: it can have neither.

@@ -169,16 +169,17 @@ class Training:
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         self.sharded.refuse_unsharded("Engine.bind")
-        with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
-            kind = self._assembly.kind_of_binding(optimizer)
-            if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
-                raise LayoutError(
-                    f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, or "
-                    "the other way round: build the optimizer anew with all its groups, and bind that"
-                )
-            originals = self._assembly.originals(optimizer, previous)
-            specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
+        with self._assembly.tried():
+            with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
+                kind = self._assembly.kind_of_binding(optimizer)
+                if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
+                    raise LayoutError(
+                        f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, "
+                        "or the other way round: build the optimizer anew with all its groups, and bind that"
+                    )
+                originals = self._assembly.originals(optimizer, previous)
+                specs = self._assembly.specs(originals)
+            agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             previous.forget()

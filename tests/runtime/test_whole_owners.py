@@ -447,3 +447,52 @@ def deferred(rank: int, world: int, mode: Mode) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_bytes_under_way(pools, mode):
     pools[3].run(deferred, mode)
+
+
+# Bound to another, and with parameters elsewhere -----------------------------------------------------------------------
+
+
+def rebound(rank: int, world: int, stage: int) -> None:
+    """What was refused leaves no trace; from slices to owners and back."""
+    (plain, reference), (model, opt) = pair("LARS"), pair("LARS")
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    with pytest.raises(zero.UnsupportedOptimizerError if rank else zero.RankMismatchError):
+        engine.bind((torch.optim.LBFGS if rank else torch.optim.AdamW)(model.parameters()))
+    for each, optimizer in ((model, opt), (plain, reference)):
+        each.blocks[1].line.requires_grad_(True)
+        optimizer.zero_grad()
+    for step in range(2):
+        trained(model, opt, rank, step)
+        plainly(plain, reference, world, step)
+    for build in (torch.optim.AdamW, Shampoo):
+        opt, reference = build(model.parameters(), lr=1e-2), build(plain.parameters(), lr=1e-2)
+        engine.bind(opt)
+        for step in (3, 4):
+            trained(model, opt, rank, step)
+            plainly(plain, reference, world, step)
+    for key, p in plain.named_parameters():
+        assert torch.equal(zero.full_parameter(model.get_parameter(key)), p), key
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bound_to_another_optimizer(two, stage):
+    two.run(rebound, stage)
+
+
+def elsewhere(rank: int, world: int, folder: str) -> None:
+    for tier in ("cpu", "disk"):
+        model, opt = pair("Adafactor")
+        zero.shard(
+            model, opt, zero.ZeroConfig(stage=3, offload_params=tier, offload_dir=folder), mixed_precision="bf16"
+        )
+        other, fresh = pair("Adafactor")
+        zero.shard(other, fresh, zero.ZeroConfig(stage=3), mixed_precision="bf16")
+        for step in range(3):
+            trained(model, opt, rank, step)
+            trained(other, fresh, rank, step)
+        for p, q in zip(model.parameters(), other.parameters()):
+            assert torch.equal(zero.full_parameter(p), zero.full_parameter(q)), tier
+
+
+def test_parameters_in_host_memory_and_on_disk(pools, tmp_path):
+    pools[3].run(elsewhere, str(tmp_path))
