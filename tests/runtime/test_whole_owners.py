@@ -158,8 +158,10 @@ def equals_plain(rank: int, world: int, stage: int, names: list[str], folder: st
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [2, 3])
+WHERE = [(2, 1), (2, 3), (3, 2), *(pytest.param(*place, marks=pytest.mark.slow) for place in [(2, 2), (3, 1), (3, 3)])]
+
+
+@pytest.mark.parametrize(("world", "stage"), WHERE)
 def test_equals_the_plain_optimizer(pools, tmp_path, world, stage):
     pools[world].run(equals_plain, stage, list(ALONE), str(tmp_path))
 
