@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import StateError
 from . import coded
 from .inflight import Count, Inflight
-from .wire import GroupWire, SoloWire
+from .wire import Cuts, GroupWire, SoloWire
 
 
 def in_replicas(wire: SoloWire, replicas: int) -> SoloWire:
@@ -68,11 +68,11 @@ class HybridWire(SoloWire):
 
     # Within a replica, and across -------------------------------------------------------------------------------------
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
-        return self.shard_group.gather(full, own, tag)
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        return self.shard_group.gather(full, own, tag, cuts)
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        within = self.shard_group.reduce(source, out, tag)
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        within = self.shard_group.reduce(source, out, tag, cuts)
         sent_as = source.dtype
 
         def finish() -> None:
@@ -124,9 +124,9 @@ class HybridWire(SoloWire):
             raise StateError("the groups of this engine's replicas are not open yet")
         return self._replicate_group
 
-    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         if self.replica == 0:  # the others have the same
-            self.shard_group.collect(own, full, tag)
+            self.shard_group.collect(own, full, tag, cuts)
 
     # Among all ranks --------------------------------------------------------------------------------------------------
 
@@ -142,8 +142,8 @@ class HybridWire(SoloWire):
     def max_scalar(self, value: Tensor) -> Tensor:
         return self.world.max_scalar(value)
 
-    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        return self.world.start_maximum(values)
+    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
+        return self.world.start_maximum(values, at_end=at_end)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.world.broadcast(tensor, source)

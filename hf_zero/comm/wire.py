@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,6 +32,7 @@ from .codec import Codec
 from .inflight import DONE, Counters, Inflight
 from .watch import Watch, Watcher
 
+Cuts = Sequence[int]
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
@@ -114,17 +116,23 @@ class SoloWire:
         self.traffic = Traffic()
         self.watch = Watch()
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         """Fill `full` (1-D, `size` equal slices) from all ranks; `own` is this rank's slice, in `full` itself or apart.
 
         `own` must stay unchanged until the Inflight is closed.
+
+        Args:
+            cuts: where the ranks' slices of `full` begin, and its end, where they are not equal.
         """
         return DONE
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         """Average the ranks' `source` (1-D, `size` slices) and put this rank's slice of it into `out` (float32 or wider).
 
         `source` must stay unchanged until closed.
+
+        Args:
+            cuts: as for `gather`.
         """
         _land(source, out, 1.0)
         return DONE
@@ -133,7 +141,7 @@ class SoloWire:
         """Average the ranks' `source` whole: plain data parallel."""
         return self.reduce(source, out, tag)
 
-    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         """All slices to rank 0, which passes `full` (CPU); the other ranks pass None. Synchronous."""
         if full is not None:
             full.copy_(own)
@@ -328,11 +336,14 @@ class GroupWire(SoloWire):
 
         return Inflight((work,), (), lambda: _land(source, out, scale))
 
-    def collect(self, own: Tensor, full: Tensor | None, tag: int) -> None:
+    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         numel = own.numel()
-        if numel == 0:
+        if numel == 0 and not cuts:
             return
+        cuts = cuts or _equal(numel, self.size)
         if self.rank != 0:
+            if numel == 0:
+                return
             self.traffic.moved("other", numel * own.element_size())
             self._wait_for(self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG), "other").wait()
             return
@@ -340,8 +351,10 @@ class GroupWire(SoloWire):
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
         full[:numel].copy_(own)
         for peer in range(1, self.size):
-            part = full[peer * numel : (peer + 1) * numel]
-            landing = part if part.device == own.device else torch.empty_like(own)
+            part = full[cuts[peer] : cuts[peer + 1]]
+            if not part.numel():
+                continue
+            landing = part if part.device == own.device else torch.empty_like(part, device=own.device)
             self._wait_for(self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG), "other").wait()
             if landing is not part:
                 part.copy_(landing)
@@ -394,21 +407,23 @@ class PairWire(GroupWire):
         """
         return self._first_tag + (tag * _STEPS_APART + self.watch.step % _STEPS_APART) * _TAGS + kind
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         numel = own.numel()
-        if numel == 0:
+        if numel == 0 and not cuts:
             return DONE
+        cuts = cuts or _equal(numel, self.size)
         self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
         span, tag = tag, self._message_tag(tag, _GATHER_TAG)
         group = self.group
-        place = full[self.rank * numel : (self.rank + 1) * numel]
+        place = full[cuts[self.rank] : cuts[self.rank + 1]]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         receives = [
-            self._wait_for(group.recv([full[p * numel : (p + 1) * numel]], p, tag), self.gather_kind, span)
+            self._wait_for(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag), self.gather_kind, span)
             for p in self._peers
+            if cuts[p] < cuts[p + 1]
         ]
-        sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers]
+        sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers if numel]
         return Inflight(receives, sends)
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
@@ -420,20 +435,20 @@ class PairWire(GroupWire):
         sends = [self._wait_for(self.group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
         return Inflight(receives, sends)
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         numel = out.numel()
-        if numel == 0:
+        if numel == 0 and not cuts:
             return DONE
-        if self.codec is not None and coded.fits(self.codec, numel, source.dtype):
+        if self.codec is not None and not cuts and coded.fits(self.codec, numel, source.dtype):
             return coded.reduce(self, self.codec, source, out, tag)
-        total = source.numel()
-        self.traffic.moved(self.reduce_kind, source.element_size() * (total - _length(total, numel, self.rank)))
+        cuts = cuts or _equal(numel, self.size)
+        mine = source[cuts[self.rank] : cuts[self.rank + 1]]
+        self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
-        mine = source[self.rank * numel : (self.rank + 1) * numel]
         sends = []
         for peer in self._peers:
-            for part in _pieces(source[peer * numel : (peer + 1) * numel], piece):
+            for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
                 sends.append(self._wait_for(self.group.send([part], peer, tag), self.reduce_kind, span))
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
@@ -478,32 +493,36 @@ class CollectiveWire(GroupWire):
         self._wait_for(self._all_gather(parts, value.reshape(1), group=self.group, async_op=True), "scalar").wait()
         return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
-        if own.numel() == 0:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        if own.numel() == 0 and not cuts:
             return DONE
         self.traffic.moved(self.gather_kind, own.numel() * own.element_size() * (self.size - 1))
-        return Inflight(
-            (self._wait_for(self._all_gather(full, own, group=self.group, async_op=True), self.gather_kind, tag),)
-        )
+        if cuts:  # torch makes a broadcast of each slice, all in one launch
+            work = dist.all_gather(_ragged(full, cuts), own, group=self.group, async_op=True)
+        else:
+            work = self._all_gather(full, own, group=self.group, async_op=True)
+        return Inflight((self._wait_for(work, self.gather_kind, tag),))
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
         self.traffic.moved(self.reduce_kind, _others(sent, self.size))
         work = dist.all_to_all_single(landing, sent, group=self.group, async_op=True)
         return Inflight((self._wait_for(work, self.reduce_kind, tag),))
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        if out.numel() == 0:
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        if out.numel() == 0 and not cuts:
             return DONE
-        if self.codec is not None and coded.fits(self.codec, out.numel(), source.dtype):
+        if self.codec is not None and not cuts and coded.fits(self.codec, out.numel(), source.dtype):
             return coded.reduce(self, self.codec, source, out, tag)
-        self.traffic.moved(self.reduce_kind, _others(source, self.size))
+        sent = (source.numel() - out.numel()) * source.element_size() if cuts else _others(source, self.size)
+        self.traffic.moved(self.reduce_kind, sent)
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
-        work = self._wait_for(
-            self._reduce_scatter(landing, source, op=dist.ReduceOp.SUM, group=self.group, async_op=True),
-            self.reduce_kind,
-            tag,
-        )
+        total = dist.ReduceOp.SUM
+        if cuts:  # a reduce to each owner, all in one launch
+            begun = dist.reduce_scatter(landing, _ragged(source, cuts), op=total, group=self.group, async_op=True)
+        else:
+            begun = self._reduce_scatter(landing, source, op=total, group=self.group, async_op=True)
+        work = self._wait_for(begun, self.reduce_kind, tag)
 
         def finish() -> None:
             if landing is not out:
@@ -587,9 +606,12 @@ def _others(full: Tensor, size: int) -> int:
     return full.numel() * full.element_size() * (size - 1) // size
 
 
-def _length(total: int, numel: int, rank: int) -> int:
-    """Elements of slice `rank` that exist in a buffer of `total` elements (its padding may be missing)."""
-    return max(0, min(numel, total - rank * numel))
+def _equal(numel: int, size: int) -> Cuts:
+    return range(0, numel * (size + 1), numel)
+
+
+def _ragged(full: Tensor, cuts: Cuts) -> list[Tensor]:
+    return [full[low:high] for low, high in pairwise(cuts)]
 
 
 def _pieces(tensor: Tensor, numel: int) -> list[Tensor]:

@@ -4,15 +4,23 @@ A **unit** is a set of parameters that move together. Its parameters are cut int
 dtype, trainable, optimizer group). A span is one 1-D buffer, its parameters one after another in row-major order,
 padded at the end so that it divides into `shards` equal slices of a multiple of `ALIGN` elements. Rank r owns slice r.
 From this arithmetic come the gather and reduce buffers, the optimizer's tensors, byte counts and checkpoint ranges.
+
+That is the owner rule `slice`. With `whole` (`ParamSpec.step_cost`) every parameter of a span has one owner, for optimizers
+whose rule needs its true shape: slots are dealt to the ranks over all spans of the layout, the costliest first, each to the
+rank that has least to do so far (longest processing time first: Graham 1969, at most 4/3 of the best), and lie in the order of
+their owners. Slices are ragged then, not padded, maybe empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
+SpanKey = tuple[str, str, str, bool, int, int, bool]
 
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
@@ -55,6 +63,9 @@ class ParamSpec:
     cohort: int = 0
     """Parameters of one span have gradients in the same steps, so that a parameter without one is left alone: not decayed, not
     counted in its optimizer's `step`. Those that were seen without one while others of their span had one get a number."""
+    step_cost: int = 0
+    """0: the ranks share its elements out. Else it has one owner, and this is what the optimizer's step over it costs there, in
+    any unit, the same for all parameters."""
 
     @property
     def name(self) -> str:
@@ -68,8 +79,17 @@ class ParamSpec:
         return numel
 
     @property
-    def key(self) -> tuple[str, str, str, bool, int, int]:
-        return (self.dtype, self.compute_dtype, self.master_dtype, self.trainable, self.group, self.cohort)
+    def key(self) -> SpanKey:
+        """Parameters of one unit with equal keys are one span."""
+        return (
+            self.dtype,
+            self.compute_dtype,
+            self.master_dtype,
+            self.trainable,
+            self.group,
+            self.cohort,
+            self.step_cost > 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +147,10 @@ class Span:
     slots: tuple[Slot, ...]
     used_numel: int  # without the padding at the end
     slice_numel: int
+    """Elements of every rank's slice; where slices are ragged, of the largest, or of one rank's (`Layout.seen_from`)."""
     shards: int
+    cuts: tuple[int, ...] = ()
+    """Where ragged slices begin, and the end; empty where all slices are equal."""
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
     """Whether an optimizer has it."""
@@ -139,7 +162,13 @@ class Span:
 
     @property
     def numel(self) -> int:
-        return self.slice_numel * self.shards
+        return self.cuts[-1] if self.cuts else self.slice_numel * self.shards
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First element of a rank's slice, and the one after its last."""
+        if self.cuts:
+            return self.cuts[rank], self.cuts[rank + 1]
+        return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     @property
     def spec(self) -> ParamSpec:
@@ -148,19 +177,29 @@ class Span:
 
     def overlaps(self, rank: int) -> Iterator[Extent[Slot]]:
         """The parts of this span's parameters that `rank` owns, in order. "Here" is the rank's slice."""
-        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        low, high = self.bounds(rank)
         for slot in self.slots:
             part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
             if part is not None:
                 yield part.moved(-low)
 
+    def owner(self, slot: Slot) -> int:
+        """The rank that has all of a parameter, where each has one owner; 0 where every rank has all."""
+        if not self.cuts:
+            return 0
+        # A parameter without elements lies at a boundary, on nobody's side: the first rank that ends there has it.
+        return next(rank for rank in range(self.shards) if slot.stop <= self.cuts[rank + 1])
+
     def owners(self, slot: Slot) -> Iterator[tuple[int, Extent[Slot]]]:
         """The ranks that own elements of one parameter, in order, each with its part as `overlaps` has it."""
         if not slot.spec.numel:  # nobody
             return
-        for rank in range(slot.offset // self.slice_numel, -(-slot.stop // self.slice_numel)):
-            low = rank * self.slice_numel
-            part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, low + self.slice_numel)
+        ranks = range(self.shards)
+        if not self.cuts:
+            ranks = range(slot.offset // self.slice_numel, -(-slot.stop // self.slice_numel))
+        for rank in ranks:
+            low, high = self.bounds(rank)
+            part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
             if part is not None:
                 yield rank, part.moved(-low)
 
@@ -212,6 +251,27 @@ class Layout:
     def trainable_numel(self) -> int:
         return sum(span.used_numel for span in self.spans if span.trainable)
 
+    def seen_from(self, rank: int) -> Layout:
+        """The same, where `slice_numel` of ragged slices is this rank's."""
+        if not any(span.cuts for span in self.spans):
+            return self
+
+        def own(span: Span) -> Span:
+            low, high = span.bounds(rank)
+            return replace(span, slice_numel=high - low) if span.cuts else span
+
+        units = (replace(unit, spans=tuple(map(own, unit.spans))) for unit in self.units)
+        return replace(self, units=tuple(units))
+
+    def imbalance(self) -> tuple[float, ...]:
+        """By rank, the elements of parameters with one owner that it owns, over the mean of all ranks; empty without any."""
+        ragged = [span for span in self.spans if span.cuts]
+        total = sum(span.numel for span in ragged)
+        if not total:
+            return ()
+        owned = (sum(high - low for low, high in (span.bounds(rank) for span in ragged)) for rank in range(self.shards))
+        return tuple(numel * self.shards / total for numel in owned)
+
     @staticmethod
     def build(
         units: Iterable[tuple[str, Sequence[ParamSpec]]], shards: int, visits: Sequence[Visit] | None = None
@@ -222,24 +282,47 @@ class Layout:
         """
         out: list[UnitLayout] = []
         index = 0
+        units = [(name, list(specs)) for name, specs in units]
+        owner_of = _dealt([spec for _, specs in units for spec in specs], shards)
         for name, specs in units:
-            buckets: dict[tuple[str, str, str, bool, int, int], list[ParamSpec]] = {}
+            buckets: dict[SpanKey, list[ParamSpec]] = {}
             for spec in specs:
                 buckets.setdefault(spec.key, []).append(spec)
             spans = []
             for bucket in buckets.values():
-                spans.append(_cut(index, bucket, shards))
+                spans.append(_cut(index, bucket, shards, owner_of))
                 index += 1
             out.append(UnitLayout(name, tuple(spans)))
         order = [Visit(place) for place in range(len(out))] if visits is None else visits
         return Layout(tuple(out), shards, tuple(order))
 
 
-def _cut(index: int, specs: Sequence[ParamSpec], shards: int) -> Span:
+def _dealt(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
+    """By name, the owner of each parameter that has one."""
+    loads = [(0, 0, rank) for rank in range(shards)]
+    owner_of = {}
+    for spec in sorted((spec for spec in specs if spec.step_cost > 0), key=lambda spec: -spec.step_cost):
+        cost, numel, rank = heappop(loads)
+        owner_of[spec.name] = rank
+        heappush(loads, (cost + (spec.step_cost if spec.numel else 0), numel + spec.numel, rank))
+    return owner_of
+
+
+def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[str, int]) -> Span:
+    is_whole = specs[0].step_cost > 0 and shards > 1
+    if is_whole:
+        specs = sorted(specs, key=lambda spec: owner_of[spec.name])
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec, offset))
         offset += spec.numel
+    if is_whole:
+        stops = {owner_of[slot.spec.name]: slot.stop for slot in slots}
+        cuts = [0]
+        for rank in range(shards):
+            cuts.append(stops.get(rank, cuts[-1]))
+        largest = max(high - low for low, high in pairwise(cuts))
+        return Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
     per_shard = -(-offset // shards)
     slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
     return Span(index, tuple(slots), offset, slice_numel, shards)

@@ -103,11 +103,13 @@ def _read(holder: _Held | Birth, param: nn.Parameter, quantity: Quantity, whole:
             of = gradient_of
         case "optimizer_state":
             value, sliced = place.state(engine.optimizer, name)
+            if whole and place.is_owned:
+                value = place.owners(value)
             if value is None:
                 return None
             if not sliced:
                 value = torch.as_tensor(value).detach().clone()
-                return value.view(-1) if place.flat.wholes and value.dim() and not whole else value
+                return value.view(-1) if place.flat.wholes is not None and value.dim() and not whole else value
             of = state_of(engine.optimizer, name)
     return place.whole(of) if whole else place.local(of).clone()
 
@@ -164,7 +166,9 @@ def _write(
 
 def _set_state(held: _Held, name: str, part: Tensor) -> None:
     value, sliced = held.place.state(held.engine.optimizer, name)
-    if held.place.flat.wholes:
+    if held.place.flat.wholes is not None:
+        if held.place.is_owned and held.place.slot.spec.numel and not held.place.own_numel:
+            return  # another rank's
         if not isinstance(value, Tensor) or tuple(value.shape) != held.place.slot.spec.shape:
             raise StateError(
                 f"the optimizer has no state {name!r} with one value per element of {held.name!r}: found "

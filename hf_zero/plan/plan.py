@@ -241,6 +241,12 @@ def _reasons(made: Plan) -> Iterator[str]:
     state = {tier: sum(placement.numel(tier) for placement in made.placements) for tier in TIERS}
     if any(state.values()):
         yield _where("optimizer state", state, config.offload_optimizer, "offload_optimizer")
+    shares = made.layout.imbalance()
+    if shares:
+        yield (
+            "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
+            f"{', '.join(f'{share:.2f}' for share in shares[:8])}{'' if len(shares) <= 8 else f' (at most {max(shares):.2f})'}"
+        )
     asked = TIERS_OF[config.offload_params]
     if len(asked) == 1 and any(place.parameters is not asked[0] for place in made.placements):
         yield "parameters of their master's type rest with it: they are one memory"

@@ -139,7 +139,10 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
     reduced = itemsize(wire_dtype(span, setup))
     if span.shards > 1:
-        add(PASSES, "reduce", sends * others, _sent_bytes(slice_numel, span, setup))
+        if span.cuts:  # of any length, and not coded
+            add(PASSES, "reduce", sends * (span.numel - slice_numel), reduced)
+        else:
+            add(PASSES, "reduce", sends * others, _sent_bytes(slice_numel, span, setup))
         replicas = setup.world_size // span.shards  # a reduce-scatter and a gather of the slice among as many ranks
         add(PASSES, "reduce", sends * 2 * (replicas - 1), _sent_bytes(-(-slice_numel // replicas), span, setup))
     elif others and setup.policy.shard and _is_coded(part := -(-span.numel // setup.world_size), span, setup):

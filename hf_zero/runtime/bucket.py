@@ -72,8 +72,8 @@ class SpanGradients:
 
     def pieces(self, index: int) -> Iterator[tuple[Shard, int, int, int]]:
         """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
-        slot, low = self.span.slots[index], self.rank * self.span.slice_numel
-        start, stop = max(low, slot.offset), min(low + self.span.slice_numel, slot.stop)
+        slot, (low, high) = self.span.slots[index], self.span.bounds(self.rank)
+        start, stop = max(low, slot.offset), min(high, slot.stop)
         if start < stop:
             for shard, at, numel in cut(self.shards, start - low, stop - start):
                 yield shard, at, numel, low + shard.start + at - slot.offset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire
-from ..core.layout import Layout, ParamSpec
+from ..core.layout import Layout, ParamSpec, Span
 from ..core.precision import Precision, dtype_name, dtype_of
 from ..errors import ConfigError, LayoutError
 from ..plan.costs import Placement
@@ -25,7 +26,7 @@ from .optimizer import Binding, WholeBinding, originals_of, state_tensors
 from .ownership import adopt, release
 from .reads import AsTheyAre
 from .sharded import Place, Sharded
-from .supported_optimizers import needs_wholes
+from .supported_optimizers import needs_wholes, step_cost
 from .unit import State, Unit
 
 
@@ -34,6 +35,7 @@ class Assembly:
 
     Attributes:
         sharded: the model, and what is built.
+        step_cost: where parameters have one owner each, what a step over one of some shape costs; else None.
 
     Raises:
         ConfigError: it was born on another number of ranks.
@@ -46,6 +48,7 @@ class Assembly:
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
+        self.step_cost: Callable[[Sequence[int]], int] | None = None
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
         _check_births(sharded.names, sharded.wire)
@@ -63,12 +66,21 @@ class Assembly:
         """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
         group_of = {param: group for group, params in enumerate(originals) for param in params}
         old = {param: self._spec(param) for param in self.sharded.places}
-        specs = self._drafter.specs(group_of, old)
+        specs = [self._owned(mine) for mine in self._drafter.specs(group_of, old)]
         if not old:
             return specs
         # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
         fresh = {param for param, spec in old.items() if param.requires_grad and not spec.trainable}
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
+
+    def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
+        """With one owner for each parameter that the optimizer must have whole, where ranks share the model out."""
+        cost = self.step_cost
+        if cost is None:
+            return specs
+        return [
+            replace(spec, step_cost=cost(spec.shape)) if spec.trainable and spec.group >= 0 else spec for spec in specs
+        ]
 
     def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
         """Of one unit, with these parameters in a cohort of their own."""
@@ -90,10 +102,20 @@ class Assembly:
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
         """The layout that these specs make; nothing changes."""
-        return self._drafter.layout(specs, self.sharded.layout.shards)
+        return self._drafter.layout(specs, self.sharded.layout.shards).seen_from(self.sharded.wire.rank)
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Around `kind_of_binding` and what may refuse the optimizer, on any rank: owners stay what they were then."""
+        before = self.step_cost
+        try:
+            yield
+        except BaseException:
+            self.step_cost = before
+            raise
 
     def kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
-        """Over slices or over whole matrices.
+        """Over slices or over whole matrices; `specs` are for it from now on.
 
         Raises:
             UnsupportedOptimizerError: it can have neither.
@@ -102,6 +124,7 @@ class Assembly:
         cuts = sharded.layout.shards > 1
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = needs_wholes(optimizer, sharded.names, cut=cuts, offloaded=offloaded)
+        self.step_cost = partial(step_cost, optimizer) if wholes and cuts else None
         return WholeBinding if wholes else Binding
 
     def originals(self, optimizer: torch.optim.Optimizer, bound: Binding | None) -> list[list[nn.Parameter]]:
@@ -262,7 +285,8 @@ class Assembly:
         for number, unit_specs in enumerate(specs):
             layout, unit = self.sharded.layout.units[number], self.sharded.units[number]
             if unit_specs == before[number] and all(
-                flat.rests_as(self._placements[span.index]) for flat, span in zip(unit.flats, layout.spans)
+                flat.rests_as(self._placements[span.index]) and _same_owners(flat.span, span)
+                for flat, span in zip(unit.flats, layout.spans)
             ):
                 unit.layout = layout
                 for flat, span in zip(unit.flats, layout.spans):
@@ -394,10 +418,15 @@ class Assembly:
         whole = torch.empty(flat.span.numel, dtype=flat.master_dtype, device=flat.device)
         own = read(self.sharded.wire, values, may_fail=flat.storage.uses_disk)
         if flat.span.shards > 1:
-            self.sharded.wire.gather(whole, own, flat.span.index).close()
+            self.sharded.wire.gather(whole, own, flat.span.index, flat.span.cuts).close()
         else:
             whole.copy_(own)
         return whole
+
+
+def _same_owners(old: Span, new: Span) -> bool:
+    """Of equal specs: whether each element has the same owner. Parameters with one owner are dealt over the whole model."""
+    return old.cuts == new.cuts and (not new.cuts or [s.offset for s in old.slots] == [s.offset for s in new.slots])
 
 
 def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:

@@ -97,7 +97,7 @@ def _pieces(
     if parameters is None:
         return None
     wanted: set[Tensor] = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-    wholes: dict[Tensor, Tensor] = {w: p for flat in flats for w, p in zip(flat.wholes, flat.params)}
+    wholes: dict[Tensor, Tensor] = {w: flat.params[index] for flat in flats for index, w in (flat.wholes or {}).items()}
     wanted = {wholes.get(param, param) for param in wanted}
     masters: set[Tensor] = {shard.master for flat in flats for shard in flat.shards}
     if wanted >= masters or wanted >= {param for flat in flats for param in flat.params}:

@@ -16,7 +16,7 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -98,8 +98,9 @@ class Flat(SpanGradients):
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         self.shown_dtype: torch.dtype | None = None
         """Another type than `views`' in which parameters are shown, see `show_in`."""
-        self.wholes: list[nn.Parameter] = []
-        """By parameter, a view of the master of true shape, where the optimizer has those (`optimizer.WholeBinding`)."""
+        self.wholes: dict[int, nn.Parameter] | None = None
+        """By place in `params`, a view of the master of true shape of each that this rank owns, where the optimizer has those
+        (`optimizer.WholeBinding`)."""
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
         self.rest = placement.parameters
         with torch.no_grad():
@@ -109,15 +110,15 @@ class Flat(SpanGradients):
                 self.full = whole if self.compute_dtype == self.master_dtype else whole.to(self.compute_dtype)
             else:
                 self.full = whole = torch.empty(span.numel, dtype=self.compute_dtype, device=self.device)
-            begin = self.rank * span.slice_numel
-            self.place = self.full[begin : begin + span.slice_numel]
+            begin, end = span.bounds(self.rank)
+            self.place = self.full[begin:end]
             # Where nothing is gathered into it from elsewhere, `full` is never given back.
             self.resident = self.rest is Tier.DEVICE and (policy.keep_full or span.shards == 1)
             self.stale = False
             """Where `full` stays: other ranks' slices of it may be old. The same on all ranks: gathers depend on it."""
             self._region: DiskArray | None = None
             self.own: Values = self.place
-            self._settle_in(whole[begin : begin + span.slice_numel], stretches, at_rest)
+            self._settle_in(whole[begin:end], stretches, at_rest)
         self.views = self.cut_up(self.full)
         self._base, self._addresses = -1, [0] * len(self.params)
         self.keeps = policy.keep_full
@@ -356,8 +357,9 @@ class Flat(SpanGradients):
         for shard in self.shards:
             if shard.aliased and self.own is self.place and isinstance(self.own, Tensor):
                 shard.rest_on(self.own[shard.start : shard.stop])
-        for whole, slot in zip(self.wholes, self.span.slots):
-            whole.data = self.full[slot.offset : slot.stop].view(slot.spec.shape)
+        if self.wholes:
+            for index, place in self.own_wholes(self.shards[0].master.detach()):
+                self.wholes[index].data = place
         for index, (param, address) in enumerate(zip(self.params, addresses)):
             if param.data_ptr() == address:
                 self.show(index, self.views[index])
@@ -545,26 +547,33 @@ class Flat(SpanGradients):
             )
 
     def make_wholes(self) -> None:
-        """Nothing of the span is cut: one shard, in the device's memory."""
-        if self.span.shards > 1 or not self.in_memory:
+        """No parameter of the span is cut: one shard, in the device's memory."""
+        if (self.span.shards > 1 and not self.span.cuts) or not self.in_memory:
             raise StateError(
                 f"the span of {self.span.spec.name!r} is cut: an optimizer cannot have its parameters whole"
             )
         master = self.shards[0].master.detach()
-        self.wholes = [nn.Parameter(master[slot.offset : slot.stop].view(slot.spec.shape)) for slot in self.span.slots]
+        self.wholes = {index: nn.Parameter(part) for index, part in self.own_wholes(master)}
 
-    def whole_entries(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """By parameter, the optimizer's state of its whole; nothing where there are none."""
-        return [optimizer.state.get(whole, {}) for whole in self.wholes]
+    def own_wholes(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Of values over the slice, which parameters are cut by no boundary: the place in `params` of each, and its view."""
+        low, high = self.span.bounds(self.rank)
+        for index, slot in enumerate(self.span.slots):
+            if low <= slot.offset and slot.stop <= high and self.span.owner(slot) == self.rank:
+                yield index, values[slot.offset - low : slot.stop - low].view(slot.spec.shape)
+
+    def whole_entries(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """By place in `params`, the optimizer's state of this rank's wholes; nothing where there are none."""
+        return {index: optimizer.state.get(whole, {}) for index, whole in (self.wholes or {}).items()}
 
     def settle_wholes(self) -> None:
         """A whole that was given other memory (`p.data = …`): its values are the master's."""
-        master = self.shards[0].master.detach()
-        for whole, slot in zip(self.wholes, self.span.slots):
-            place = master[slot.offset : slot.stop]
-            if slot.spec.numel and whole.data_ptr() != place.data_ptr():
-                place.copy_(whole.detach().reshape(-1))
-                whole.data = place.view(slot.spec.shape)
+        wholes = self.wholes or {}
+        for index, place in self.own_wholes(self.shards[0].master.detach()):
+            whole = wholes[index]
+            if place.numel() and whole.data_ptr() != place.data_ptr():
+                place.copy_(whole.detach())
+                whole.data = place
 
 
 def _slots(span: Span) -> list[tuple[int, ParamSpec]]:
@@ -583,10 +592,10 @@ def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False)
         return own.detach().cpu() if here else own.to("meta")
     if everywhere:
         whole = torch.empty(flat.span.numel, dtype=own.dtype, device=own.device)
-        wire.gather(whole, own.detach(), flat.span.index).close()
+        wire.gather(whole, own.detach(), flat.span.index, flat.span.cuts).close()
         return whole.cpu()
     whole = torch.empty(flat.span.numel, dtype=own.dtype, device="cpu" if here else "meta")
-    wire.collect(own.detach(), whole if here else None, flat.span.index)
+    wire.collect(own.detach(), whole if here else None, flat.span.index, flat.span.cuts)
     return whole
 
 

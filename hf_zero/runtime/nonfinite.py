@@ -209,6 +209,6 @@ def bad_masters(unit: Unit) -> Iterator[str]:
 
 def _first(flat: Flat, start: int, values: Tensor) -> str:
     """The parameter that the first element which is not finite belongs to."""
-    at = flat.rank * flat.span.slice_numel + start + int((~values.isfinite()).nonzero()[0, 0])
+    at = flat.span.bounds(flat.rank)[0] + start + int((~values.isfinite()).nonzero()[0, 0])
     slots = [slot for slot in flat.span.slots if slot.offset <= at]
     return repr((slots or flat.span.slots)[-1].spec.name)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.pieces import MASTER, Held, ParameterState
+from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, StateError
@@ -78,6 +79,8 @@ class OptimizerPieces:
     ) -> None:
         self.groups = groups
         self._flats = [flat for unit in units for flat in unit.trained]
+        self._wire = units[0].wire if units else SoloWire()
+        self._everyones: dict[str, dict[str, Any]] = {}  # by parameter that has one owner: its state, arrays as shapes
         self._optimizer = optimizer
         self._fresh: list[tuple[Shard, dict[str, Any]]] = []
         self._fresh_wholes: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -96,12 +99,15 @@ class OptimizerPieces:
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         for flat in self._flats:
             for slot in flat.span.slots:
-                yield slot.spec, bool(flat.wholes)
+                yield slot.spec, flat.wholes is not None
 
     # To be written --------------------------------------------------------------------------------------------------
 
     def written(self, rank: int, size: int) -> dict[str, list[Held]]:
-        out: dict[str, list[Held]] = {}
+        self._tell_others()
+        out: dict[str, list[Held]] = {
+            state: [] for entries in self._everyones.values() for state, value in entries.items() if _is_array(value)
+        }
         for flat in self._flats:
             parts = list(_parts_written(flat, rank, size))
             for shard in flat.shards:
@@ -112,7 +118,7 @@ class OptimizerPieces:
                 for state, value in entries.items():
                     if _is_array(value):
                         held = out.setdefault(state, [])
-                        if rank == 0:  # all ranks have the same
+                        if rank == 0 or flat.span.cuts:  # else all ranks have the same
                             held.append((spec.name, Extent(value.detach().reshape(-1), 0, 0, value.numel())))
         return out
 
@@ -130,7 +136,7 @@ class OptimizerPieces:
             for slot in flat.span.slots if entries else ():
                 arrays = {state: (dtypes[state], slot.spec.shape) for state in sliced}
                 out[slot.spec.name] = ParameterState(slot.spec.shape, arrays, scalars)
-            for spec, whole in self._whole_states(flat):
+            for spec, whole in self._known_states(flat):
                 arrays = {state: (dtypes[state], spec.shape) for state in sliced}
                 for state, value in whole.items():
                     if _is_array(value):
@@ -138,6 +144,30 @@ class OptimizerPieces:
                 scalars = {key: value for key, value in whole.items() if not _is_array(value)}
                 out[spec.name] = ParameterState(spec.shape, arrays, scalars)
         return out
+
+    def _tell_others(self) -> None:
+        """What the owner of a parameter has, all ranks write down and name alike. A collective where there are owners."""
+        if not any(flat.wholes is not None and flat.span.cuts for flat in self._flats):
+            return
+        mine = {
+            flat.span.slots[index].spec.name: {
+                state: torch.empty(value.shape, dtype=value.dtype, device="meta") if _is_array(value) else value
+                for state, value in entries.items()
+            }
+            for flat in self._flats
+            for index, entries in flat.whole_entries(self._optimizer).items()
+            if entries and flat.span.cuts
+        }
+        self._everyones = {name: entries for rank in self._wire.exchange(mine) for name, entries in rank.items()}
+
+    def _known_states(self, flat: Flat) -> Iterator[tuple[ParamSpec, dict[str, Any]]]:
+        """As `_whole_states`, those that other ranks own too; arrays of these by type and shape only."""
+        if flat.wholes is None or not flat.span.cuts:
+            yield from self._whole_states(flat)
+            return
+        for slot in flat.span.slots:
+            if slot.spec.name in self._everyones:
+                yield slot.spec, self._everyones[slot.spec.name]
 
     def _entries(self, flat: Flat, shard: Shard) -> dict[str, Any]:
         """A shard's optimizer state, and its master where that is finer than the weights."""
@@ -156,7 +186,8 @@ class OptimizerPieces:
         Raises:
             CheckpointError: a tensor that is no plain array.
         """
-        for slot, entries in zip(flat.span.slots, flat.whole_entries(self._optimizer)):
+        for index, entries in flat.whole_entries(self._optimizer).items():
+            slot = flat.span.slots[index]
             for state, value in entries.items():
                 if isinstance(value, Tensor) and (
                     type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided
@@ -177,7 +208,7 @@ class OptimizerPieces:
         out: list[tuple[str, Held]] = []
         for flat in self._flats:
             here = {slot.spec.name: saved[slot.spec.name] for slot in flat.span.slots if slot.spec.name in saved}
-            if flat.wholes:
+            if flat.wholes is not None:
                 out += self._room_of_wholes(flat, here)
                 here = {name: _only_master(state) for name, state in here.items()}
             for shard in flat.shards:
@@ -221,7 +252,8 @@ class OptimizerPieces:
         """Parameters of true shape: each array of the shape it was saved with."""
         group = self._optimizer.param_groups[flat.span.spec.group]
         home = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        for slot, whole in zip(flat.span.slots, flat.wholes):
+        for index, whole in (flat.wholes or {}).items():
+            slot = flat.span.slots[index]
             one = saved.get(slot.spec.name)
             if one is None:
                 continue

@@ -155,7 +155,7 @@ class Reference:
         """Why updates cannot be compared, by the settings."""
         if self._sharded.config.step_in_backward:
             return "with step_in_backward updates are made before the step"
-        if any(flat.wholes for flat in self._sharded.trained):
+        if any(flat.wholes is not None for flat in self._sharded.trained):
             return "it steps over whole parameters, as in plain training"
         return None
 

@@ -286,9 +286,10 @@ class Replicas:
 
 def _single_states(flat: Flat, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
     """Parameter, name of the state, value."""
-    if flat.wholes:
-        for slot, entries in zip(flat.span.slots, flat.whole_entries(optimizer)):
-            yield from ((slot.spec.name, str(key), value) for key, value in entries.items())
+    if flat.wholes is not None:
+        if not flat.span.cuts:  # else each has one owner: there is nothing to compare
+            for index, entries in flat.whole_entries(optimizer).items():
+                yield from ((flat.span.slots[index].spec.name, str(key), value) for key, value in entries.items())
         return
     for key, elementwise in flat.state_names(optimizer).items():
         if not elementwise:

@@ -62,6 +62,26 @@ class Place(NamedTuple):
     def own_numel(self) -> int:
         return 0 if (own := self.own) is None else own.numel
 
+    @property
+    def is_owned(self) -> bool:
+        """One rank has all of it, and of the optimizer's state."""
+        return self.flat.wholes is not None and bool(self.flat.span.cuts)
+
+    def owners(self, value: Any) -> Any:
+        """Of the owner's value, which other ranks pass as None, a copy on every rank. A collective."""
+        wire, owner = self.unit.wire, self.flat.span.owner(self.slot)
+        is_array = isinstance(value, Tensor) and value.dim() > 0
+        told = wire.exchange((tuple(value.shape), value.dtype) if is_array else value)[owner]
+        if not isinstance(told, tuple):
+            return told
+        shape, dtype = told
+        whole = torch.empty(shape, dtype=dtype, device=self.flat.device)
+        if wire.rank == owner:
+            whole.copy_(value)
+        if whole.numel():
+            wire.broadcast(whole.view(-1).view(torch.uint8), owner)
+        return whole
+
     def own_part(self, value: Tensor) -> Tensor:
         """Of a whole value, what this rank has, 1-D."""
         own, flat = self.own, value.detach().reshape(-1)
@@ -112,8 +132,8 @@ class Place(NamedTuple):
         """One shard's value of an optimizer state (None: there is none), and whether `state_of` gives it by element."""
         if optimizer is None:
             return None, False
-        if self.flat.wholes:
-            return self.flat.whole_entries(optimizer)[self.at].get(name), False
+        if self.flat.wholes is not None:
+            return self.flat.whole_entries(optimizer).get(self.at, {}).get(name), False
         for shard in self.flat.shards:
             value = shard.entries(optimizer).get(name)
             if value is not None:

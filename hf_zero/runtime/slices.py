@@ -148,6 +148,45 @@ class Slice(StandIn):
         return self.plain().untyped_storage()
 
 
+class OwnGradient(Slice):
+    """What a whole in the groups shows for its gradient where every parameter has one owner: plain, but for norms.
+
+    A rank has none of the other ranks' tensors: who asks for the norms of a group's gradients asks on each rank for others, and
+    cannot be given what adds up to the norm over all ranks. Refused by name.
+    """
+
+    @staticmethod
+    def of(keeper: Keeper, part: Tensor) -> OwnGradient:
+        return OwnGradient(keeper, part, local=part)
+
+    @staticmethod
+    def __new__(
+        cls,
+        keeper: Keeper,
+        like: Tensor,
+        shard: weakref.ref[Any] | None = None,
+        root: Slice | None = None,
+        local: Tensor | None = None,
+    ) -> OwnGradient:
+        made: OwnGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.keeper, made.shard, made.root, made.local, made.place = keeper, shard, root, local, -1
+        return made
+
+    def alias(self) -> Slice:
+        return OwnGradient(self.keeper, self, root=self.origin)
+
+    def norm_over_all(self, order: float) -> Tensor:
+        raise StateError(
+            "the norm of a gradient of the optimizer's groups: this optimizer steps over whole parameters, and each rank has "
+            "those that it owns. Clip by Engine.clip_grad_norm_ (accelerator.clip_grad_norm_) or over model.parameters()"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"OwnGradient({self.plain()!r}; its norm is another rank's business, too)"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (
         isinstance(value, Tensor) and not isinstance(value, Slice) and value.dim() == 0 and not value.is_complex()

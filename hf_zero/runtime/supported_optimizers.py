@@ -1,14 +1,15 @@
 """Which optimizers can be bound, and to what: long flat spans, or parameters of true shape.
 
 * Element-wise ones (each element's update depends on that element alone) step over spans, cut or not, in any tier.
-* All others need **wholes**: parameters of true shape, the same on every rank that updates them. There are wholes where
-  nothing is cut (stage 0, or one rank) and the state is in the device's memory.
+* All others need **wholes**: parameters of true shape, in the device's memory. Where ranks share a model out, every whole has
+  one owner, which sees none but its own: that is for rules in which a parameter's update depends on that parameter alone.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
@@ -27,6 +28,7 @@ class Needs(Enum):
 
     ELEMENTS = auto()
     WHOLES = auto()
+    """Parameters of true shape."""
     ITS_OWN = auto()
     """The parameters that it was built with, or state that is nobody else's business: it cannot be bound."""
 
@@ -58,6 +60,7 @@ _KNOWN = {
     for name in names.split()
 }
 """By class name, and why. The first row is of torch's own classes; the others hold for classes derived from them, too."""
+_MULTIPLIES = {"Muon", "Shampoo", "SOAP"}
 _QUANTISED = re.compile(r".*(8bit|4bit|Fp8)")
 _OTHERS = "an element-wise optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, Lion)"
 _TRIED = (136, 192)
@@ -78,7 +81,7 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
 
     Args:
         params: the model's parameters.
-        cut: ranks have slices of parameters.
+        cut: ranks share the parameters out.
         offloaded: state may be elsewhere than in the device's memory.
 
     Raises:
@@ -90,11 +93,13 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
         raise UnsupportedOptimizerError(f"{kind.__name__} cannot step over a sharded model: {reason}; use {_OTHERS}")
     if needs is Needs.ELEMENTS:
         return False
-    if cut:
+    mixes = _mixes(optimizer) if cut else None
+    if mixes is not None:
         where = "one rank" + (" with offload_optimizer='none'" if offloaded else "")
         raise UnsupportedOptimizerError(
-            f"{kind.__name__} cannot run on flat slices of parameters: {reason}. Use {_OTHERS}, or this one where nothing is "
-            f"cut: {'' if offloaded else 'ZeroConfig(stage=0) on any number of ranks, or '}{where}"
+            f"{kind.__name__} cannot run where ranks share the parameters out, each with the whole of some: {reason}, and "
+            f"{mixes}. Use {_OTHERS}, or this one where every rank has all: "
+            f"{'' if offloaded else 'ZeroConfig(stage=0) on any number of ranks, or '}{where}"
         )
     if offloaded:
         raise UnsupportedOptimizerError(
@@ -102,6 +107,15 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
             "offload_optimizer='none', where it steps over whole parameters"
         )
     return True
+
+
+def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
+    """What a step over one parameter costs beside others, for owners to be balanced: arithmetic where the rule multiplies the
+    matrix by itself, else memory traffic, which goes with elements.
+    """
+    numel = max(1, math.prod(shape))
+    products = any(base.__name__ in _MULTIPLIES for base in type(optimizer).__mro__)
+    return numel * min(shape) if products and len(shape) > 1 and numel > 1 else numel
 
 
 def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tuple[Needs, str]:
@@ -164,6 +178,14 @@ def _disagreement(optimizer: torch.optim.Optimizer) -> str | None:
         return f"it could not be tried on a small example ({type(error).__name__}: {error})"
 
 
+def _mixes(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a parameter's update depends on more than that parameter; None where it does not."""
+    try:
+        return next((why for trial in _trials(optimizer) if (why := trial.why_not_alone())), None)
+    except Exception as error:
+        return f"it could not be tried on small examples ({type(error).__name__}: {error})"
+
+
 def _odd_state(optimizer: torch.optim.Optimizer) -> tuple[Needs, str] | None:
     """What the state that it makes asks for; None where that is one value or one per element. One that cannot be tried may
     have any."""
@@ -205,6 +227,33 @@ class _Trial:
             self._run(lambda tensor: tensor, reductions)
         return f"it works out {reductions.found} over a whole parameter ({self._tried})" if reductions.found else None
 
+    def why_not_alone(self) -> str | None:
+        """Why the rule is not one for each parameter by itself; None where it is."""
+        talks = _Talks()
+        alone = self._run(lambda tensor: tensor, talks)[0]
+        if talks.found is not None:
+            return f"it communicates by itself ({talks.found})"
+        for other_first in (False, True):
+            for apart in (False, True):
+                if not torch.allclose(alone, self._run_beside(other_first, apart), rtol=1e-5, atol=1e-7):
+                    return f"it gives a parameter another update beside others than alone ({self._tried})"
+        return None
+
+    def _run_beside(self, other_first: bool, apart: bool) -> Tensor:
+        """The parameter, flat, after the same steps with another one beside it: of as many dimensions, smaller, larger values.
+
+        Args:
+            apart: each in a group of its own.
+        """
+        first = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
+        param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][first].clone() * 3)
+        params = [other, param] if other_first else [param, other]
+        self._stepped(
+            [[p] for p in params] if apart else [params],
+            [(param, lambda grad: grad.clone()), (other, lambda grad: grad[first].clone() * 5)],
+        )
+        return param.detach().flatten()
+
     def odd_state(self) -> tuple[Needs, str] | None:
         """What state it makes that is neither one value nor one per element, and what that needs."""
         twin = self._run(lambda tensor: tensor)[1]
@@ -227,20 +276,32 @@ class _Trial:
         self, cut: Callable[[Tensor], Tensor], watching: AbstractContextManager[object] | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer]:
         """The parameter afterwards, flat, and its optimizer."""
-        kind = type(self._optimizer)
         param = nn.Parameter(cut(self._values[0]).clone())
+        twin = self._stepped([[param]], [(param, lambda grad: cut(grad).clone())], watching)
+        return param.detach().flatten(), twin
+
+    def _stepped(
+        self,
+        groups: Sequence[list[nn.Parameter]],
+        grads: Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]],
+        watching: AbstractContextManager[object] | None = None,
+    ) -> torch.optim.Optimizer:
+        """The steps, over these parameters; each one's gradient from the trial's."""
+        kind = type(self._optimizer)
         twin = object.__new__(kind)
         skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
         twin.__dict__.update({key: value for key, value in self._optimizer.__dict__.items() if key not in skipped})
-        torch.optim.Optimizer.__init__(twin, [{"params": [param], **self._options}], dict(self._optimizer.defaults))
+        options = [{"params": params, **self._options} for params in groups]
+        torch.optim.Optimizer.__init__(twin, options, dict(self._optimizer.defaults))
         train = getattr(twin, "train", None)
         if callable(train):  # schedule-free ones step in that mode only
             train()
         with torch.enable_grad(), watching or nullcontext():
-            for grad in self._values[1:]:
-                param.grad = cut(grad).clone()
+            for value in self._values[1:]:
+                for param, grad in grads:
+                    param.grad = grad(value)
                 kind.step(twin)
-        return param.detach().flatten(), twin
+        return twin
 
 
 def _has_place(value: Any) -> bool:
@@ -250,6 +311,19 @@ def _has_place(value: Any) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+class _Talks(TorchDispatchMode):
+    """Notes the first call of `torch.distributed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and self.found is None:
+            self.found = func.name().partition("::")[2].partition(".")[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _Reductions(TorchDispatchMode):

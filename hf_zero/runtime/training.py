@@ -170,16 +170,17 @@ class Training:
         if previous is not None and previous.optimizer is optimizer and previous.is_current():
             return
         self.sharded.refuse_unsharded("Engine.bind")
-        with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
-            kind = self._assembly.kind_of_binding(optimizer)
-            if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
-                raise LayoutError(
-                    f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, or "
-                    "the other way round: build the optimizer anew with all its groups, and bind that"
-                )
-            originals = self._assembly.originals(optimizer, previous)
-            specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
+        with self._assembly.tried():
+            with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
+                kind = self._assembly.kind_of_binding(optimizer)
+                if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
+                    raise LayoutError(
+                        f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, "
+                        "or the other way round: build the optimizer anew with all its groups, and bind that"
+                    )
+                originals = self._assembly.originals(optimizer, previous)
+                specs = self._assembly.specs(originals)
+            agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
         self.quiesce()
         if previous is not None and previous.optimizer is not optimizer:
             previous.forget()
@@ -347,9 +348,9 @@ class Training:
             self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.sharded.layout.shards > 1)
+        self.gradients.show()
         if self.binding is not None:
             self.binding.show_grads()
-        self.gradients.show()
         if self._checks is not None:
             self._checks.after_backward(reduced=self.schedule.sync or self.policy.reduce_each_backward)
         self._passes += 1
@@ -388,7 +389,7 @@ class Training:
         if self.config.offloads:
             arguments = with_closure_run(args, kwargs)
         elif self.sharded.layout.shards > 1:  # it may make backwards, and clip what they leave; then: plain gradients
-            arguments = with_closure_followed(args, kwargs, self.gradients.hide_slices)
+            arguments = with_closure_followed(args, kwargs, self._hide_slices)
         if self.binding is not None and not self.binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
@@ -404,9 +405,8 @@ class Training:
         self.writes.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
         self._part_spans()
-        self.gradients.hide_slices()
+        self._hide_slices()
         if self.binding is not None:
-            self.binding.show_grads()
             if self._checks is not None:
                 self._checks.before_update(has_closure=arguments is not None and not self.config.offloads)
             self.offload.prepare_step()
@@ -415,6 +415,11 @@ class Training:
             if attempt.before is None:
                 attempt.before = Snapshot(optimizer)
         return arguments
+
+    def _hide_slices(self) -> None:
+        self.gradients.hide_slices()
+        if self.binding is not None:
+            self.binding.hide_slices()
 
     def _computed(self) -> None:
         """The optimizer's own step has returned; its post-hooks are next."""
@@ -452,6 +457,8 @@ class Training:
                 self.offload.fail(f"{reason}; {written} had been written")
         self.offload.show_grads()
         self.gradients.show_slices()
+        if self.binding is not None:
+            self.binding.show_grads()
         self._wire.watch.phase = "what follows a step that raised"
 
     def _after_step(self, *_: Any) -> None:

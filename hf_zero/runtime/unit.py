@@ -120,10 +120,10 @@ class Unit:
             if flat.span.shards == 1 or (flat.resident and not flat.stale):
                 continue
             if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):
-                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index))
+                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index, flat.span.cuts))
                 continue
             with flat.storage.link.behind_up():
-                self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index))
+                self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index, flat.span.cuts))
 
     def wait(self) -> None:
         """Full parameters are readable afterwards."""
@@ -399,8 +399,11 @@ class Unit:
             source = flat.source(self.wire)
             mean = flat.allocate(flat.span.slice_numel, flat.master_dtype)
             flat.moving_bytes += mean.nbytes
-            move = self.wire.reduce if flat.span.shards > 1 else self.wire.average
-            self._reduces.append((flat, move(source, mean, flat.span.index), mean, source))
+            if flat.span.shards > 1:
+                move = self.wire.reduce(source, mean, flat.span.index, flat.span.cuts)
+            else:
+                move = self.wire.average(source, mean, flat.span.index)
+            self._reduces.append((flat, move, mean, source))
 
     def finish_reduce(self) -> None:
         """The owners' gradients are up to date afterwards."""

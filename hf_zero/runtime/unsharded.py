@@ -132,7 +132,7 @@ class Unsharded:
         if flat.span.shards == 1:
             whole.buffer.copy_(own)
         else:
-            wire.gather(whole.buffer, own, flat.span.index).close()
+            wire.gather(whole.buffer, own, flat.span.index, flat.span.cuts).close()
         whole.known = digest(whole.buffer)
         flat.pinned.update(whole.mine)
         for index in whole.mine:

@@ -108,7 +108,7 @@ def at_rest(sharded: Sharded) -> Table:
                 tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.disk_bytes - own))
                 if sharded.optimizer is not None:
                     _tally_states(tally, shard.entries(sharded.optimizer), shard.tier, sharded.device)
-            for entries in () if sharded.optimizer is None else flat.whole_entries(sharded.optimizer):
+            for entries in () if sharded.optimizer is None else flat.whole_entries(sharded.optimizer).values():
                 _tally_states(tally, entries, Tier.DEVICE, sharded.device)
     return tally.table
 

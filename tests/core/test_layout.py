@@ -72,3 +72,42 @@ def test_plans_for_1024_ranks_without_a_process_group():
     layout = Layout.build(blocks, 1024)
     assert layout.numel == 32 * (4096 * 4096 + 4096)
     assert sum(span.slice_numel for span in layout.spans) * 1024 < layout.numel * 1.01
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes=SHAPES, shards=st.sampled_from([1, 2, 3, 7, 64]), every=st.integers(1, 3))
+def test_parameters_with_one_owner(shapes, shards, every):
+    specs = [spec(f"p{i}", shape, step_cost=(i + 1) * (i % every == 0)) for i, shape in enumerate(shapes)]
+    half = len(specs) // 2
+    layout = Layout.build([("a", specs[:half]), ("b", specs[half:])], shards)
+    assert sorted(slot.spec.name for span in layout.spans for slot in span.slots) == sorted(s.name for s in specs)
+    loads = [0] * shards
+    for span in layout.spans:
+        is_whole = span.spec.step_cost > 0
+        assert bool(span.cuts) is (is_whole and shards > 1)
+        if not span.cuts:
+            continue
+        assert span.numel == span.used_numel == span.cuts[-1], "no padding"
+        for slot in span.slots:
+            owners = [rank for rank, _ in span.owners(slot)]
+            assert owners == [span.owner(slot)] * bool(slot.spec.numel)
+            loads[span.owner(slot)] += slot.spec.step_cost if slot.spec.numel else 0
+        for rank in range(shards):
+            low, high = span.bounds(rank)
+            assert [part.numel for part in span.overlaps(rank)] == [
+                slot.spec.numel for slot in span.slots if span.owner(slot) == rank and slot.spec.numel
+            ]
+            seen = next(s for s in layout.seen_from(rank).spans if s.index == span.index)
+            assert seen.slice_numel == high - low == sum(part.numel for part in span.overlaps(rank))
+    costs = [slot.spec.step_cost for span in layout.spans for slot in span.slots if span.cuts and slot.spec.numel]
+    assert sum(loads) == sum(costs)
+    assert max(loads) - min(loads) <= max(costs, default=0), "each goes to the rank with least to do"
+
+
+def test_the_imbalance_of_owners():
+    specs = [spec(f"w{i}", (10, 10), step_cost=100) for i in range(4)] + [spec("sliced", (64,))]
+    units = [("a", specs[:2]), ("b", specs[2:])]
+    assert Layout.build(units, 2).imbalance() == (1.0, 1.0)
+    assert Layout.build(units, 3).imbalance() == (1.5, 0.75, 0.75)
+    assert Layout.build(units, 1).imbalance() == ()
+    assert Layout.build([("a", specs[4:])], 2).imbalance() == ()

@@ -288,11 +288,12 @@ class DeferredWire:
     def among(self, groups: Sequence[Sequence[int]]) -> DeferredWire:
         return DeferredWire(self._wire.among(groups), self._watch)  # type: ignore[attr-defined]
 
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
         self._watch.check()
-        if self._wire.size == 1 or own.numel() == 0:
-            return self._wire.gather(full, own, tag)
-        watch, low = self._watch, self._wire.rank * own.numel()
+        if self._wire.size == 1 or (own.numel() == 0 and not cuts):
+            return self._wire.gather(full, own, tag, cuts)
+        watch = self._watch
+        low = cuts[self._wire.rank] if cuts else self._wire.rank * own.numel()
         values, after = watch.arriving_in(own) if watch.behind_up else (own.detach().clone(), [])
         everything = torch.empty_like(full)
         if own.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():  # in its place already
@@ -302,29 +303,29 @@ class DeferredWire:
 
         def issue() -> Inflight:
             self._meet("gather", tag)
-            return self._wire.gather(everything, values, tag)
+            return self._wire.gather(everything, values, tag, cuts)
 
         transfer = Transfer(watch, f"the gather of span {tag}", [own], parts)
         if after:
             transfer.sources = [(Region(own), values.clone())]
         return watch.begin(transfer, issue, after).inflight(self._closes_with_wait)
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        return self._reduce("reduce", source, out, tag)
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
+        return self._reduce("reduce", source, out, tag, cuts)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         return self._reduce("average", source, out, tag)
 
-    def _reduce(self, kind: str, source: Tensor, out: Tensor, tag: int) -> Inflight:
+    def _reduce(self, kind: str, source: Tensor, out: Tensor, tag: int, *cuts: Sequence[int]) -> Inflight:
         self._watch.check()
         real = getattr(self._wire, kind)
-        if self._wire.size == 1 or out.numel() == 0:
-            return real(source, out, tag)
+        if self._wire.size == 1 or (out.numel() == 0 and not any(cuts)):
+            return real(source, out, tag, *cuts)
         mean = torch.empty_like(out)
 
         def issue() -> Inflight:
             self._meet(kind, tag)
-            return real(source.detach().clone(), mean, tag)
+            return real(source.detach().clone(), mean, tag, *cuts)
 
         transfer = Transfer(self._watch, f"the {kind} of span {tag}", [source], [(out, mean)])
         return self._watch.begin(transfer, issue).inflight(self._closes_with_wait)

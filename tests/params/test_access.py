@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -275,12 +275,12 @@ def recut(rank: int, world: int, stage: int) -> None:
 
         cutting = False
 
-        def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight:
+        def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
             if self.cutting:
                 measured.append(engine.report().measured["parameters"])
                 at_rest = (p for p in model.parameters() if p.untyped_storage().nbytes() >= p.numel() * 4)
                 wholes.append(sum(p.numel() for p in at_rest))
-            return super().gather(full, own, tag)
+            return super().gather(full, own, tag, cuts)
 
     engine = zero.shard(
         model, optimizer, zero.ZeroConfig(stage=stage), roads=Roads(wire=Looking) if world > 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,8 @@ class Faulty(PairWire):
 
     armed = False
 
-    def reduce(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        return self._spoilt(super().reduce(source, out, tag), out)
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
+        return self._spoilt(super().reduce(source, out, tag, cuts), out)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         return self._spoilt(super().average(source, out, tag), out)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,9 +150,9 @@ class CountingWire(PairWire):
         super().__init__(device)
         self.gathers: Counter[int] = Counter()
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, tag: int) -> Inflight:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
         self.gathers[tag] += 1
-        return super().gather(full, own, tag)
+        return super().gather(full, own, tag, cuts)
 
 
 def parameters_moved(rank: int, world: int, folder: str) -> None:

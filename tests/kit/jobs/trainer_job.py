@@ -654,8 +654,8 @@ def main() -> None:
     quiet: dict[str, Any] = {"trains": True, "save_strategy": "no"}
     lone = partial(refused, stage=None, callbacks=[zero.ZeroCallback()], **quiet)
     check("callback without plugin", lambda: lone("ConfigError", "model that is not sharded"))
-    adafactor = partial(refused, optim="adafactor", **quiet)
-    check("adafactor", lambda: adafactor("UnsupportedOptimizerError", "Adafactor"))
+    adafactor = check("ddp adafactor", lambda: whole_run("ddp_adafactor", None, optim="adafactor"))
+    check("adafactor", lambda: equals_data_parallel("adafactor", 3, adafactor, 2e-4, optim="adafactor"))
 
 
 if __name__ == "__main__":
