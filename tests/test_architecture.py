@@ -32,7 +32,7 @@ CIRCLES: list[set[str]] = []
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
 ONLY_HERE = {
-    "torch.distributed": ("comm.wire",),
+    "torch.distributed": ("comm.recorded", "comm.wire"),
     "accelerate": ("huggingface",),
     "transformers": ("huggingface",),
     "peft": ("huggingface",),

@@ -15,7 +15,15 @@ import typer
 
 from ..version import __version__
 from .commands import Options, add, argument, flag, print_json
-from .options import DoctorOptions, ExportOptions, MigrateOptions, PlanOptions, ProbeOptions, VerifyOptions
+from .options import (
+    DoctorOptions,
+    ExportOptions,
+    MigrateOptions,
+    PlanOptions,
+    ProbeOptions,
+    SimulateOptions,
+    VerifyOptions,
+)
 
 
 def _print_version(asked: bool) -> None:
@@ -39,6 +47,12 @@ def _plan(options: PlanOptions) -> int:
 
 def _probe(options: ProbeOptions) -> None:
     from .probe import run
+
+    run(options)
+
+
+def _simulate(options: SimulateOptions) -> None:
+    from .simulate import run
 
     run(options)
 
@@ -137,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add(app, "plan", PlanOptions, _plan)
     add(app, "probe", ProbeOptions, _probe)
+    add(app, "simulate", SimulateOptions, _simulate)
     add(app, "verify", VerifyOptions, _verify)
     add(app, "export", ExportOptions, _export)
     add(app, "report", ReportOptions, _report)

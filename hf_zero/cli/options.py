@@ -79,6 +79,33 @@ class ProbeOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulateOptions(Options):
+    """The collectives of one step on any number of ranks, and its time on a network, without these ranks.
+
+    One rank's real engine runs a few steps of AdamW in this process; the other ranks are not there. MODEL is a built-in name
+    (gpt2-tiny, gpt2-124m), a local folder or a name on the Hub; no weights are read, but its parameters must fit in memory.
+
+    \b
+    Examples:
+      hf-zero simulate gpt2-124m --world-size 1024 --nodes 128 --mixed-precision bf16
+      hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
+    """
+
+    model: str = argument("built-in name, folder or Hub id")
+    world_size: int = flag("number of ranks", 8)
+    nodes: int = flag("number of machines, with as many ranks each", 1)
+    zero_stage: int = setting("stage", metavar="[0|1|2|3]")
+    mixed_precision: str = flag(default="no", choices=("no", "bf16"))
+    accumulation: int = flag("micro-batches per step", 1, metavar="N")
+    batch: int = flag("sequences per rank and forward", 1, metavar="ROWS")
+    sequence: int = flag("tokens of each", 128, metavar="TOKENS")
+    network: str = flag(
+        "between machines; within one it is NVLink", "infiniband", choices=("nvlink", "infiniband", "ethernet")
+    )
+    flops: float = flag("floating-point operations a second of one rank", 400e12, metavar="RATE")
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Options):
     """Check every byte of a checkpoint against its manifest.
 

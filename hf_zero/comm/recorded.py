@@ -1,0 +1,155 @@
+"""Wires that tell what they are asked for, in order; and one rank of a world that is not there.
+
+Recording changes neither what is sent nor when: the wire's own methods do the work, over real ranks as over none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import StateError
+from .inflight import Inflight
+from .wire import Cuts, PairWire, SoloWire, Traffic
+
+
+class Listener(Protocol):
+    """Hears of every collective of a wire."""
+
+    def issued(self, kind: str, bytes_: int, unit: str, phase: str) -> int:
+        """This rank begins it, and sends so many bytes; returns its number."""
+
+    def waited(self, number: int) -> None:
+        """Its result is needed."""
+
+
+class _Told(Traffic):
+    """Counters that remember the last kind and bytes that were counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[tuple[str, int]] = []
+
+    def moved(self, kind: str, bytes_: int) -> None:
+        super().moved(kind, bytes_)
+        self.last.append((kind, bytes_))
+
+
+class _Heard(Inflight):
+    """A transfer whose waiting is told, once."""
+
+    __slots__ = ("_inner", "_tell")
+
+    def __init__(self, inner: Inflight, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._tell: Callable[[], None] | None = tell
+
+    @property
+    def ready(self) -> bool:
+        return self._inner.ready
+
+    def wait(self) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
+        self._inner.wait()
+
+    def close(self) -> None:
+        self.wait()
+        self._inner.close()
+
+
+class RecordedPairs(PairWire):
+    """gloo's wire; the methods that move a step's bytes are told to `listener`."""
+
+    def __init__(self, device: torch.device, listener: Listener) -> None:
+        super().__init__(device)
+        self.listener = listener
+        self.traffic = self._told = _Told()
+
+    def _begin(self) -> list[tuple[str, int]]:
+        self._told.last = []
+        return self._told.last
+
+    def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1) -> list[int]:
+        unit = self.watch.units.get(tag, "")
+        return [self.listener.issued(kind, bytes_, unit, self.watch.phase) for kind, bytes_ in moved]
+
+    def _heard(self, moved: Sequence[tuple[str, int]], inner: Inflight, tag: int) -> Inflight:
+        numbers = self._tell(moved, tag)
+        if not numbers:
+            return inner
+
+        def tell() -> None:
+            for number in numbers:
+                self.listener.waited(number)
+
+        return _Heard(inner, tell)
+
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        moved = self._begin()
+        return self._heard(moved, super().gather(full, own, tag, cuts), tag)
+
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        moved = self._begin()
+        return self._heard(moved, super().reduce(source, out, tag, cuts), tag)
+
+    def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        moved = self._begin()
+        return self._heard(moved, super().average(source, out, tag), tag)
+
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        moved = self._begin()
+        total = super().sum_scalar(value)
+        for number in self._tell(moved):
+            self.listener.waited(number)
+        return total
+
+    def max_scalar(self, value: Tensor) -> Tensor:
+        moved = self._begin()
+        found = super().max_scalar(value)
+        for number in self._tell(moved):
+            self.listener.waited(number)
+        return found
+
+    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
+        moved = self._begin()
+        answer = super().start_maximum(values, at_end=at_end)
+        numbers = self._tell(moved)
+
+        def told() -> list[int]:
+            for number in numbers:
+                self.listener.waited(number)
+            return answer()
+
+        return told
+
+
+def recorded_wire(listener: Listener, device: torch.device) -> SoloWire:
+    """The wire of the default process group for buffers in host memory; one rank has nothing to tell."""
+    return SoloWire() if dist.get_world_size() == 1 else RecordedPairs(device, listener)
+
+
+@contextmanager
+def absent_ranks(world_size: int) -> Iterator[None]:
+    """This process is rank 0 of a process group whose other ranks are not there: every collective returns at once.
+
+    What would arrive stays what the memory held: the calls and their bytes are real, the values are not.
+
+    Raises:
+        StateError: this process has a process group already.
+    """
+
+    if dist.is_initialized():
+        raise StateError("a process group is open in this process: ranks that are not there need one of their own")
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

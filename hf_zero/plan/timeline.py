@@ -1,0 +1,121 @@
+"""The time of a recorded step: computing on one stream, communication on another, each wait where the engine waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A collective, as it is issued on one rank.
+
+    Attributes:
+        number: of this collective in the record, from 0.
+        kind: one of `Traffic.KINDS`.
+        bytes: this rank sends.
+        unit: whose elements move; empty where they are no unit's.
+        phase: what the engine is doing.
+    """
+
+    number: int
+    kind: str
+    bytes: int
+    unit: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """The result of an operation is needed from here on."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Work between two operations."""
+
+    flops: int
+
+
+Event = Operation | Waited | Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`latency_s` before a message's first byte, then `bandwidth` bytes a second in each direction, per rank."""
+
+    latency_s: float
+    bandwidth: float
+    source: str
+
+
+# A latency is the length of one hop of a ring with the protocol for large messages: row Ring, column Simple of the table
+# `hwLatencies` in NCCL's tuner. Bandwidths are nominal, of one direction: what is reached is less.
+_HOP = "NCCL's tuner, hwLatencies, Ring, Simple"
+LINKS = {
+    "nvlink": Link(3.4e-6, 450e9, f"NVLink 4: 900 GB/s both ways together (NVIDIA H100 datasheet); latency: {_HOP}"),
+    "infiniband": Link(14e-6, 50e9, f"InfiniBand NDR: 400 Gb/s per adapter, one for each rank; latency: {_HOP}"),
+    "ethernet": Link(14e-6, 12.5e9, f"100 Gb/s Ethernet (IEEE 802.3ba), one adapter for each rank; latency: {_HOP}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a collective takes on `ranks` ranks on `nodes` machines: within a machine over `near`, between them over `far`.
+
+    Ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): N - 1 hops for a
+    gather or a reduce-scatter, as slow as the slowest link. An all-reduce, 2 (N - 1) hops, is told by no kind: its bytes are
+    counted in full, its hops as a gather's.
+    """
+
+    ranks: int
+    nodes: int
+    near: Link
+    far: Link
+
+    def time_s(self, operation: Operation) -> float:
+        if self.ranks == 1:
+            return 0.0
+        between = self.nodes if self.nodes > 1 else 0  # hops of the ring that leave a machine
+        hops_s = between * self.far.latency_s + (self.ranks - between) * self.near.latency_s
+        slowest = min(self.near.bandwidth, self.far.bandwidth) if self.nodes > 1 else self.near.bandwidth
+        return hops_s * (self.ranks - 1) / self.ranks + operation.bytes / slowest
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step.
+
+    Attributes:
+        total_s: until both streams are done.
+        compute_s: the computing stream works.
+        communication_s: the communication stream works.
+        exposed_s: the computing stream waits for the other, or is over before it.
+    """
+
+    total_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+
+
+def replay(events: Iterable[Event], time_s: Callable[[Operation], float], flops_per_s: float) -> StepTime:
+    """Run a record on two streams: an operation begins once it is issued and those issued before are done."""
+    now_s = free_s = compute_s = communication_s = 0.0
+    done_s: dict[int, float] = {}
+    for event in events:
+        match event:
+            case Computed(flops):
+                now_s += flops / flops_per_s
+                compute_s += flops / flops_per_s
+            case Waited(number):
+                now_s = max(now_s, done_s.get(number, 0.0))  # issued before the record began: done by then
+            case Operation():
+                taken_s = time_s(event)
+                free_s = max(free_s, now_s) + taken_s
+                communication_s += taken_s
+                done_s[event.number] = free_s
+    total_s = max(now_s, free_s)
+    return StepTime(total_s, compute_s, communication_s, total_s - compute_s)

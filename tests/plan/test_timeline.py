@@ -1,0 +1,41 @@
+"""The event simulation of a step, on records made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_zero.plan.timeline import Computed, Link, Network, Operation, Waited, replay
+
+
+def bytes_of(operation: Operation) -> float:
+    return float(operation.bytes)
+
+
+def op(number: int, seconds: int) -> Operation:
+    return Operation(number, "gather", seconds, "unit", "forward")
+
+
+def test_what_is_waited_for_late_is_hidden():
+    taken = replay([op(0, 3), Computed(5), Waited(0), Computed(1)], bytes_of, 1.0)
+    assert (taken.total_s, taken.compute_s, taken.communication_s, taken.exposed_s) == (6, 6, 3, 0)
+
+
+def test_what_is_waited_for_at_once_is_not():
+    taken = replay([op(0, 3), Waited(0), Computed(5)], bytes_of, 1.0)
+    assert (taken.total_s, taken.exposed_s) == (8, 3)
+
+
+def test_operations_follow_one_another():
+    taken = replay([op(0, 3), op(1, 4), Computed(1), Waited(1), Computed(2)], bytes_of, 1.0)
+    assert (taken.total_s, taken.communication_s) == (9, 7)
+
+
+def test_communication_may_be_the_last_to_end():
+    assert replay([Computed(2), op(0, 7)], bytes_of, 1.0).total_s == 9
+
+
+def test_hops_and_the_slowest_link():
+    near, far = Link(1.0, 10.0, ""), Link(5.0, 2.0, "")
+    assert Network(4, 1, near, far).time_s(op(0, 20)) == 3 * 1.0 + 2
+    assert Network(4, 2, near, far).time_s(op(0, 20)) == pytest.approx((2 * 5 + 2 * 1) * 3 / 4 + 10)
+    assert Network(1, 1, near, far).time_s(op(0, 20)) == 0
