@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..params.access import GatheredParameters, unsharded
+from ..params.access import unsharded
 from ..plan.configs import CONFIGS
-from ..runtime.engine import Engine, engine_of
+from ..runtime.engine import Engine
 from .stock import own_types, replaced
 
 
@@ -58,13 +58,6 @@ def _unsharded(root: weakref.ref[nn.Module], method: Any, self: nn.Module, *args
         return method(self, *args, **kwargs)
 
 
-def adopt_callbacks(callbacks: Iterable[Any]) -> None:
-    """Callbacks of a Trainer that mix two models, TRL's `sync_ref_model`, know of sharded ones from here on."""
-    for callback in callbacks:
-        if callable(getattr(type(callback), "sync_target_model", None)):
-            callback.sync_target_model = partial(_sync, type(callback).sync_target_model)
-
-
 def _save_in_own_types(
     root: weakref.ref[nn.Module], dtypes: Mapping[str, torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> Any:
@@ -85,21 +78,6 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
     elif call.arguments.get("is_trainable", False):
         raise ConfigError(f"adapter {name!r} is new and to be trained: add it before the model is sharded")
     return method(*call.args, **call.kwargs)
-
-
-def _sync(stock: Any, model: nn.Module, target: nn.Module, alpha: float) -> None:
-    """TRL's own function over whole parameters: a collective where one of the models is sharded by stage 3.
-
-    It mixes parameter by parameter, `target.data.mul_(1 - alpha).add_(model.data, alpha=alpha)`. At stage 3 both are released
-    between steps; they are gathered for it, one pair at a time.
-    """
-    engines = (engine_of(model), engine_of(target))
-    if all(engine is None or engine.config.policy.keep_full for engine in engines):
-        return stock(model, target, alpha)
-    for trained, mixed in zip(model.parameters(), target.parameters(), strict=True):
-        with GatheredParameters((trained, mixed), modifier_rank=0):
-            stock(nn.ParameterList([trained]), nn.ParameterList([mixed]), alpha)
-    return None
 
 
 def empty_model(name_or_path: str) -> nn.Module:

@@ -61,7 +61,6 @@ from .checkpoints import (
     put_as,
 )
 from .elastic import LATEST, KeepsBatches
-from .models import adopt_callbacks
 from .stock import put_in_front, replaced
 
 if TYPE_CHECKING:
@@ -198,7 +197,6 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, _TrainerBase):
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
                     stacklevel=2,
                 )
-        adopt_callbacks(self.callback_handler.callbacks)
         PreemptionCallback.take_over(self.callback_handler.callbacks)
         self._zero_resumed = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._zero_resuming = True
