@@ -247,9 +247,15 @@ class Flat(SpanGradients):
         self._lender = lender
         made = {kind: released_class(kind, lender, owner) for kind in dict.fromkeys(self._plain)}
         self._released = [made[kind] for kind in self._plain]
-        for index in range(len(self.params)) if released else ():
+        if released:
+            self.set_masked(True)
+
+    def set_masked(self, masked: bool) -> None:
+        """Whether reads of its parameters are told."""
+        classes = self._released if masked else self._plain
+        for index, (param, kind) in enumerate(zip(self.params, classes)):
             if index not in self.pinned:
-                self.params[index].__class__ = self._released[index]
+                param.__class__ = kind
 
     def show_in(self, dtype: torch.dtype | None) -> None:
         """Between passes: in this type from now on; None: as they are gathered."""

@@ -20,8 +20,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from ..errors import StateError
-
 DESCRIPTIONS = frozenset(
     ("device", "dim", "dtype", "element_size", "is_floating_point", "ndim", "numel", "shape", "size")
 )
@@ -110,7 +108,9 @@ class Lender(Protocol):
         """
         ...
 
-    def is_released(self, owner: weakref.ref[Any]) -> bool: ...
+    def is_masked(self, owner: weakref.ref[Any]) -> bool:
+        """Whether parameters of this unit are `ReleasedParameter`."""
+        ...
 
     def rehomed(self, old: int, new: int) -> None:
         """A unit's parameters are gathered in the storage of address (`_cdata`) `new` from here on."""
@@ -121,7 +121,8 @@ class ReleasedParameter(nn.Parameter):
     """A parameter while its unit is released: a torch function that needs its values has the unit gathered first.
 
     Only the class of the object changes, there and back, so that a gathered parameter costs what it always does. Code that
-    torch functions do not reach reads the guard. One subclass per unit and class of parameter, see `released_class`.
+    torch functions do not reach reads the guard. One subclass per unit and class of parameter, see `released_class`. A unit
+    that was gathered for a look between passes keeps it, so that who makes a graph next is noticed.
     """
 
     lender: ClassVar[Lender]
@@ -136,28 +137,23 @@ class ReleasedParameter(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name == "__repr__":
             return f"Parameter(released: it has values in a forward, shape={_described(args[0])})"
-        if name == _DIFFERENTIATES:
-            unmasked = Unmasked(_released((args, kwargs)))  # what runs in there must not lose its torch functions
-            try:
-                return func(*args, **kwargs)
-            finally:
-                unmasked.end()
-        if not _needs_values(func, name):
-            with AsTheyAre():
-                return func(*args, **kwargs)
-        wanted: dict[Lender, list[weakref.ref[Any]]] = {}
-        for param in _released((args, kwargs)):
-            owners = wanted.setdefault(type(param).lender, [])
-            if type(param).owner not in owners:
-                owners.append(type(param).owner)
-        for lender, owners in wanted.items():
-            lender.lend(owners, graph=torch.is_grad_enabled() and name not in _WITHOUT_GRAPH)
-        for param in _released((args, kwargs)):
-            raise StateError(
-                f"{name} of a parameter of shape {_described(param)} whose unit cannot be gathered now: read it inside a "
-                "forward or inside zero.GatheredParameters"
-            )
-        return func(*args, **kwargs)
+        if name != _DIFFERENTIATES:
+            if not _needs_values(func, name):
+                with AsTheyAre():
+                    return func(*args, **kwargs)
+            wanted: dict[Lender, list[weakref.ref[Any]]] = {}
+            for param in _released((args, kwargs)):
+                owners = wanted.setdefault(type(param).lender, [])
+                if type(param).owner not in owners:
+                    owners.append(type(param).owner)
+            for lender, owners in wanted.items():
+                lender.lend(owners, graph=torch.is_grad_enabled() and name not in _WITHOUT_GRAPH)
+        # Not `AsTheyAre`: what runs in there must not lose its torch functions.
+        unmasked = Unmasked(_released((args, kwargs)))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            unmasked.end()
 
 
 def released_class(kind: type[nn.Parameter], lender: Lender, owner: weakref.ref[Any]) -> type[ReleasedParameter]:
@@ -200,7 +196,7 @@ def _described(param: nn.Parameter) -> tuple[int, ...]:
 
 
 class Unmasked:
-    """Released parameters that are plain ones until `end`: what reads them then gets no values and asks for none."""
+    """Released parameters that are plain ones until `end`: what reads them asks for nothing."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         self._kinds = [(param, type(param)) for param in params if isinstance(param, ReleasedParameter)]
@@ -209,7 +205,7 @@ class Unmasked:
 
     def end(self) -> None:
         for param, kind in self._kinds:
-            if type(param) is kind.plain and kind.lender.is_released(kind.owner):
+            if type(param) is kind.plain and kind.lender.is_masked(kind.owner):
                 param.__class__ = kind
 
 

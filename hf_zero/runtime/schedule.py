@@ -93,9 +93,9 @@ class Lead:
         if schedule is not None:
             schedule._saved.rehome(old, new)
 
-    def is_released(self, owner: weakref.ref[Trace]) -> bool:
+    def is_masked(self, owner: weakref.ref[Trace]) -> bool:
         trace = owner()
-        return trace is not None and trace.unit.state is not State.GATHERED and not trace.unit.shows_whole
+        return trace is not None and trace.unit.is_masked
 
     def missing(self) -> None:
         """A backward comes to a unit that is no more.
@@ -234,6 +234,7 @@ class Schedule:
             trace.unit.watch(dictionaries)
             for flat in trace.unit.flats:
                 flat.mask(self._lead, weakref.ref(trace), released=trace.unit.state is State.SHARDED)
+            trace.unit.is_masked = trace.unit.state is State.SHARDED
 
     def recut(self, units: Iterable[Unit]) -> None:
         """The same modules' units with other spans. Between passes, also as a forward begins.
@@ -576,23 +577,22 @@ class Schedule:
         they stay until the next forward, step, end of a backward or such look; what was written to them is carried over. A
         collective, so ranks must read alike.
         """
-        if self._running:
+        if self._running or self._in_backward or graph:
             for trace in traces:
-                host = self._running[-1]
-                if trace is host.trace or trace in host.borrowed:
+                self._looks.pop(trace, None)
+                if not self._running:
+                    self._hold(trace, 2)
+                    self._notice(trace)
+                elif trace is self._running[-1].trace or trace in self._running[-1].borrowed:
                     self._need(trace)
                 else:
-                    self._borrow(host, trace)
-            return
-        if self._in_backward or graph:
-            for trace in traces:
-                self._hold(trace, 2)
-                self._notice(trace)
+                    self._borrow(self._running[-1], trace)
+                if trace.unit.is_masked:  # gathered for a look before
+                    trace.unit.set_masked(False)
             return
         for trace, references in list(self._looks.items()):
-            if (
-                trace not in traces and trace.held == 1 and trace.unit.references <= references
-            ):  # else one has a view of it
+            is_viewed = trace.unit.references > references
+            if trace not in traces and trace.held == 1 and not is_viewed:
                 del self._looks[trace]
                 trace.held = 0
                 trace.unit.look_over()
@@ -602,7 +602,9 @@ class Schedule:
             trace.unit.gather()
         for trace in traces:
             trace.unit.wait()
-            self._looks[trace] = trace.unit.count_references()
+            trace.unit.set_masked(True)
+            if trace not in self._looks:
+                self._looks[trace] = trace.unit.count_references()
 
     def _end_looks(self) -> None:
         """What was gathered for `lend` outside of passes may go.

@@ -48,6 +48,8 @@ class Unit:
         """A parameter that was written between passes, while its unit was there for somebody to read."""
         self.failure: TierError | None = None
         """Parameters could not be read from disk: what was computed since is worthless."""
+        self.is_masked = False
+        """Parameters are `reads.ReleasedParameter`: since a release, or a look between passes."""
         self.always_asks = False
         """Every access to a parameter is told to the schedule, also while the unit is gathered."""
         self.shows_whole = False
@@ -153,7 +155,7 @@ class Unit:
             if not self.policy.keep_full:
                 writes.note_watched(flat)
             flat.stale = False
-        self.state = State.GATHERED
+        self.state, self.is_masked = State.GATHERED, False
         if not self.always_asks:
             for each in self._dictionaries:
                 each.__class__ = ParameterDict
@@ -194,12 +196,18 @@ class Unit:
                 self.failure = self.failure or error
         # From here on Ctrl-C may end this anywhere: what is left open is opened again by the next gather. In the other order
         # the next release would take what released parameters show for values that somebody wrote.
-        self.state = State.SHARDED
+        self.state, self.is_masked = State.SHARDED, True
         for each in self._dictionaries:
             each.__class__ = GatherOnRead
         for flat in self.flats:
             flat.point(flat.guards.shown)
             flat.close()
+
+    def set_masked(self, masked: bool) -> None:
+        """Gathered: whether reads of parameters are told to the schedule all the same."""
+        self.is_masked = masked
+        for flat in self.flats:
+            flat.set_masked(masked)
 
     @property
     def references(self) -> int:

@@ -886,3 +886,70 @@ def item_reads(run: Run) -> None:
             round(float(model[2].bias.detach().numpy()[1]), 4),
             len(model[0].weight.tolist()),
         ]
+
+
+@program
+def looks_then_graphs(run: Run) -> None:
+    """What was gathered for a look is there for the graph that is made next, before the forward that comes between."""
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.seen = []
+
+    def loss(t: int) -> Tensor:
+        with torch.no_grad():
+            run.seen += [round(float(p.norm()), 3) for p in model.parameters()]
+        last = list(model.parameters())[-2]
+        penalty = last.square().sum() + (last.t() @ last).sum()
+        return run.plain(t) + 0.1 * penalty
+
+    run.loop(loss)
+
+
+@program
+def looks_between_forward_and_backward(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for t in range(4):
+        loss = run.plain(t)
+        with torch.no_grad():
+            largest = max(float(p.abs().max()) for p in model.parameters())
+        (loss * (1.0 if largest < 100 else 0.0)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@program
+def a_part_after_a_look(run: Run) -> None:
+    model = mlp(depth=4)
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        with torch.no_grad():
+            model[0].weight.mul_(0.99)
+        return model[:2](inputs(t, 4, 16)).square().mean() + model[2](inputs(t + 1, 4, 16)).square().mean()
+
+    run.loop(loss)
+
+
+@program
+def views_in_a_graph(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: run.plain(t) + sum((p.view(-1) * p.detach().view(-1)).sum() for p in model.parameters()))
+
+
+@program
+def evaluates_with_old_weights(run: Run) -> None:
+    """Weights kept by value, written back by `copy_`, in two programs' ways."""
+    model = mlp()
+    run.wrap(model, adam(model))
+    run.seen = []
+    for t in range(3):
+        run.step(t)
+        kept = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.full_like(p, 0.01))
+            run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 4))
+            for p, value in zip(model.parameters(), kept):
+                p.data.copy_(value)
