@@ -26,7 +26,7 @@ DESCRIPTIONS = frozenset(
 """Of a tensor, what is the same while its unit is released."""
 _NEED_NO_VALUES = DESCRIPTIONS | frozenset(
     (
-        "__dir__", "__hash__", "__len__", "_is_view", "can_cast", "data_ptr", "empty_like", "full_like", "get_device",
+        "__delete__", "__dir__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "can_cast", "data_ptr", "empty_like", "full_like", "get_device",
         "has_names", "is_complex", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_pinned", "is_same_size",
         "is_shared", "is_signed", "ndimension", "nelement", "new_empty", "new_full", "new_ones", "new_tensor",
         "new_zeros", "ones_like", "promote_types", "rand_like", "randint_like", "randn_like", "register_hook",
@@ -34,23 +34,12 @@ _NEED_NO_VALUES = DESCRIPTIONS | frozenset(
         "storage_offset", "stride", "untyped_storage", "zeros_like",
     )
 )  # fmt: skip
-"""Torch functions that look at a tensor, and not at its elements."""
+"""Torch functions that look at a tensor, and not at its elements; `__get__` is of attributes other than
+`_VALUE_ATTRIBUTES`."""
 _WITHOUT_GRAPH = frozenset(
-    (
-        "__array__",
-        "__bool__",
-        "__float__",
-        "__get__",
-        "__int__",
-        "allclose",
-        "detach",
-        "equal",
-        "item",
-        "numpy",
-        "tolist",
-    )
+    ("__array__", "__bool__", "__float__", "__int__", "allclose", "data", "detach", "equal", "item", "numpy", "tolist")
 )
-"""Torch functions whose result has no gradient. Of attributes, `data` is the one that is asked for."""
+"""Torch functions and attributes whose result has no gradient."""
 _VALUE_ATTRIBUTES = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
 AsTheyAre = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters are plain tensors: the engine's own looks at `.grad` and flags are no torch functions."""
@@ -135,10 +124,13 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "data")
+            name = name if name in _VALUE_ATTRIBUTES else "__get__"
         if name == "__repr__":
             return f"Parameter(released: it has values in a forward, shape={_described(args[0])})"
         if name != _DIFFERENTIATES:
-            if not _needs_values(func, name):
+            if name in _NEED_NO_VALUES:
                 with AsTheyAre():
                     return func(*args, **kwargs)
             wanted: dict[Lender, list[weakref.ref[Any]]] = {}
@@ -171,12 +163,6 @@ def plain_class(param: nn.Parameter) -> type[nn.Parameter]:
     """What its class is, or would be if it were not released."""
     kind = type(param)
     return kind.plain if issubclass(kind, ReleasedParameter) else kind
-
-
-def _needs_values(func: Any, name: str) -> bool:
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "data") in _VALUE_ATTRIBUTES
-    return name not in ("__set__", "__delete__") and name not in _NEED_NO_VALUES
 
 
 def _released(values: Any) -> Iterator[ReleasedParameter]:

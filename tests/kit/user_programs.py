@@ -899,7 +899,7 @@ def looks_then_graphs(run: Run) -> None:
         with torch.no_grad():
             run.seen += [round(float(p.norm()), 3) for p in model.parameters()]
         last = list(model.parameters())[-2]
-        penalty = last.square().sum() + (last.t() @ last).sum()
+        penalty = last.square().sum() + (last.T @ last).sum()
         return run.plain(t) + 0.1 * penalty
 
     run.loop(loss)
@@ -953,3 +953,10 @@ def evaluates_with_old_weights(run: Run) -> None:
             run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 4))
             for p, value in zip(model.parameters(), kept):
                 p.data.copy_(value)
+
+
+@program
+def attributes_in_a_graph(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.loop(lambda t: 0.1 * sum((p.T @ p).sum() for p in model.parameters() if p.dim() == 2) + run.plain(t))
