@@ -26,12 +26,12 @@ DESCRIPTIONS = frozenset(
 """Of a tensor, what is the same while its unit is released."""
 _NEED_NO_VALUES = DESCRIPTIONS | frozenset(
     (
-        "__delete__", "__dir__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "can_cast", "data_ptr", "empty_like", "full_like", "get_device",
-        "has_names", "is_complex", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_pinned", "is_same_size",
-        "is_shared", "is_signed", "ndimension", "nelement", "new_empty", "new_full", "new_ones", "new_tensor",
-        "new_zeros", "ones_like", "promote_types", "rand_like", "randint_like", "randn_like", "register_hook",
-        "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "storage",
-        "storage_offset", "stride", "untyped_storage", "zeros_like",
+        "__delete__", "__dir__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "can_cast", "data_ptr",
+        "empty_like", "full_like", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
+        "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement",
+        "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "ones_like", "promote_types", "rand_like",
+        "randint_like", "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+        "result_type", "retain_grad", "storage", "storage_offset", "stride", "untyped_storage", "zeros_like",
     )
 )  # fmt: skip
 """Torch functions that look at a tensor, and not at its elements; `__get__` is of attributes other than
