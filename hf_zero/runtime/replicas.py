@@ -19,6 +19,7 @@ from ..errors import RankMismatchError
 from ..tiers.fingerprint import fingerprint
 from .buffers import Buffers
 from .flat_param import Flat
+from .reads import AsTheyAre
 from .saved_tensors import in_backward_of_any
 from .sharded import Sharded
 from .unit import State, Unit
@@ -212,10 +213,11 @@ class Replicas:
         """Where parameters are released, `param.data = x` is carried over by slices: each rank's own x counts for a part."""
         for unit in self._sharded.units:
             if unit.state is State.SHARDED and not unit.policy.keep_full and not unit.shows_whole:
-                for flat in unit.flats:
-                    for index in flat.moved(flat.guards.addresses):
-                        name = flat.span.slots[index].spec.name
-                        self._in_pass[_GIVEN, _parameter(name, unit)] = _print(flat.params[index].data)
+                with AsTheyAre():  # on this rank alone, maybe
+                    for flat in unit.flats:
+                        for index in flat.moved(flat.guards.addresses):
+                            name = flat.span.slots[index].spec.name
+                            self._in_pass[_GIVEN, _parameter(name, unit)] = _print(flat.params[index].data)
 
     def before_step(self, values: bool) -> tuple[dict[Named, Any], dict[str, Any]]:
         """What to compare, and weights that were written since the last step. Nothing is under way.

@@ -23,6 +23,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .flat_param import Flat
 from .pieces import extents, is_sliced
+from .reads import AsTheyAre, plain_class
 from .state_shard import Shard, assembled
 from .unit import State, Unit
 
@@ -210,13 +211,16 @@ class Sharded:
     def copied(self, param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         """As `ownership.Owner`."""
         self._refuse_released(param)
-        copied: nn.Parameter = nn.Parameter.__deepcopy__(param, memo)
+        with AsTheyAre():
+            copied: nn.Parameter = nn.Parameter.__deepcopy__(param, memo)
+        copied.__class__ = plain_class(param)
         return copied
 
     def pickled(self, param: nn.Parameter) -> Any:
         """As `ownership.Owner`: like nn.Parameter's own, without the attributes that are ours."""
         self._refuse_released(param)
-        return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
+        with AsTheyAre():
+            return torch._utils._rebuild_parameter, (param.data, param.requires_grad, OrderedDict())
 
     def _refuse_released(self, param: nn.Parameter) -> None:
         unit, flat, index = place = self.places[param]

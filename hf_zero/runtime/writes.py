@@ -95,8 +95,10 @@ def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
 def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> None:
     """`param.data = x`: this rank's elements go into the masters, all of x into what the parameter points at again."""
     param, target = flat.params[index], (flat.guards.shown if is_guard else flat.views)[index]
-    value, name = param.data, flat.span.slots[index].spec.name
-    param.data = target
+    name = flat.span.slots[index].spec.name
+    with AsTheyAre():
+        value = param.data
+        param.data = target
     if value.shape != target.shape:
         raise StateError(
             f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "

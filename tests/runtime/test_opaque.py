@@ -70,7 +70,7 @@ def trained(rank: int, world: int, stage: int, precision: str, tier: str, folder
     )
     config = zero.ZeroConfig(stage=stage, offload_params=tier, offload_dir=folder if tier == "disk" else None)
     engine = zero.shard(model, optimizer, config, mixed_precision=precision)
-    assert type(model[0][0].weight) is Packed
+    assert isinstance(model[0][0].weight, Packed)
     spans = [span for unit in engine.layout.units for span in unit.spans if span.spec.dtype in ("uint8", "int8")]
     assert sum(span.used_numel for span in spans) == 2 * 288 + 576
     assert {span.shards for span in spans} == {world}
@@ -108,7 +108,7 @@ def trained(rank: int, world: int, stage: int, precision: str, tier: str, folder
     restored.load(f"{folder}/ckpt", load_optimizer=False)
     assert torch.equal(loss_of(other, rank, 9), before)
     engine.detach()
-    assert type(model[0][0].weight) is Packed
+    assert isinstance(model[0][0].weight, Packed)
     assert torch.equal(model[0][0].weight, twins["0.0.weight"])
 
 

@@ -58,6 +58,7 @@ def test_measures_engines(tmp_path: Path, peers: list[str]) -> None:
     "engine",
     ["ddp", pytest.param("zero3", marks=pytest.mark.slow)],  # ddp's launches are among those of any other engine
 )
+@pytest.mark.slow
 def test_memory_and_calls(tmp_path: Path, engine: str) -> None:
     output = tmp_path / "benchmark.json"
     toy = ["--model-size", "tiny", "--device", "cpu", "--world-size", "1", "--sequence", "16", "--steps", "1"]
@@ -84,6 +85,7 @@ def test_bad_options_end_at_once() -> None:
     assert "--world-size must be positive, got 0" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_offloaded_steps(tmp_path: Path) -> None:
     output = tmp_path / "runs" / "offload.json"
