@@ -56,7 +56,9 @@ def clip_norm(
         local = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     if any(flat.span.shards > 1 for flat in flats):
         local = over_ranks(wire, local, norm_type)
-    norm = root(local, norm_type).float()
+    norm = root(local, norm_type)
+    if not any(flat.master_dtype == torch.float64 for flat in flats):
+        norm = norm.float()
     if max_norm == float("inf"):
         return norm
     coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)

@@ -44,6 +44,8 @@ class Step:
     claims: list[_Claim]
     twin: Twin
     optimizer: torch.optim.Optimizer
+    states: dict[Any, dict[str, Any]]
+    """The optimizer's, as of then: a program may give it others while this goes on."""
     after: Any
     stepper: Stepper
     moving: int = 0  # transfers out of host buffers that have not been waited for
@@ -71,6 +73,11 @@ class Step:
     @property
     def is_done(self) -> bool:
         return self.done.is_set()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is the one that updates."""
+        return threading.get_ident() == self.stepper.storage.meter.stepper_thread
 
     def settle(self) -> None:
         if self.worked and self.moving == 0:
@@ -136,7 +143,7 @@ class Stepper:
             claims = [claim for flat in unit.trained if flat.span.spec.group >= 0 for claim in _claims(flat)]
             if not claims:
                 continue
-            step = Step(claims, twin, optimizer, after, self)
+            step = Step(claims, twin, optimizer, optimizer.state, after, self)
             unit.stepping = step
             with self._lock:
                 self._queued += 1
@@ -202,7 +209,7 @@ class Stepper:
     def _update(self, step: Step, claim: _Claim) -> None:
         shard, flat = claim.shard, claim.flat
         group = flat.span.spec.group
-        state = step.optimizer.state
+        state = step.states
         goes_out = not shard.aliased  # block by block, while it is in the cache
 
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's

@@ -6,6 +6,7 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError
 from .flat_param import Flat, joined, slice_of
+from .optimizer_state import SliceStates, SteppedStates
 from .pieces import merge_scalar
 from .shadow_optimizer import states_of
 from .slices import OwnGradient
@@ -74,6 +76,37 @@ class Binding:
         self._masters = self._stand_ins(by_group)
         for options, params in zip(optimizer.param_groups, self._masters):
             options["params"] = params
+        self._units = list(units)
+        self._states: SliceStates | None = None
+
+    def keep_states(self, *, offloads: bool) -> None:
+        """`optimizer.state` is one that refuses what it cannot answer. What a program has put in its place since counts.
+
+        Args:
+            offloads: another thread may update states behind the step.
+        """
+        found, before = self.optimizer.state, self._states
+        if found is before:
+            return
+        states = dict(found)
+        if before is not None:
+            for unit in self._units:
+                unit.finish_step()
+            self._forget(self.flats)
+        mine = {param for params in self._masters for param in params}
+        names = {
+            param: slot.spec.name
+            for flat in self.flats
+            for slot, param in zip(flat.span.slots, flat.params)
+            if param not in mine  # the groups may have parameters as they are
+        }
+        self.optimizer.state = self._states = (
+            SteppedStates(states, names, self._units, self.optimizer) if offloads else SliceStates(states, names)
+        )
+        for flat in self.flats if before is not None else ():
+            for shard in flat.shards:
+                if shard.is_offloaded and shard.master in states:
+                    shard.put(self.optimizer, states[shard.master])
 
     def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
         """By group, what the optimizer has instead of the model's parameters."""
@@ -91,6 +124,7 @@ class Binding:
     def forget(self) -> None:
         """Another optimizer is next: this one has no state of the model's parameters afterwards."""
         self._forget(self.flats)
+        self._states, self.optimizer.state = None, defaultdict(dict, self.optimizer.state)
         for flat in self.flats:
             flat.wholes = None
 
@@ -169,7 +203,7 @@ class Binding:
         """The optimizer has the model's parameters again, which are whole by now, in the same groups, and that state."""
         for group, params in zip(self.optimizer.param_groups, self.current_originals()):
             group["params"] = list(params)
-        self.optimizer.state.clear()
+        self._states, self.optimizer.state = None, defaultdict(dict)
         load_plainly(self.optimizer, state_dict)
 
     def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
@@ -561,10 +595,11 @@ def originals_of(
 
 def take_state(optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]]) -> dict[str, Any] | None:
     """The state of a plain optimizer, before its parameters are replaced; None when it has none yet."""
-    if not any(param in optimizer.state for group in originals for param in group):
+    known = optimizer.state.keys()
+    if not any(param in known for group in originals for param in group):
         return None
     flat = [param for group in originals for param in group]
-    state = {i: optimizer.state.pop(param) for i, param in enumerate(flat) if param in optimizer.state}
+    state = {i: optimizer.state.pop(param) for i, param in enumerate(flat) if param in known}
     return {"state": state, "param_groups": numbered_groups(optimizer, originals)}
 
 

@@ -264,6 +264,7 @@ class Training:
         self.binding = kind(optimizer, self.units, self._wire, originals)
         self.writes.counts_references = True
         self.sharded.optimizer = optimizer
+        self.binding.keep_states(offloads=self.config.offloads)
         if state is not None:
             self.binding.load_state_dict(state)
         if fresh:
@@ -407,6 +408,7 @@ class Training:
         self._part_spans()
         self._hide_slices()
         if self.binding is not None:
+            self.binding.keep_states(offloads=self.config.offloads)
             if self._checks is not None:
                 self._checks.before_update(has_closure=arguments is not None and not self.config.offloads)
             self.offload.prepare_step()

@@ -46,6 +46,9 @@ class Step(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+    @property
+    def is_mine(self) -> bool: ...
+
 
 class Unit(Protocol):
     """A unit of parameters (`unit.Unit`), as far as it is needed here."""

@@ -7,6 +7,7 @@ looked at. As the reference it runs without hf_zero: `Run` averages its gradient
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,6 +56,10 @@ class Run:
                     grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
                     dist.all_reduce(grad)
                     param.grad = grad / dist.get_world_size()
+
+    def forget_sync(self) -> None:
+        """Other gradients are next."""
+        self._averaged = False
 
     def clip(self, norm: float) -> Tensor:
         self.sync()
@@ -960,3 +965,110 @@ def attributes_in_a_graph(run: Run) -> None:
     model = mlp()
     run.wrap(model, sgd(model))
     run.loop(lambda t: 0.1 * sum((p.T @ p).sum() for p in model.parameters() if p.dim() == 2) + run.plain(t))
+
+
+@program
+def sam(run: Run) -> None:
+    """Sharpness-aware: weights move along the gradient, and back before the step."""
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for step in range(3):
+        run.plain(step).backward()
+        run.sync()
+        run.forget_sync()
+        with torch.no_grad():
+            norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+            moves = [param.grad * (0.05 / norm) for param in model.parameters()]
+            for param, move in zip(model.parameters(), moves):
+                param.add_(move)
+        model.zero_grad()
+        run.plain(step).backward()
+        with torch.no_grad():
+            for param, move in zip(model.parameters(), moves):
+                param.sub_(move)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+class _Adjoint(torch.autograd.Function):
+    """Backward runs the model again and differentiates it, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.field = field
+        with torch.no_grad():
+            x = x + 0.1 * field(x)
+        ctx.save_for_backward(x, *params)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            mine, *others = torch.autograd.grad(ctx.field(x), [x, *params], 0.1 * grad)
+        return None, grad + mine, *others
+
+
+@program
+def adjoint(run: Run) -> None:
+    field, head = mlp(depth=2), nn.Linear(16, 2)
+    model = nn.ModuleDict({"field": field, "head": head})
+    run.wrap(model, sgd(model))
+    run.loop(lambda step: head(_Adjoint.apply(field, inputs(step, 4, 16), *field.parameters())).square().mean())
+
+
+@program
+def merged(run: Run) -> None:
+    """A frozen weight takes a trained product in for an evaluation, and gives it back."""
+    base, down, up = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+    base.requires_grad_(False)
+    model = nn.ModuleDict({"base": base, "down": down, "up": up})
+    run.wrap(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    run.seen = []
+    for step in range(3):
+        x = inputs(step, 4, 16)
+        (base(x) + up(down(x))).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        base.weight.data += up.weight.data @ down.weight.data
+        with torch.no_grad():
+            run.seen.append(round(base(torch.ones(1, 16)).sum().item(), 3))
+        base.weight.data -= up.weight.data @ down.weight.data
+
+
+@program
+def state_by_parameter(run: Run) -> None:
+    """A mask over momentum, found by the model's own parameter."""
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for step in range(3):
+        run.step(step)
+        state = run.optimizer.state[model[0].weight]
+        if "momentum_buffer" in state:
+            state["momentum_buffer"][::2] = 0
+
+
+@program
+def states_cleared(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, adam(model))
+    for step in range(6):
+        run.step(step)
+        if step == 1:
+            run.optimizer.state.clear()
+        if step == 3:
+            run.optimizer.state = defaultdict(dict)
+
+
+@program
+def clipped_doubles(run: Run) -> None:
+    """The norm has the gradients' digits."""
+    model = mlp().double()
+    run.wrap(model, sgd(model))
+    run.seen = []
+    for step in range(3):
+        model(inputs(step, 4, 16).double()).square().mean().backward()
+        run.seen.append(float(f"{run.clip(1e-3).item():.11e}"))
+        run.optimizer.step()
+        run.optimizer.zero_grad()

@@ -13,6 +13,7 @@ from tests.kit.user_programs import PROGRAMS, Run
 
 pytestmark = pytest.mark.gloo
 REFUSED = {
+    "state_by_parameter": (zero.StateError, "optimizer.state was asked for parameter '0.weight'"),
     "func_grad": (zero.StateError, "inside torch.func.grad"),
     "jvp": (zero.StateError, "inside torch.func.jvp"),
     "jit_script_sub": (zero.ConfigError, "is a RecursiveScriptModule of torch.jit"),

@@ -1,0 +1,112 @@
+"""`optimizer.state` while an optimizer is bound: what belongs to this rank's slices, and refusals for who asks for more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ..errors import StateError
+from .unit import Unit
+
+
+class SliceStates(defaultdict[Any, dict[str, Any]]):
+    """States by master, the tensors of `optimizer.param_groups`.
+
+    The model's own parameters have no entry. `state[param]` of a plain `defaultdict` would make an empty one, and what a
+    program then does to it (a mask over momentum, a reset) would be lost without a word.
+
+    Args:
+        names: of the parameters that are refused.
+    """
+
+    def __init__(self, states: Mapping[Any, dict[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__(dict, states)
+        self._names = names
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._check(key)
+        return super().get(key, default)
+
+    def _check(self, key: object) -> None:
+        name = self._names.get(key) if isinstance(key, nn.Parameter) else None
+        if name is None:
+            return
+        raise StateError(
+            f"optimizer.state was asked for parameter {name!r}: the optimizer has this rank's slices, the tensors of "
+            "optimizer.param_groups, and their states. On every rank, read a parameter's state by "
+            "zero.full_optimizer_state(param, key) and write it by zero.set_full_optimizer_state(param, key, value)"
+        )
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+class SteppedStates(SliceStates):
+    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it."""
+
+    def __init__(
+        self,
+        states: Mapping[Any, dict[str, Any]],
+        names: Mapping[nn.Parameter, str],
+        units: Sequence[Unit],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        super().__init__(states, names)
+        self._units, self._optimizer = units, ref(optimizer)
+
+    def _settle(self) -> None:
+        for unit in self._units:
+            step = unit.stepping
+            if step is not None and not step.is_done and not step.is_mine:
+                unit.finish_step()
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._settle()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._settle()
+        return super().get(key, default)
+
+    def __iter__(self) -> Any:
+        self._settle()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def clear(self) -> None:
+        self._settle()
+        super().clear()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            for unit in self._units:
+                for flat in unit.trained:
+                    for shard in flat.shards:
+                        shard.forget(optimizer)  # on disk there is more of it
+
+    def pop(self, *args: Any) -> Any:
+        self._settle()
+        return super().pop(*args)
+
+    def update(self, *args: Any, **entries: Any) -> None:
+        self._settle()
+        super().update(*args, **entries)
