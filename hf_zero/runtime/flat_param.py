@@ -76,6 +76,12 @@ class Guards:
         self.addresses = [guard.data_ptr() for guard in self.shown]
 
 
+class Notes(Protocol):
+    """Who is told what programs have written to whole parameters (`writes.Edits`)."""
+
+    def note(self, flat: Flat, index: int, values: Tensor) -> None: ...
+
+
 class Flat(SpanGradients):
     """Storage of one span on this rank: values here, gradients in the base class.
 
@@ -133,6 +139,8 @@ class Flat(SpanGradients):
         self.printed: int | None = None
         """Where whole parameters stay and masters are other memory: the digest of `place` as the engine made it."""
         self._is_fresh = False  # `printed` is of what the next gather brings
+        self.edits: Notes | None = None
+        """Who notes what programs write; see `writes`."""
         self._versions = [param._version for param in self.params]
         self.note_place()
         self._full_storage = self.full.untyped_storage()

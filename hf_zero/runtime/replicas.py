@@ -1,6 +1,7 @@
-"""What every rank must have alike, compared: options of the optimizer's groups always, values where `debug=True`.
+"""What every rank must have alike, compared: options of the optimizer's groups and what programs have written to parameters
+always, values where `debug=True`.
 
-The options travel as a number in the agreement at the start of each backward, in one with the step's (`Options.mark`). Values
+The former travel as a number in the agreement at the start of each backward, in one with the step's (`Options.mark`). Values
 are compared by fingerprints (`tiers.fingerprint`); only where these differ do the ranks exchange what they have.
 """
 
@@ -23,14 +24,16 @@ from .reads import AsTheyAre
 from .saved_tensors import in_backward_of_any
 from .sharded import Sharded
 from .unit import State, Unit
+from .writes import Edits
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
 _PLAIN = _NUMBERS | {tuple}
 _SHORT_NUMEL = 16
 """Tensors of so many elements are options (`lr`) and counters (`step`), compared by value."""
 
-_GIVEN = "value given"
-"""The one kind of thing that a rank without it differs in: others are not there where a rank did not use a unit."""
+_GIVEN, _WRITTEN = "value given", "weight written"
+_EVERYWHERE = (_GIVEN, _WRITTEN)
+"""Kinds of things that a rank without one differs in: others are not there where a rank did not use a unit."""
 
 Named = tuple[str, str]
 """What kind of thing, one of `_CAUSES`; which one."""
@@ -42,6 +45,8 @@ _CAUSES = {
     "count": "The optimizer has made other steps there: its state was loaded or changed on some ranks alone",
     "buffer": "It was written through `.data`, which torch does not count, so it is not sent as other buffers are: write "
     "to the buffer itself, or on every rank alike",
+    _WRITTEN: "Ranks hold parts of one model: write to its parameters on every rank alike (random numbers by a "
+    "generator with the same seed), or inside zero.GatheredParameters(params, modifier_rank=0)",
     "weight before the step": "Write parameters on every rank alike, or inside zero.GatheredParameters(params, "
     "modifier_rank=0)",
     "weight after the step": "It was the same everywhere before this step: an optimizer that draws random numbers or asks for "
@@ -58,7 +63,7 @@ def first_difference(everyone: Sequence[Mapping[Named, Any]]) -> tuple[Named, di
     """Of what ranks have under the same name, the first that is not the same on all; rank -> value."""
     names = dict.fromkeys(name for mine in everyone for name in mine)
     for name in names:
-        found = {rank: mine.get(name) for rank, mine in enumerate(everyone) if name in mine or name[0] == _GIVEN}
+        found = {rank: mine.get(name) for rank, mine in enumerate(everyone) if name in mine or name[0] in _EVERYWHERE}
         if len({repr(value) for value in found.values()}) > 1:
             return name, found
     return None
@@ -87,24 +92,25 @@ class Options:
 
     Args:
         of: whose optimizer, which may be another one later.
+        edits: what programs have written to parameters: part of the mark.
     """
 
-    def __init__(self, of: Optimized) -> None:
-        self._of = of
+    def __init__(self, of: Optimized, edits: Edits) -> None:
+        self._of, self._edits = of, edits
         self._seen: list[Any] = []
         self._mark = 0
         self._again = True  # some may change in place
 
     def mark(self) -> int:
-        """A number of 31 bits: other options give another. In every backward: a few calls where nothing has changed."""
-        optimizer = self._of.optimizer
+        """A number: other options or edits give another. In every backward: a few calls where nothing has changed."""
+        optimizer, edits = self._of.optimizer, self._edits.mark
         if optimizer is None:
-            return 0
+            return edits
         now = [value for group in optimizer.param_groups for value in group.values() if type(value) in _PLAIN]
         if self._again or now != self._seen:
             self._seen, self._again = now, False
             self._mark = zlib.crc32(repr(self.named()).encode()) & 0x7FFFFFFF
-        return self._mark
+        return self._mark + edits
 
     def named(self) -> dict[Named, Any]:
         optimizer = self._of.optimizer
@@ -121,13 +127,16 @@ class Options:
                     out["option", f"{key!r} of the optimizer's group {index}"] = plain[0]
         return out
 
+    def _written(self) -> dict[Named, Any]:
+        return {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
+
     def explain(self, wire: SoloWire) -> NoReturn:
-        """Ranks have other options or other numbers of steps; all know. A collective.
+        """Ranks have other options, edits or numbers of steps; all know. A collective.
 
         Raises:
             RankMismatchError: with the first difference.
         """
-        told = wire.exchange((wire.watch.step, self.named()))
+        told = wire.exchange((wire.watch.step, self.named() | self._written()))
         steps = [step for step, _ in told]
         if len(set(steps)) > 1:
             raise RankMismatchError(

@@ -143,7 +143,7 @@ class Training:
                 ask=self.buffers.changed,
                 after_backward=self._after_backward,
                 broke_off=self._backward_broke_off,
-                options=Options(self.sharded),
+                options=Options(self.sharded, self.writes.edits),
             ),
         )
         # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.

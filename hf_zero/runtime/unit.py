@@ -228,12 +228,13 @@ class Unit:
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
                 try:
-                    replaced = flat.moved(flat.addresses)
-                    for index in (*replaced, *flat.counted()):
+                    replaced, written = flat.moved(flat.addresses), flat.counted()
+                    for index in (*replaced, *written):
                         self.written = self.written or flat.span.slots[index].spec.name
                     if replaced:
                         writes.part_from_views(flat, replaced)
                     writes.carry(flat)
+                    writes.note_written(flat, written)
                     for index in replaced:
                         writes.take_over(flat, self.name, index)
                 except TierError as error:  # on this rank alone: told to all at the end of the pass

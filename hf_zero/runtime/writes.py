@@ -15,12 +15,13 @@ What is looked at, and when:
   of the values for writes through `.data`, before every forward and step.
 
 What is found is carried over: elements that differ from what was shown go into the master, the others keep what the
-master knows more precisely. Every rank carries its own slice: as under data parallel training, the same edit is made
-on every rank.
+master knows more precisely. Every rank carries its own slice, so the same edit has to be made on every rank. That it was is
+part of the agreement at the start of the next backward (`Edits`): a number, in the bytes that are sent anyway.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, Protocol
 
@@ -70,6 +71,33 @@ class Unit(Protocol):
     def look_over(self) -> None: ...
 
 
+class Edits:
+    """What programs have written to whole parameters of one engine, as torch counts writes, or by `param.data = x`.
+
+    Attributes:
+        found: by parameter, the digest of its values after the last write. A write that is seen twice changes nothing.
+        mark: a number of 31 bits that depends on `found` alone.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self.mark = 0
+
+    def note(self, flat: Flat, index: int, values: Tensor) -> None:
+        """`values`: the whole parameter's."""
+        if flat.span.shards == 1:
+            return
+        with AsTheyAre():
+            found = digest(values.detach().contiguous().view(-1))
+        name = flat.span.slots[index].spec.name
+        self.mark = (self.mark + _mark(name, found) - _mark(name, self.found.get(name))) & 0x7FFFFFFF
+        self.found[name] = found
+
+
+def _mark(name: str, found: int | None) -> int:
+    return 0 if found is None else zlib.crc32(f"{name} {found}".encode())
+
+
 @torch.no_grad()
 def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
     """Elements [low, high) of `place`: those that the masters do not give go into them and `own`."""
@@ -102,6 +130,8 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
     with AsTheyAre():
         value = param.data
         param.data = target
+    if flat.edits is not None:
+        flat.edits.note(flat, index, value)
     if value.shape != target.shape:
         raise StateError(
             f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "
@@ -186,10 +216,18 @@ def carry_in_use(flat: Flat, unit: Unit) -> None:
             part_from_views(flat, replaced)
         if written:
             carry(flat)
+            note_written(flat, written)
         for low, high in () if written else changed(flat):
             carry(flat, low, high)
         for index in replaced:
             take_over(flat, unit.name, index)
+
+
+def note_written(flat: Flat, written: Iterable[int]) -> None:
+    """These parameters (places in `params`), which are whole, were written in place."""
+    if flat.edits is not None:
+        for index in written:
+            flat.edits.note(flat, index, flat.views[index])
 
 
 def note_watched(flat: Flat) -> None:
@@ -254,6 +292,7 @@ class WriteWatch:
         self, model: nn.Module, units: Sequence[Unit], release: Callable[[], None], refresh: Callable[[], None]
     ) -> None:
         self._model, self._units, self._release, self._refresh = model, units, release, refresh
+        self.edits = Edits()
         self.restart()
 
     def restart(self) -> None:
@@ -264,7 +303,12 @@ class WriteWatch:
         self.optimizer_wrote = False
         """A method of the optimizer that torch's optimizers do not have was called: it may have written its tensors."""
         self._flats = [flat for unit in self._units for flat in unit.flats]
+        for flat in self._flats:
+            flat.edits = self.edits
         self._keeps = any(flat.keeps for flat in self._flats)  # all or none
+        self._params = [param for flat in self._flats for param in flat.params]
+        self._versions = [param._version for param in self._params]
+        """Of these, before the last forward."""
         self._placed: list[Tensor] = []
         """Where whole parameters stay: they and what they are views of."""
         self._addresses: list[int] = []
@@ -317,10 +361,14 @@ class WriteWatch:
             self.counts_references = False
             for flat in self._flats:
                 flat.known_references = flat.references
-        if self._keeps and values:
-            self._values()
-            for flat in self._flats:
-                flat.counted()  # known from here on, see `_refuse_late`
+        if self._keeps:
+            if values:
+                self._values()
+            versions = [param._version for param in self._params]
+            if versions != self._versions:
+                self._versions = versions
+                for flat in self._flats:
+                    note_written(flat, flat.counted())
         closely, self._samples_at = now != self._samples_at, now
         written = self._masters(closely)
         if not written:

@@ -1072,3 +1072,34 @@ def clipped_doubles(run: Run) -> None:
         run.seen.append(float(f"{run.clip(1e-3).item():.11e}"))
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+@program
+def noise_by_rank(run: Run) -> None:
+    """Each rank moves its weights elsewhere: right under data parallel training, of no meaning where each has a part."""
+    model = mlp()
+    run.wrap(model, sgd(model))
+    for step in range(2):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(inputs(step, *param.shape))
+        run.step(step)
+
+
+@program
+def assigned_by_rank(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.step(0)
+    model[2].weight.data = inputs(7, 16, 16)
+    run.step(1)
+
+
+@program
+def reset_by_rank(run: Run) -> None:
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.step(0)
+    torch.manual_seed(dist.get_rank())
+    model[2].reset_parameters()
+    run.step(1)
