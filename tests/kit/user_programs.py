@@ -47,7 +47,7 @@ class Run:
 
     def sync(self) -> None:
         """Before gradients are looked at or used: those of the reference are averaged."""
-        if self.settings is not None or self._averaged:
+        if self.settings is not None or self._averaged or not dist.is_initialized():
             return
         self._averaged = True
         for group in self.optimizer.param_groups:
@@ -87,9 +87,13 @@ def program(function: Callable[[Run], None]) -> Callable[[Run], None]:
     return function
 
 
+def rank_here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def inputs(step: int, *shape: int) -> Tensor:
     """Other ones on each rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank_here()))
 
 
 def mlp(width: int = 16, depth: int = 3) -> nn.Sequential:
@@ -260,7 +264,7 @@ def embedding_bag(run: Run) -> None:
     model = nn.Sequential(nn.EmbeddingBag(20, 16), nn.Linear(16, 4))
     run.wrap(model, adam(model))
     run.loop(
-        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + dist.get_rank())))
+        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + rank_here())))
         .square()
         .mean()
     )
@@ -271,7 +275,7 @@ def embedding_sparse(run: Run) -> None:
     model = nn.Sequential(nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4))
     run.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.loop(
-        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + dist.get_rank())))
+        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + rank_here())))
         .square()
         .mean()
     )
@@ -1100,6 +1104,6 @@ def reset_by_rank(run: Run) -> None:
     model = mlp()
     run.wrap(model, sgd(model))
     run.step(0)
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(rank_here())
     model[2].reset_parameters()
     run.step(1)
