@@ -126,6 +126,13 @@ class SoloWire:
         """
         return DONE
 
+    def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
+        """As `gather`, in a narrower format: every rank's `full` has what the codes of all slices stand for, also of its own.
+
+        `own` may be written again at once.
+        """
+        return DONE
+
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         """Average the ranks' `source` (1-D, `size` slices) and put this rank's slice of it into `out` (float32 or wider).
 
@@ -241,6 +248,9 @@ class GroupWire(SoloWire):
         In place of a reduce: counted as one. `sent` must stay unchanged until closed.
         """
         raise NotImplementedError
+
+    def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
+        return coded.gather(self, codec, full, own, tag)
 
     def take_number(self) -> None:
         """The engine has its number: what tells its messages apart follows."""

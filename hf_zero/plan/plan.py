@@ -330,7 +330,11 @@ class Drafter:
         cohort = 0 if old is None else old.cohort
         # One that is frozen in the middle of training keeps its optimizer state: it stays where it is, without a gradient.
         trainable = param.requires_grad or (old is not None and old.trainable and group >= 0)
-        return ParamSpec(names, shape, own, compute, master, trainable, group, cohort)
+        if old is None or old.trainable is not trainable:
+            gathered_in = self._precision.gathered_in(names, shape, trainable)
+        else:
+            gathered_in = old.gathered_in
+        return ParamSpec(names, shape, own, compute, master, trainable, group, cohort, gathered_in=gathered_in)
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:

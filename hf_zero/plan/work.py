@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm.codec import CODECS
-from ..comm.coded import fits
+from ..comm.coded import fits, gather_codec
 from ..core.layout import Layout, Span, itemsize
 from ..core.precision import dtype_of
 from ..tiers.tier import Tier
-from .costs import Placement, Setup, gradient_itemsize, stored_itemsize, uses_of, wire_dtype
+from .costs import Placement, Setup, gradient_itemsize, shares_memory, stored_itemsize, uses_of, wire_dtype
 from .machine import Machine
 
 PASSES, STEP, AFTER = "passes", "step", "after"
@@ -117,7 +117,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     others = (span.shards if span.shards > 1 else setup.world_size) - 1
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
     own, shards = placement.parameters, placement.optimizer
-    same = span.spec.compute_dtype == span.spec.master_dtype
+    same = shares_memory(span, setup.policy)
     work: Work = {}
 
     def add(phase: str, road: str, numel: float, size: float) -> None:
@@ -125,10 +125,12 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
             work[phase, road] = work.get((phase, road), 0) + numel * size
 
     slice_numel = span.slice_numel
+    codec = gather_codec(span)
+    gathered = slice_numel * compute if codec is None else codec.nbytes(slice_numel)
     if span.shards > 1 and not setup.policy.keep_full:
-        add(PASSES, "gather", used * others * slice_numel, compute)
+        add(PASSES, "gather", used * others, gathered)
     elif span.shards > 1 and span.is_updated:
-        add(AFTER, "gather", others * slice_numel, compute)
+        add(AFTER, "gather", others, gathered)
     if own is not Tier.DEVICE:
         add(PASSES, "up", used * slice_numel, compute)
     if own is Tier.DISK:
