@@ -89,6 +89,8 @@ def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
             shown = flat.place[at:stop].to(master.device)
             expected = master.to(flat.compute_dtype) if known is None else known[at:stop].to(master.device)
             differs = shown != expected
+            if known is not None:  # one value that is not finite makes all of its block NaN
+                differs &= ~(shown.isnan() & expected.isnan())
             if master.device.type == "cpu" and not bool(differs.any()):
                 continue
             values = torch.where(differs, shown.to(master.dtype), master)

@@ -44,6 +44,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
     for step in range(4):
+        before = _across(engine)
         backward(model, engine, rank, step, micros)
         now = usage.measure(engine)
         optimizer.step()
@@ -58,6 +59,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "peak": recorder.peak,
         "bytes": recorder.last["bytes"],
         "planned bytes": {road: getattr(traffic, road) for road in ROADS},
+        "across": (_across(engine) - before, traffic.across),
         "highest": {tier.value: memory.at_peak(tier) for tier in TIERS},
         "unit": max(unit.gathered_bytes for unit in engine.layout.units),
         # torch counts steps in one number per parameter of the optimizer.
@@ -68,6 +70,10 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "passes": recorder.last["forwards"],
         "report": engine.report().to_dict(),
     }  # fmt: skip
+
+
+def _across(engine: zero.Engine) -> int:
+    return int(engine.traffic.to_dict().get("across", {"bytes": 0})["bytes"])
 
 
 def _home(tier: usage.Tier) -> usage.Tier:
@@ -100,6 +106,7 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
             assert found["now"][tier]["gathered"] == 0
         for road, told in found["planned bytes"].items():
             assert found["bytes"][road] == told, road
+        assert found["across"][0] == found["across"][1]
         assert found["passes"] == micros
         for tier, kinds in found["peak"].items():
             told = {**found["planned peak"][tier], "all": found["highest"][tier]}

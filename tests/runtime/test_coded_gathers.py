@@ -210,6 +210,16 @@ def writes(rank: int, world: int, stage: int, dtype: str) -> list[str]:
         with torch.no_grad():
             param.copy_(exact.to(param.dtype))
         look("written as it is", exact, 1e-8)
+    before = masters(engine)[name]
+    with torch.no_grad():
+        param[2, 0] = torch.inf
+    before[2, 0] = torch.inf
+    if not torch.equal(masters(engine)[name], before):
+        wrong.append(f"stage {stage}: an infinity went into its neighbours")
+    with torch.no_grad():
+        param[2, 0] = before[2, 0] = 0.25
+    if not torch.equal(masters(engine)[name], before):
+        wrong.append(f"stage {stage}: what was not finite cannot be written")
     step(engine, 2, rank)
     found, expected_all = computed_with(engine, rank), rounded(engine, "int8")
     wrong += [key for key, value in found.items() if not torch.equal(value.float(), expected_all[key])]
