@@ -20,8 +20,9 @@ from torch import Tensor
 from ..errors import StateError
 from . import coded
 from .codec import Codec
+from .group_wire import GroupWire
 from .inflight import Count, Inflight
-from .wire import Cuts, GroupWire, SoloWire
+from .wire import Cuts, SoloWire
 
 
 def in_replicas(wire: SoloWire, replicas: int) -> SoloWire:

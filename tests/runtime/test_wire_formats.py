@@ -11,8 +11,9 @@ import torch
 
 import hf_zero as zero
 from hf_zero.comm.codec import CODECS
+from hf_zero.comm.group_wire import CollectiveWire, PairWire
 from hf_zero.comm.hybrid import in_replicas
-from hf_zero.comm.wire import CollectiveWire, PairWire, SoloWire
+from hf_zero.comm.wire import SoloWire
 from tests.kit.common import Case, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Mode, Watch
 
