@@ -297,3 +297,57 @@ def test_a_model_learns_as_without_codes(two):
     assert fallen > 1.0
     assert abs(sum(exact[-20:]) - sum(coded[-20:])) / 20 < 0.04 * fallen
     assert max(abs(a - b) for a, b in zip(exact, coded)) < 0.12 * fallen
+
+
+# What else moves or reads values ----------------------------------------------------------------------------------------
+
+
+def lives(rank: int, world: int, stage: int) -> list[str]:
+    """Born in slices, written by one rank, away in host memory for a while, evaluated in another type, given back."""
+    wrong: list[str] = []
+    with zero.Init():
+        model = gpt2(n_embd=64)
+    engine = zero.shard(model, optimizer_for(model, 2), zero.ZeroConfig(stage=stage, wire="int8"))
+    step(engine, 0, rank)
+
+    def look(what: str, expected: dict[str, Tensor] | None = None) -> None:
+        exact, found = masters(engine), computed_with(engine, rank)
+        wrong.extend(f"{what}: {key}" for key in expected or {} if not torch.equal(exact[key], (expected or {})[key]))
+        codes = rounded(engine, "int8")
+        wrong.extend(
+            f"{what}: {key} is not what its codes stand for" for key in found if not torch.equal(found[key], codes[key])
+        )
+
+    expected = masters(engine)
+    name, param = next((n, p) for n, p in engine.model.named_parameters() if n.endswith("mlp.c_fc.weight"))
+    with zero.GatheredParameters([param], modifier_rank=0):
+        if rank == 0:
+            with torch.no_grad():
+                param[0] = 0.125
+    expected[name][0] = 0.125
+    look("written inside GatheredParameters", expected)
+    with zero.unsharded(model), torch.no_grad():
+        param[1] = 0.25
+    expected[name][1] = 0.25
+    now = masters(engine)
+    wrong.extend(f"written inside zero.unsharded: {key}" for key in now if not torch.equal(now[key], expected[key]))
+    step(engine, 1, rank)
+    expected = masters(engine)
+    engine.offload_states()
+    engine.reload_states()
+    look("away and back", expected)
+    model.load_state_dict({key: value.clone() for key, value in expected.items()}, strict=False)
+    look("loaded as it is", expected)
+    for number, each in enumerate(model.parameters()):
+        each.requires_grad_(number % 3 > 0)
+    step(engine, 2, rank)
+    expected = masters(engine)
+    look("after some were frozen", expected)
+    engine.detach()
+    plain = dict(model.named_parameters())
+    return wrong + [f"given back: {key}" for key in plain if not torch.equal(plain[key].detach(), expected[key])]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_masters_stay_exact_wherever_they_go(two, stage):
+    assert two.run(lives, stage) == [[]] * 2
