@@ -160,8 +160,8 @@ class ZeroConfig:
     wire: str = field(
         default="none",
         metadata={
-            "help": "Format in which gradients travel: none (reduce_dtype), or blocks of int8, fp8 (e4m3) or int4 codes with a "
-            "scale each, a quarter or an eighth of float32's bytes; sums stay float32.",
+            "help": "Format in which gradients and trained matrices travel: none (their types), or blocks of int8, fp8 "
+            "(e4m3) or int4 codes with a scale each, a quarter or an eighth of float32's bytes; sums and masters stay float32.",
             "choices": WIRES,
         },
     )

@@ -32,7 +32,7 @@ CIRCLES: list[set[str]] = []
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
 ONLY_HERE = {
-    "torch.distributed": ("comm.recorded", "comm.wire"),
+    "torch.distributed": ("comm.group_wire", "comm.recorded"),
     "accelerate": ("huggingface",),
     "transformers": ("huggingface",),
     "peft": ("huggingface",),
@@ -40,7 +40,7 @@ ONLY_HERE = {
     "os.environ": ("huggingface", "cli"),
     "os.getenv": ("huggingface", "cli"),
 }
-STREAMS = ("comm.inflight", "comm.wire", "tiers.host")
+STREAMS = ("comm.group_wire", "comm.inflight", "tiers.host")
 STREAM_NAMES = {"Stream", "Event", "StreamContext", "current_stream", "record_stream", "record_event", "wait_stream"}
 
 PUBLIC = [
@@ -249,7 +249,7 @@ def test_what_is_imported_of_this_package_is_there(folder: str) -> None:
 
 def test_torch_distributed_is_found() -> None:
     """The rule above is not passed by being blind."""
-    assert any(is_under(name, "torch.distributed") for name, _ in imports("comm.wire", TREES["comm.wire"]))
+    assert any(is_under(name, "torch.distributed") for name, _ in imports("comm.group_wire", TREES["comm.group_wire"]))
 
 
 def test_streams_only_where_bytes_move() -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire, home_device, open_wire
+from ..comm.group_wire import home_device, open_wire
+from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from .folder import SUFFIX, recover, remove_left_overs
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import parse_bytes
+from ..config import STAGES, parse_bytes
 from ..core.precision import Precision
 from ..plan.activations import Batch
 from ..plan.machine import Machine, here, host_name, kept
@@ -31,8 +31,8 @@ class Asked:
 
     @cached_property
     def precision(self) -> Precision:
-        given = self.options.config(0)
-        return Precision.of(self.options.mixed_precision, given.reduce_dtype, given.full_precision)
+        given = self.options.config(max(STAGES))
+        return Precision.of(self.options.mixed_precision, given.reduce_dtype, given.full_precision, given.wire)
 
     def changed(self, **options: Any) -> Asked:
         return replace(self, options=replace(self.options, **options))

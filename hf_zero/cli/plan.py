@@ -30,7 +30,9 @@ def run(options: PlanOptions) -> int:
     if options.world_size < 1:
         raise ConfigError(f"--world-size must be at least 1, found {options.world_size}")
     if options.zero_stage is not None:
-        options.config(options.zero_stage)  # refuses what cannot be, before a model is looked for
+        options.config(options.zero_stage).check_world_size(
+            options.world_size
+        )  # refuses what cannot be, before a model is looked for
     model = find_model(options.model, options.parameters)
     if options.sweep:
         rows = list(_sweep(Asked(options, model, Machine())))
@@ -73,7 +75,7 @@ def _stages(asked: Asked) -> int:
             plans.append(plan(inputs))
         except ConfigError as error:
             refused[stage] = str(error)
-            lacking |= asked.options.config(stage).is_auto
+            lacking |= asked.options.config(max(STAGES)).is_auto
     if not plans and not lacking:
         raise ConfigError("; ".join(dict.fromkeys(refused.values())))
     if asked.options.json:
@@ -102,10 +104,13 @@ def _values(made: Plan, asked: Asked) -> dict[str, Any]:
 
 def _sweep(asked: Asked) -> Iterator[dict[str, Any]]:
     """Every number of ranks, stage and tier: model states per rank, all of them and those on the device."""
+    options = asked.options
     for stage, policy in sorted(STAGES.items()):
+        if not policy.shard and (options.zero_replicas > 1 or options.zero_wire != "none"):
+            continue
         for offload in ("none", "cpu", "disk"):
             for ranks in SWEEP_RANKS:
-                if offload != "none" and not policy.shard and ranks > 1:
+                if ranks % options.zero_replicas or (offload != "none" and not policy.shard and ranks > 1):
                     continue
                 params = "none" if policy.keep_full and ranks > 1 else offload
                 tiers = {"offload_optimizer": offload, "offload_params": params}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..comm.wire import open_wire
+from ..comm.group_wire import open_wire
 from ..errors import ConfigError
 from ..huggingface.plugin import ZeroAccelerator
 from ..plan.machine import busy_share, kept, probe

@@ -34,12 +34,16 @@ class Codec:
     Attributes:
         largest: magnitude of a code.
         per_byte: codes in one byte.
+        step_of_absmax, step_of_value: the distance between neighbouring codes, as a share of the block's largest magnitude, or
+            of the value where that is more.
         pack: codes as float32 numbers of at most `largest`, not rounded yet, to bytes; 1-D, a multiple of `per_byte` long.
         unpack: back.
     """
 
     largest: float
     per_byte: int
+    step_of_absmax: float
+    step_of_value: float
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
 
@@ -86,6 +90,28 @@ class Codec:
             else:
                 target.copy_(values)
 
+    @torch.no_grad()
+    def rounded(self, values: Tensor) -> Tensor:
+        """What `decode` makes of them (1-D), in their own type."""
+        sent = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.encode(values, sent, values.numel())
+        out = torch.empty_like(values)
+        self.decode(sent, out)
+        return out
+
+    @torch.no_grad()
+    def step(self, values: Tensor) -> Tensor:
+        """The distance between neighbouring codes at each of `values` (1-D, as `decode` gives them), in float32.
+
+        The rounding of an element is at most half of it, in a block without an element that is not finite.
+        """
+        numel, count = values.numel(), _blocks(values.numel())
+        magnitude = torch.nn.functional.pad(values.float().abs(), (0, count * BLOCK_NUMEL - numel)).view(
+            count, BLOCK_NUMEL
+        )
+        floor = magnitude.amax(1, keepdim=True) * self.step_of_absmax
+        return torch.maximum(magnitude * self.step_of_value, floor).view(-1)[:numel]
+
     def _parts(self, sent: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Codes, and scales in float32."""
         length = _blocks(numel) * BLOCK_NUMEL // self.per_byte
@@ -122,8 +148,8 @@ def _unpack_int4(codes: Tensor) -> Tensor:
 
 
 CODECS = {
-    "int8": Codec(127.0, 1, _pack_int8, _unpack_int8),
-    "fp8": Codec(448.0, 1, _pack_fp8, _unpack_fp8),
-    "int4": Codec(7.0, 2, _pack_int4, _unpack_int4),
+    "int8": Codec(127.0, 1, 1 / 127, 0.0, _pack_int8, _unpack_int8),
+    "fp8": Codec(448.0, 1, 2.0**-17, 2.0**-3, _pack_fp8, _unpack_fp8),
+    "int4": Codec(7.0, 2, 1 / 7, 0.0, _pack_int4, _unpack_int4),
 }
 """By the name of the format."""

@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .codec import Codec
+from ..core.layout import Span
+from ..core.precision import dtype_of
+from .codec import CODECS, Codec
 from .inflight import Inflight
 
 
@@ -30,6 +32,14 @@ def fits(codec: Codec | None, numel: int, dtype: torch.dtype) -> bool:
     """Whether slices of so many elements are coded: where that makes them shorter. float64 and complex ones never are."""
     narrow = dtype in (torch.float32, torch.bfloat16, torch.float16)
     return codec is not None and narrow and codec.nbytes(numel) < numel * dtype.itemsize
+
+
+def gather_codec(span: Span) -> Codec | None:
+    """In whose format a span's slices are gathered; None: as they are."""
+    codec = CODECS.get(span.spec.gathered_in)
+    if span.shards == 1 or span.cuts or not fits(codec, span.slice_numel, dtype_of(span.spec.compute_dtype)):
+        return None
+    return codec
 
 
 def reduce(wire: Swapping, codec: Codec, source: Tensor, out: Tensor, tag: int) -> Inflight:

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from ..errors import StateError
 from . import coded
+from .codec import Codec
+from .group_wire import GroupWire
 from .inflight import Count, Inflight
-from .wire import Cuts, GroupWire, SoloWire
+from .wire import Cuts, SoloWire
 
 
 def in_replicas(wire: SoloWire, replicas: int) -> SoloWire:
@@ -71,6 +73,9 @@ class HybridWire(SoloWire):
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         return self.shard_group.gather(full, own, tag, cuts)
 
+    def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
+        return self.shard_group.gather_coded(full, own, codec, tag)
+
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         within = self.shard_group.reduce(source, out, tag, cuts)
         sent_as = source.dtype
@@ -113,7 +118,7 @@ class HybridWire(SoloWire):
         mine = out.new_empty(part)
         across.reduce(total, mine, tag).close()
         if codec is not None:
-            coded.gather(across, codec, total, mine, tag).close()
+            across.gather_coded(total, mine, codec, tag).close()
         else:
             across.gather(total, mine.to(sent_as), tag).close()
         if total is not out:

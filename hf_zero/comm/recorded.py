@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import StateError
+from .group_wire import PairWire
 from .inflight import Inflight
-from .wire import Cuts, PairWire, SoloWire, Traffic
+from .wire import Cuts, SoloWire, Traffic
 
 
 class Listener(Protocol):

@@ -1,10 +1,4 @@
-"""The wire: the only user of `torch.distributed`. Each wire knows the cheapest way its backend moves flat buffers.
-
-* `SoloWire`: one rank, nothing moves.
-* `PairWire`: CPU (gloo). gloo's reduce-scatter sends what an all-reduce sends, and its collectives run one at a time;
-  point-to-point messages send each byte once, run at the same time, and let us sum **in rank order**, so that the
-  result does not depend on the network and equals `((g0 + g1) + g2) / N` to the bit.
-* `CollectiveWire`: the backend's own collectives (NCCL).
+"""The wire: what every one offers, and how its bytes and waits are counted. Those of several ranks are in `group_wire`.
 
 Bytes are counted as sent by this rank in the payload, (N-1)/N of a buffer for a gather or a reduce.
 """
@@ -13,38 +7,17 @@ from __future__ import annotations
 
 import socket
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
-from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankMismatchError
-from . import coded
 from .codec import Codec
 from .inflight import DONE, Counters, Inflight
-from .watch import Watch, Watcher
+from .watch import Watch
 
 Cuts = Sequence[int]
-PIECE_BYTES = 16 << 20
-"""A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
-
-_ENGINES, _WATCH = "hf_zero/engines", "hf_zero/watch"
-_STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
-_INTERRUPT_TAG = (1 << 31) - 1
-_TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
-_GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
-
-
-_WATCHERS: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
-"""Of the process, because its threads are: a wire's rank waits for another's that may be in the call of another wire."""
 
 
 class Traffic(Counters):
@@ -126,6 +99,13 @@ class SoloWire:
         """
         return DONE
 
+    def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
+        """As `gather`, in a narrower format: every rank's `full` has what the codes of all slices stand for, also of its own.
+
+        `own` may be written again at once.
+        """
+        return DONE
+
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         """Average the ranks' `source` (1-D, `size` slices) and put this rank's slice of it into `out` (float32 or wider).
 
@@ -134,7 +114,7 @@ class SoloWire:
         Args:
             cuts: as for `gather`.
         """
-        _land(source, out, 1.0)
+        land(source, out, 1.0)
         return DONE
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
@@ -198,441 +178,12 @@ class SoloWire:
         return names.count(names[self.rank])
 
 
-class GroupWire(SoloWire):
-    """What both real wires share: small synchronous exchanges over the default group, or another.
-
-    Attributes:
-        gather_kind, reduce_kind: of `traffic`, under which gathers and reduces count.
-    """
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
-        super().__init__()
-        home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-        self.device = device
-        self.group: dist.ProcessGroup = group or home
-        self.rank, self.size = self.group.rank(), self.group.size()
-        self.gather_kind, self.reduce_kind = "gather", "reduce"
-        self.watch = Watch(self.interrupt())
-        self.watcher = _watcher(home)
-        self.watcher.join(self.watch, lane)
-
-    def interrupt(self) -> Callable[[], None]:
-        """What breaks every wait over this wire's group, in whichever thread."""
-        return partial(_interrupt, ref(self.group), self.device, (self.rank + 1) % self.size)
-
-    def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
-        """Of the ranks that stand with this one in one of `groups`, for the same engine: counters and watch are these.
-
-        A collective. Groups that were opened before are used again: an engine's messages have its number.
-        """
-        known, key = self.watcher.groups, str(groups)
-        if key not in known:
-            with self.watch.doing("opening process groups"):
-                self.barrier()  # torch's own waiting for a new group is not watched
-                known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-        part = type(self)(self.device, known[key])
-        part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
-        part.take_number()
-        return part
-
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
-        """Of `sent` (1-D, `size` equal parts) each rank gets its part; `landing` has what came from each, in rank order.
-
-        In place of a reduce: counted as one. `sent` must stay unchanged until closed.
-        """
-        raise NotImplementedError
-
-    def take_number(self) -> None:
-        """The engine has its number: what tells its messages apart follows."""
-
-    def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
-        return Wait(work.wait, self.traffic, self.watch, kind, tag)
-
-    def _call(self, call: Callable[..., object], *arguments: Any, kind: str = "other") -> None:
-        """Make a synchronous call that waits for other ranks."""
-        Wait(partial(call, *arguments), self.traffic, self.watch, kind, -1).wait()
-
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        self._wait_for(dist.all_gather(parts, value, group=self.group, async_op=True), "scalar").wait()
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
-    def max_scalar(self, value: Tensor) -> Tensor:
-        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
-        value = value.clone()
-        self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group, async_op=True), "scalar").wait()
-        return value
-
-    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
-        # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
-        found = torch.tensor(values, dtype=torch.int32, device=home_device())
-        self.traffic.moved("agree", found.numel() * 4 * (self.size - 1))
-        work = self._wait_for(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
-
-        def answer() -> list[int]:
-            work.wait()
-            return found.tolist()
-
-        return answer
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self.traffic.moved("other", tensor.numel() * tensor.element_size())
-        self._call(dist.broadcast, tensor, source)
-
-    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
-        if source == 0 or self.rank not in (0, source):
-            if self.rank == source and values is not None:
-                landing.copy_(values)
-            return
-        if self.rank == source:
-            if values is not None and values.numel():
-                self.traffic.moved("other", values.numel() * values.element_size())
-                self._wait_for(self.group.send([values.to(self.device)], 0, _COLLECT_TAG), "other").wait()
-        elif landing.numel():
-            arrived = landing.to(self.device)
-            self._wait_for(self.group.recv([arrived], source, _COLLECT_TAG), "other").wait()
-            if arrived is not landing:
-                landing.copy_(arrived)
-
-    def side(self) -> SoloWire:
-        with self.watch.doing("opening a process group"):
-            self.barrier()  # torch's own waiting in `new_group` is not watched
-            group = dist.new_group(backend="gloo")
-        beside = PairWire(torch.device("cpu"), group, lane=f"beside {self.watch.engine}")
-        beside.watch.engine = self.watch.engine
-        return beside
-
-    def exchange(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        self._call(dist.all_gather_object, values, value, self.group)
-        return values
-
-    def barrier(self) -> None:
-        self._call(dist.barrier, self.group)
-
-    def start(self, stall_s: float) -> None:
-        watcher = self.watcher
-        watcher.stall_s = stall_s
-        number = dist.distributed_c10d._get_default_store().add(_ENGINES, 1) if self.rank == 0 else 0
-        told = self.exchange((number, watcher.prefix, watcher.fault))
-        faults = [fault for _, _, fault in told if fault is not None]
-        self.watch.engine, prefix, _ = told[0]
-        watcher.settle(stall_s, prefix, faults)
-        if faults and self.rank == 0:
-            warnings.warn(
-                f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
-                stacklevel=4,  # who called zero.shard
-            )
-
-    def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        # A ring all-reduce sends 2 (N-1)/N of the buffer.
-        self.traffic.moved(self.reduce_kind, 2 * _others(source, self.size))
-        scale = _divided_first(source, self.size)
-        work = self._wait_for(dist.all_reduce(source, group=self.group, async_op=True), self.reduce_kind)
-
-        return Inflight((work,), (), lambda: _land(source, out, scale))
-
-    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
-        numel = own.numel()
-        if numel == 0 and not cuts:
-            return
-        cuts = cuts or _equal(numel, self.size)
-        if self.rank != 0:
-            if numel == 0:
-                return
-            self.traffic.moved("other", numel * own.element_size())
-            self._wait_for(self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG), "other").wait()
-            return
-        if full is None:
-            raise RankMismatchError("rank 0 must pass a buffer to collect into")
-        full[:numel].copy_(own)
-        for peer in range(1, self.size):
-            part = full[cuts[peer] : cuts[peer + 1]]
-            if not part.numel():
-                continue
-            landing = part if part.device == own.device else torch.empty_like(part, device=own.device)
-            self._wait_for(self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG), "other").wait()
-            if landing is not part:
-                part.copy_(landing)
-
-
-class PairWire(GroupWire):
-    """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
-        super().__init__(device, group, lane)
-        self._first_tag = 0
-        self._asked: Wait | None = None
-        """Of the last `start_maximum`, until its answer is there. A receive that is let go of would block its connection."""
-        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def start(self, stall_s: float) -> None:
-        super().start(stall_s)
-        self.take_number()
-
-    def take_number(self) -> None:
-        self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
-
-    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
-        # No all-reduce: where ranks have diverged two of different lengths would meet, and gloo would abort the process. The
-        # tag has no step in it: the values tell that ranks have made different numbers of steps.
-        before, self._asked = self._asked, None
-        if before is not None:  # an exception has left it unanswered
-            before.wait()
-        rows = torch.tensor([values] * self.size, dtype=torch.int32)
-        self.traffic.moved("agree", len(values) * 4 * (self.size - 1))
-        tag, group = self._first_tag + _TAGS_EACH - 1 - at_end, self.group
-        works = [group.recv([rows[p]], p, tag) for p in self._peers]
-        works += [group.send([rows[self.rank]], p, tag) for p in self._peers]
-        asked = self._asked = Wait(lambda: _wait_for_all(works), self.traffic, self.watch, "agree", -1)
-
-        def answer() -> list[int]:
-            if self._asked is asked:
-                self._asked = None
-                asked.wait()
-            most: list[int] = rows.amax(0).tolist()
-            return most
-
-        return answer
-
-    def _message_tag(self, tag: int, kind: int) -> int:
-        """What only this engine's message of this span, kind and step has.
-
-        Over one group a rank may be ahead in one of two engines; and one that has made another number of steps must not be
-        given what belongs to this one.
-        """
-        return self._first_tag + (tag * _STEPS_APART + self.watch.step % _STEPS_APART) * _TAGS + kind
-
-    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        numel = own.numel()
-        if numel == 0 and not cuts:
-            return DONE
-        cuts = cuts or _equal(numel, self.size)
-        self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
-        span, tag = tag, self._message_tag(tag, _GATHER_TAG)
-        group = self.group
-        place = full[cuts[self.rank] : cuts[self.rank + 1]]
-        if place.data_ptr() != own.data_ptr():
-            place.copy_(own)
-        receives = [
-            self._wait_for(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag), self.gather_kind, span)
-            for p in self._peers
-            if cuts[p] < cuts[p + 1]
-        ]
-        sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers if numel]
-        return Inflight(receives, sends)
-
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
-        self.traffic.moved(self.reduce_kind, _others(sent, self.size))
-        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
-        out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
-        into[self.rank].copy_(out[self.rank])
-        receives = [self._wait_for(self.group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
-        sends = [self._wait_for(self.group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
-        return Inflight(receives, sends)
-
-    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        numel = out.numel()
-        if numel == 0 and not cuts:
-            return DONE
-        if self.codec is not None and not cuts and coded.fits(self.codec, numel, source.dtype):
-            return coded.reduce(self, self.codec, source, out, tag)
-        cuts = cuts or _equal(numel, self.size)
-        mine = source[cuts[self.rank] : cuts[self.rank + 1]]
-        self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
-        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
-        piece = max(1, PIECE_BYTES // source.element_size())
-        sends = []
-        for peer in self._peers:
-            for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
-                sends.append(self._wait_for(self.group.send([part], peer, tag), self.reduce_kind, span))
-        cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
-        pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
-
-        def finish() -> None:
-            for index, (start, stop) in enumerate(cut):
-                works, parts = pending[index]
-                for work in works:
-                    work.wait()
-                if index + 2 < len(cut):
-                    pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag, span))
-                parts[self.rank] = mine[start:stop]
-                _average_in_order(parts, out[start:stop])
-                pending[index] = ([], [])
-            out[mine.numel() :].zero_()
-
-        return Inflight((), sends, finish)
-
-    def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
-        landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
-        parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
-        return [self._wait_for(self.group.recv([parts[p]], p, tag), self.reduce_kind, span) for p in self._peers], parts
-
-
-class CollectiveWire(GroupWire):
-    """The backend's own collectives; waiting makes the current stream wait, never the host."""
-
-    ragged = False
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
-        super().__init__(device, group, lane)
-        # torch 2.13 renames these two; the old names remain for older releases.
-        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter: Callable[..., Any] = (
-            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        )
-
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
-        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
-        parts = value.new_empty(self.size)
-        self._wait_for(self._all_gather(parts, value.reshape(1), group=self.group, async_op=True), "scalar").wait()
-        return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
-
-    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        if own.numel() == 0 and not cuts:
-            return DONE
-        self.traffic.moved(self.gather_kind, own.numel() * own.element_size() * (self.size - 1))
-        if cuts:  # torch makes a broadcast of each slice, all in one launch
-            work = dist.all_gather(_ragged(full, cuts), own, group=self.group, async_op=True)
-        else:
-            work = self._all_gather(full, own, group=self.group, async_op=True)
-        return Inflight((self._wait_for(work, self.gather_kind, tag),))
-
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
-        self.traffic.moved(self.reduce_kind, _others(sent, self.size))
-        work = dist.all_to_all_single(landing, sent, group=self.group, async_op=True)
-        return Inflight((self._wait_for(work, self.reduce_kind, tag),))
-
-    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        if out.numel() == 0 and not cuts:
-            return DONE
-        if self.codec is not None and not cuts and coded.fits(self.codec, out.numel(), source.dtype):
-            return coded.reduce(self, self.codec, source, out, tag)
-        sent = (source.numel() - out.numel()) * source.element_size() if cuts else _others(source, self.size)
-        self.traffic.moved(self.reduce_kind, sent)
-        landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
-        scale = _divided_first(source, self.size)
-        total = dist.ReduceOp.SUM
-        if cuts:  # a reduce to each owner, all in one launch
-            begun = dist.reduce_scatter(landing, _ragged(source, cuts), op=total, group=self.group, async_op=True)
-        else:
-            begun = self._reduce_scatter(landing, source, op=total, group=self.group, async_op=True)
-        work = self._wait_for(begun, self.reduce_kind, tag)
-
-        def finish() -> None:
-            if landing is not out:
-                out.copy_(landing)
-            if scale != 1.0:
-                out.mul_(scale)
-
-        return Inflight((work,), (), finish)
-
-
-def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
-    """The wire of the default process group for buffers on `device`; `SoloWire` where there is none.
-
-    Args:
-        stall_s: see `SoloWire.start`; None: as before.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return SoloWire()
-    wire = PairWire(device) if device.type == "cpu" else CollectiveWire(device)
-    if stall_s is not None:
-        wire.watcher.stall_s = stall_s
-    return wire
-
-
-def _watcher(home: dist.ProcessGroup) -> Watcher:
-    found = _WATCHERS.get(home)
-    if found is None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        found = _WATCHERS[home] = Watcher(home, store, _WATCH, dist.get_rank(), dist.get_world_size())
-    return found
-
-
-def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> None:
-    """Break every wait over a group, in whichever thread."""
-    group = of()
-    if group is None:
-        return
-    if device.type != "cpu":
-        group.abort()
-        return
-    # gloo has no abort, but a receive that runs out of time closes all connections of its group.
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
-
-
-def home_device() -> torch.device:
-    """Where buffers must be for the default process group to move them: CPU if its backend can."""
-    if dist.is_available() and dist.is_initialized():
-        group = dist.distributed_c10d._get_default_group()
-        if torch.device("cpu") not in group._device_types:
-            return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _wait_for_all(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _land(source: Tensor, out: Tensor, scale: float) -> None:
+def land(source: Tensor, out: Tensor, scale: float) -> None:
     """out = source * scale; the padding that `source` may lack is zero."""
     out[: source.numel()].copy_(source)
     if scale != 1.0:
         out[: source.numel()].mul_(scale)
     out[source.numel() :].zero_()
-
-
-def _divided_first(source: Tensor, size: int) -> float:
-    """What is left to multiply a sum over `size` ranks by, to have their average.
-
-    float16 ends at 65,504: a sum that the backend makes in it may overflow where the average is fine, so it is divided first.
-    Where this library sums, it does so in float32.
-    """
-    if source.dtype == torch.float16:
-        source.mul_(1.0 / size)
-        return 1.0
-    return 1.0 / size
-
-
-def _others(full: Tensor, size: int) -> int:
-    return full.numel() * full.element_size() * (size - 1) // size
-
-
-def _equal(numel: int, size: int) -> Cuts:
-    return range(0, numel * (size + 1), numel)
-
-
-def _ragged(full: Tensor, cuts: Cuts) -> list[Tensor]:
-    return [full[low:high] for low, high in pairwise(cuts)]
-
-
-def _pieces(tensor: Tensor, numel: int) -> list[Tensor]:
-    if tensor.numel() == 0:
-        return []
-    if tensor.numel() <= numel:
-        return [tensor]
-    return list(tensor.split(numel))
-
-
-def _average_in_order(parts: list[Tensor], out: Tensor) -> None:
-    """out = (((p0 + p1) + p2) + …) / N, summed in the type of `out`."""
-    if parts[0].dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
-        rest = parts[2:]
-    else:
-        out.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        out.add_(part)
-    out.mul_(1.0 / len(parts))
 
 
 def wire_device(wire: SoloWire, default: torch.device) -> torch.device:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
-SpanKey = tuple[str, str, str, bool, int, int, bool]
+SpanKey = tuple[str, str, str, bool, int, int, bool, str]
 
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
@@ -66,6 +66,8 @@ class ParamSpec:
     step_cost: int = 0
     """0: the ranks share its elements out. Else it has one owner, and this is what the optimizer's step over it costs there, in
     any unit, the same for all parameters."""
+    gathered_in: str = "none"
+    """Format of codes in which its values travel where they are gathered, see `ZeroConfig.wire`; none: as they are."""
 
     @property
     def name(self) -> str:
@@ -89,6 +91,7 @@ class ParamSpec:
             self.group,
             self.cohort,
             self.step_cost > 0,
+            self.gathered_in,
         )
 
 

@@ -53,9 +53,13 @@ class Precision:
     reduce_dtype: torch.dtype
     full_precision: tuple[str, ...] = ()
     """Patterns of names (as in `fnmatch`) of parameters that are gathered in their own type whatever uses them."""
+    wire: str = "none"
+    """Format of codes in which matrices that are trained travel to be gathered, see `comm.codec`."""
 
     @staticmethod
-    def of(mixed_precision: str | None, reduce_dtype: str | None, full_precision: Sequence[str] = ()) -> Precision:
+    def of(
+        mixed_precision: str | None, reduce_dtype: str | None, full_precision: Sequence[str] = (), wire: str = "none"
+    ) -> Precision:
         """From accelerate's words (`no`, `bf16`, `fp16`) and what `ZeroConfig` says.
 
         Raises:
@@ -64,7 +68,16 @@ class Precision:
         mode = mixed_precision or "no"
         if mode not in _MODES:
             raise ConfigError(f"mixed_precision must be 'no', 'bf16' or 'fp16', found {mixed_precision!r}")
-        return Precision(_MODES[mode], dtype_of(reduce_dtype or "float32"), tuple(full_precision))
+        return Precision(_MODES[mode], dtype_of(reduce_dtype or "float32"), tuple(full_precision), wire)
+
+    def gathered_in(self, names: Sequence[str], shape: Sequence[int], trainable: bool) -> str:
+        """Format of codes in which a parameter's values travel to be gathered; none: as they are.
+
+        Vectors (norms, biases) go as they are: few bytes, each of which counts in every activation. So do frozen parameters, in
+        which nothing makes up for the rounding, and those named in `full_precision`.
+        """
+        kept = any(fnmatchcase(name, pattern) for pattern in self.full_precision for name in names)
+        return self.wire if trainable and len(shape) > 1 and not kept else "none"
 
     def compute_dtype(self, param: nn.Parameter, castable: bool) -> torch.dtype:
         if self.autocast_dtype is not None and castable and param.dtype == torch.float32:

@@ -40,7 +40,8 @@ from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.save import Saving
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire, home_device, open_wire
+from ..comm.group_wire import home_device, open_wire
+from ..comm.wire import SoloWire
 from ..errors import CheckpointError, ConfigError
 from ..runtime.casting import shown_in
 from ..runtime.checkpoints import load_state

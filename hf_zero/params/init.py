@@ -29,8 +29,9 @@ from torch.nn.modules.module import (
 )
 
 from ..comm.agree import on_all_ranks
+from ..comm.group_wire import home_device, open_wire
 from ..comm.watch import STALL_S
-from ..comm.wire import SoloWire, home_device, open_wire, wire_device
+from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError, RankMismatchError
 from ..runtime.deferred import Birth, OpeningMode, birth_of, born, guard_owner, opening_mode, slice_bounds

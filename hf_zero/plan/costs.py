@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..comm.coded import gather_codec
 from ..config import StagePolicy
 from ..core.layout import Layout, Span, UnitLayout, Visit, itemsize
 from ..tiers.pool import KEPT_BUFFERS
@@ -57,7 +58,7 @@ class Setup:
     sizes: Sizes = SIZES
     """Of the blocks and records that the engine works in."""
     wire: str = "none"
-    """Format in which gradients travel."""
+    """Format of codes in which gradients travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,12 @@ def together(tier: Tier, span: Span, stretches: Sequence[tuple[Tier, int]]) -> T
     return min(tier, max((place for place, _ in stretches), key=TIERS.index), key=TIERS.index)
 
 
+def shares_memory(span: Span, policy: StagePolicy) -> bool:
+    """Whether `own` is the master where both rest in one tier: of one type, and never overwritten with what is gathered."""
+    rounded = policy.keep_full and gather_codec(span) is not None
+    return span.spec.compute_dtype == span.spec.master_dtype and not rounded
+
+
 def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:
     """Whether the whole span is in device memory all the time."""
     return placement.parameters is Tier.DEVICE and (policy.keep_full or span.shards == 1)
@@ -132,9 +139,9 @@ def _shares_array(span: Span, placement: Placement) -> bool:
     return not placement.optimizer or (len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DISK)
 
 
-def master_bytes(span: Span, placement: Placement, tier: Tier) -> int:
+def master_bytes(span: Span, placement: Placement, tier: Tier, policy: StagePolicy) -> int:
     """Masters in `tier`, in memory, that are a memory of their own."""
-    same = span.spec.compute_dtype == span.spec.master_dtype
+    same = shares_memory(span, policy)
     if same and placement.parameters is tier:
         return 0
     numel = placement.numel(tier)
@@ -156,7 +163,7 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
     tensors = setup.optimizer_tensors
     if tier is not Tier.DISK:
         states = placement.numel(tier) * itemsize(span.spec.master_dtype) * tensors
-        return states + master_bytes(span, placement, tier)
+        return states + master_bytes(span, placement, tier, setup.policy)
     if is_in_files(span, placement, setup):
         return 0
     arrays = sum(disk_bytes(span, numel, tensors) for place, numel in placement.optimizer if place is tier)

@@ -138,7 +138,10 @@ def _spec(name: str, shape: tuple[int, ...], dtype: str, precision: Precision, c
     compute = dtype_name(autocast) if autocast is not None and castable and dtype == "float32" else dtype
     master = "float32" if dtype in ("bfloat16", "float16") else dtype
     trainable = dtype in _FLOATS
-    return ParamSpec((name,), shape, dtype, compute, master if trainable else dtype, trainable=trainable)
+    gathered_in = precision.gathered_in((name,), shape, trainable)
+    return ParamSpec(
+        (name,), shape, dtype, compute, master if trainable else dtype, trainable=trainable, gathered_in=gathered_in
+    )
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

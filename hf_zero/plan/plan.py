@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..comm.coded import gather_codec
 from ..config import ZeroConfig, size_text
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name
@@ -23,7 +24,7 @@ from .activations import Batch
 from .costs import KINDS, TIERS, Memory, Placement
 from .machine import Machine
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
-from .work import Traffic, seconds, step_seconds, work_in_total
+from .work import Traffic, across_in_total, seconds, step_seconds, work_in_total
 
 MORE_RANKS = (2, 4, 8, 16, 64, 256)
 """How many times as many ranks are tried where a plan does not fit."""
@@ -126,7 +127,7 @@ def plan(inputs: PlanInputs) -> Plan:
         inputs,
         placements,
         memory,
-        Traffic.of(work),
+        Traffic.of(work, across_in_total(inputs.layout, inputs.setup)),
         {" ".join(key): value for key, value in parts.items()},
         step_seconds(parts, inputs.machine, inputs.setup),
         _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
@@ -247,6 +248,19 @@ def _reasons(made: Plan) -> Iterator[str]:
             "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
             f"{', '.join(f'{share:.2f}' for share in shares[:8])}{'' if len(shares) <= 8 else f' (at most {max(shares):.2f})'}"
         )
+    if config.replicas > 1:
+        within, across = made.traffic.reduce - made.traffic.across, made.traffic.across
+        yield (
+            f"{config.replicas} replicas of {config.shards(made.world_size)} rank(s): gathers stay within one; of reduced "
+            f"gradients {size_text(within)} per rank and step stay there, too, {size_text(across)} go to other replicas"
+        )
+    if config.wire != "none":
+        coded = sum(span.used_numel for span in made.layout.spans if gather_codec(span) is not None)
+        apart = made.inputs.setup.policy.keep_full and coded > 0
+        yield (
+            f"gradients travel as {config.wire} codes, and so do {coded:,} of {made.layout.numel:,} parameters where they are "
+            f"gathered{'; their exact masters are a memory of their own' if apart else ''}"
+        )
     asked = TIERS_OF[config.offload_params]
     if len(asked) == 1 and any(place.parameters is not asked[0] for place in made.placements):
         yield "parameters of their master's type rest with it: they are one memory"
@@ -330,7 +344,11 @@ class Drafter:
         cohort = 0 if old is None else old.cohort
         # One that is frozen in the middle of training keeps its optimizer state: it stays where it is, without a gradient.
         trainable = param.requires_grad or (old is not None and old.trainable and group >= 0)
-        return ParamSpec(names, shape, own, compute, master, trainable, group, cohort)
+        if old is None or old.trainable is not trainable:
+            gathered_in = self._precision.gathered_in(names, shape, trainable)
+        else:
+            gathered_in = old.gathered_in
+        return ParamSpec(names, shape, own, compute, master, trainable, group, cohort, gathered_in=gathered_in)
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -241,7 +241,8 @@ class _Program:
         for unit, used in zip(layout.units, uses(layout, setup)):
             for span in unit.spans:
                 spec = span.spec
-                key = (spec.compute_dtype, spec.master_dtype, span.is_updated, span.slice_numel, span.numel, used)
+                types = spec.compute_dtype, spec.master_dtype, spec.gathered_in
+                key = (*types, span.is_updated, span.slice_numel, span.numel, used)
                 kinds.setdefault(key, []).append((span, used))
         self._kinds = [[span for span, _ in members] for members in kinds.values()]
         modes = [_modes(span, parameters, optimizer) for (span, _), *_ in kinds.values()]

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm.codec import CODECS
-from ..comm.coded import fits
+from ..comm.coded import fits, gather_codec
 from ..core.layout import Layout, Span, itemsize
 from ..core.precision import dtype_of
 from ..tiers.tier import Tier
-from .costs import Placement, Setup, gradient_itemsize, stored_itemsize, uses_of, wire_dtype
+from .costs import Placement, Setup, gradient_itemsize, shares_memory, stored_itemsize, uses_of, wire_dtype
 from .machine import Machine
 
 PASSES, STEP, AFTER = "passes", "step", "after"
@@ -117,7 +117,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     others = (span.shards if span.shards > 1 else setup.world_size) - 1
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
     own, shards = placement.parameters, placement.optimizer
-    same = span.spec.compute_dtype == span.spec.master_dtype
+    same = shares_memory(span, setup.policy)
     work: Work = {}
 
     def add(phase: str, road: str, numel: float, size: float) -> None:
@@ -125,10 +125,12 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
             work[phase, road] = work.get((phase, road), 0) + numel * size
 
     slice_numel = span.slice_numel
+    codec = gather_codec(span)
+    gathered = slice_numel * compute if codec is None else codec.nbytes(slice_numel)
     if span.shards > 1 and not setup.policy.keep_full:
-        add(PASSES, "gather", used * others * slice_numel, compute)
+        add(PASSES, "gather", used * others, gathered)
     elif span.shards > 1 and span.is_updated:
-        add(AFTER, "gather", others * slice_numel, compute)
+        add(AFTER, "gather", others, gathered)
     if own is not Tier.DEVICE:
         add(PASSES, "up", used * slice_numel, compute)
     if own is Tier.DISK:
@@ -143,14 +145,10 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
             add(PASSES, "reduce", sends * (span.numel - slice_numel), reduced)
         else:
             add(PASSES, "reduce", sends * others, _sent_bytes(slice_numel, span, setup))
-        replicas = setup.world_size // span.shards  # a reduce-scatter and a gather of the slice among as many ranks
-        add(PASSES, "reduce", sends * 2 * (replicas - 1), _sent_bytes(-(-slice_numel // replicas), span, setup))
-    elif others and setup.policy.shard and _is_coded(part := -(-span.numel // setup.world_size), span, setup):
-        add(PASSES, "reduce", sends * 2 * others, _sent_bytes(part, span, setup))
+    if span.shards > 1 or setup.policy.shard:
+        add(PASSES, "reduce", 1, across_bytes(span, setup))
     elif others:
-        add(
-            PASSES, "reduce", (sends if setup.policy.shard else 1) * 2 * others / setup.world_size * span.numel, reduced
-        )
+        add(PASSES, "reduce", 2 * others / setup.world_size * span.numel, reduced)
     arrivals = setup.backward_per_step if setup.world_size == 1 else sends
     fresh = compute if setup.world_size == 1 else master
     for tier, numel in shards:
@@ -174,6 +172,18 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     return work
 
 
+def across_bytes(span: Span, setup: Setup) -> float:
+    """Of a span's reduces in a step, what goes to other replicas: a slice's mean over as many ranks as there are replicas."""
+    replicas = setup.world_size // span.shards
+    if not span.is_updated or replicas == 1 or not setup.policy.shard:
+        return 0
+    sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
+    part = -(-span.slice_numel // replicas)
+    if span.shards == 1 and not _is_coded(part, span, setup):  # an all-reduce
+        return sends * 2 * (replicas - 1) / replicas * span.numel * itemsize(wire_dtype(span, setup))
+    return sends * 2 * (replicas - 1) * _sent_bytes(part, span, setup)  # a reduce-scatter and a gather
+
+
 def _sent_bytes(numel: int, span: Span, setup: Setup) -> int:
     """Of so many elements of a gradient, one part of what is sent."""
     coded = _is_coded(numel, span, setup)
@@ -194,6 +204,11 @@ def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup)
     return total
 
 
+def across_in_total(layout: Layout, setup: Setup) -> float:
+    """Bytes of a step to other replicas, see `across_bytes`."""
+    return sum(across_bytes(span, setup) for span in layout.spans)
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes per rank and step by road."""
@@ -204,10 +219,13 @@ class Traffic:
     up: int = 0
     read: int = 0
     write: int = 0
+    across: int = 0
+    """Of `reduce`, what goes to other replicas."""
 
     @staticmethod
-    def of(work: Work) -> Traffic:
-        return Traffic(**{road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS})
+    def of(work: Work, across: float = 0) -> Traffic:
+        moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS}
+        return Traffic(**moved, across=round(across))
 
 
 def speed(machine: Machine, road: str) -> float | None:

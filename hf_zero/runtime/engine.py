@@ -74,7 +74,7 @@ class Engine:
         roads: Roads | None = None,
     ) -> None:
         self.model, self.config = model, config
-        self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision)
+        self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
         roads, machine = roads or Roads(), machine or Machine()
         self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
         self._side: SoloWire | None = None

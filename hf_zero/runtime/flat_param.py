@@ -8,7 +8,9 @@ In elements of the compute dtype unless said:
 * `own`: 1-D, this rank's slice at rest: `place` where `full` stays, else a buffer of its own, on device, in host
   memory or on disk (`rest`). Frozen values that stay in the model's own files are in the type they have there.
 * `shards`: the slice in the master dtype, the optimizer's parameters, in one stretch or several, each in a tier of its own
-  (see `state_shard`). The same memory as `own` when the two types and tiers are equal.
+  (see `state_shard`). The same memory as `own` when the two types and tiers are equal, and `own` stays exact.
+* `codec`: in whose format slices are gathered. What is in `full` then, also in `place`, is what the codes stand for. So a
+  `place` that stays (stages 1 and 2) is never the master; `own` apart from `full` (stage 3) is exact, and may be.
 * `guards`: what a released parameter's `.data` is, see `Guards`.
 All writes go through `full`, `own` and the shards, never through a parameter, so parameters keep their version counters.
 """
@@ -25,13 +27,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..comm.coded import gather_codec
 from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
 from ..config import StagePolicy
 from ..core.layout import ParamSpec, Span
 from ..core.precision import Precision, dtype_of
 from ..errors import StateError, ZeroError
-from ..plan.costs import Placement
+from ..plan.costs import Placement, shares_memory
 from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.fingerprint import copied, digest
 from ..tiers.pool import Storage
@@ -107,6 +110,11 @@ class Flat(SpanGradients):
         self.wholes: dict[int, nn.Parameter] | None = None
         """By place in `params`, a view of the master of true shape of each that this rank owns, where the optimizer has those
         (`optimizer.WholeBinding`)."""
+        self.codec = gather_codec(span)
+        self._shares = shares_memory(span, policy)
+        """`own` may be the memory of the masters."""
+        self._known: Tensor | None = None
+        """With `codec`: what `place` has been, where that is not what a gather made of the masters as they are."""
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
         self.rest = placement.parameters
         with torch.no_grad():
@@ -142,7 +150,12 @@ class Flat(SpanGradients):
         self.edits: Notes | None = None
         """Who notes what programs write; see `writes`."""
         self._versions = [param._version for param in self.params]
+        if self.codec is not None and self.keeps:
+            for rank in range(span.shards):  # as after every gather from now on
+                low, high = span.bounds(rank)
+                self.full[low:high].copy_(self.codec.rounded(self.full[low:high]))
         self.note_place()
+        self._known = None
         self._full_storage = self.full.untyped_storage()
         self.full_bytes = self.full.numel() * self.full.element_size()
         self._gathered_bytes = 0 if self.resident else self._full_storage.nbytes()  # what the ledger has of `full`
@@ -160,7 +173,7 @@ class Flat(SpanGradients):
             self.shards.append(DiskShard.over(self.storage, at_rest))
             self.own = self.shards[0].values
             return
-        equal = self.compute_dtype == self.master_dtype
+        equal = self._shares
         shares = equal and self.rest is Tier.DISK and len(stretches) == 1 and stretches[0][0] is Tier.DISK
         if not shares:
             self.own = self._new_own(self.place)
@@ -174,7 +187,7 @@ class Flat(SpanGradients):
                     mine[start : start + numel],
                     tier,
                     trainable=self.span.trainable,
-                    travels=equal,
+                    travels=self.compute_dtype == self.master_dtype,
                     alias=alias if isinstance(alias, Tensor) else None,
                 )
             )
@@ -291,14 +304,29 @@ class Flat(SpanGradients):
         if self.keeps and not self._is_fresh:
             self.note_place()
         self._is_fresh = False
+        self._known = None
 
     def note_place(self) -> None:
         self.printed, self._is_fresh = None, False
+        if self.keeps:
+            self.remember()
         for shard in self.shards:
             if not shard.aliased:
                 if self.keeps and self.full.untyped_storage().nbytes():
                     self.printed = digest(self.place)
                 return
+
+    def remember(self) -> None:
+        """`place` is as it should be, though not as it was gathered: what changes from now on is somebody else's doing."""
+        if self.codec is not None and self.full.untyped_storage().nbytes():
+            self._known = self.place.clone()
+
+    def expected(self) -> Tensor:
+        """With `codec`: what `place` is where nobody has written, 1-D."""
+        if self._known is not None:
+            return self._known
+        exact = self.values().to(self.compute_dtype)
+        return exact if self.codec is None else self.codec.rounded(exact)
 
     @property
     def addresses(self) -> list[int]:
@@ -354,6 +382,7 @@ class Flat(SpanGradients):
                 self.leave_storage()
             self._full_storage.resize_(0)
             self.known_references = 0
+            self._known = None
             self.account.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
 
@@ -397,6 +426,13 @@ class Flat(SpanGradients):
         if self._region is not None:
             self._region.close()
             self._region = None
+
+    def gather(self, wire: SoloWire) -> Inflight:
+        """All ranks' slices into `full`, which is open. A collective."""
+        own = self.own if self.rest is Tier.DEVICE and isinstance(self.own, Tensor) else self.place
+        if self.codec is not None:
+            return wire.gather_coded(self.full, own, self.codec, self.span.index)
+        return wire.gather(self.full, own, self.span.index, self.span.cuts)
 
     def bring(self) -> Inflight:
         """`own` into its place in `full`, from where it rests; `full` is open."""
@@ -460,7 +496,8 @@ class Flat(SpanGradients):
         for shard in self.shards:
             if shard.tier is not Tier.DEVICE:
                 continue
-            if not shard.aliased and self.own is self.place and self.keeps and self.in_memory:
+            is_shown = self.own is self.place and self.codec is None
+            if not shard.aliased and is_shown and self.keeps and self.in_memory:
                 self.printed, self._is_fresh = copied(shard.master.detach(), self.place), True
             elif not shard.aliased:
                 self.publish(shard, 0, shard.master.detach())
@@ -478,7 +515,7 @@ class Flat(SpanGradients):
         Raises:
             TierError, ConfigError: a tier failed or has no room; what could not be moved is where it was.
         """
-        equal = self.compute_dtype == self.master_dtype
+        equal = self._shares
         before, region = self.own, self._region
         moves = rest is not self.rest
         if moves:
@@ -514,6 +551,8 @@ class Flat(SpanGradients):
             return
         if region is not None:
             region.close()
+        if self.codec is not None and self.keeps:
+            self.refresh()  # what was moved is what was gathered
         if isinstance(before, Tensor):
             self.close()
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm.wire import SoloWire, open_wire
+from ..comm.group_wire import open_wire
+from ..comm.wire import SoloWire
 from ..core.units import LIMITS, Limits
 from ..plan.machine import free_host_bytes
 from ..plan.plan import Plan, plan

@@ -107,7 +107,11 @@ class Unit:
         """Start the gathers, once what rests on disk has arrived; what comes from host memory may still be on its way."""
         for flat, inflight in self._brings:
             if flat.rest is Tier.HOST:
-                self._arrivals.append(inflight)
+                if flat.codec is not None:  # what is sent is made of it
+                    inflight.wait()
+                    self._lent.append(inflight)
+                else:
+                    self._arrivals.append(inflight)
                 continue
             try:
                 inflight.wait()
@@ -121,11 +125,11 @@ class Unit:
         for flat in self.flats:
             if flat.span.shards == 1 or (flat.resident and not flat.stale):
                 continue
-            if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):
-                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index, flat.span.cuts))
+            if flat.rest is Tier.DEVICE or flat.codec is not None:
+                self._gathers.append(flat.gather(self.wire))
                 continue
             with flat.storage.link.behind_up():
-                self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index, flat.span.cuts))
+                self._gathers.append(flat.gather(self.wire))
 
     def wait(self) -> None:
         """Full parameters are readable afterwards."""

@@ -112,7 +112,8 @@ class Unsharded:
         return flat.compute_dtype if self._in_compute_dtype else dtype_of(flat.span.spec.dtype)
 
     def _lacks(self, unit: Unit, flat: Flat) -> bool:
-        return not unit.policy.keep_full or self._dtype(flat) != flat.compute_dtype
+        is_exact = flat.codec is None and self._dtype(flat) == flat.compute_dtype
+        return not (unit.policy.keep_full and is_exact)
 
     def _allocate(self, unit: Unit, flat: Flat) -> _Whole:
         numel, dtype = flat.span.numel, self._dtype(flat)

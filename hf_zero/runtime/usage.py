@@ -32,7 +32,7 @@ from ..plan.machine import here
 from ..plan.plan import Plan
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from ..plan.work import CHANNELS, COLLECTIVES, LINKS, ROADS, WAITS, Traffic, work_in_total
+from ..plan.work import CHANNELS, COLLECTIVES, LINKS, ROADS, WAITS, Traffic, across_in_total, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
@@ -290,7 +290,8 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         engine.config.wire,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
-    return memory_of(plan.layout, plan.placements, setup), Traffic.of(work)
+    traffic = Traffic.of(work, across_in_total(plan.layout, setup))
+    return memory_of(plan.layout, plan.placements, setup), traffic
 
 
 def _names_in_files(engine: Measurable) -> Iterator[str]:

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..comm.wire import SoloWire, home_device
+from ..comm.group_wire import home_device
+from ..comm.wire import SoloWire
 from ..errors import ConfigError
 
 

@@ -17,6 +17,10 @@ What is looked at, and when:
 What is found is carried over: elements that differ from what was shown go into the master, the others keep what the
 master knows more precisely. Every rank carries its own slice, so the same edit has to be made on every rank. That it was is
 part of the agreement at the start of the next backward (`Edits`): a number, in the bytes that are sent anyway.
+
+Where weights are gathered as codes (`Flat.codec`), what is shown is coarser than many an edit: a decay of 1e-4 made by hand
+would put the rounding of every element into its master. An element that is written by less than half the distance of two codes
+moves its master by as much; one that is written by more sets it.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..comm.codec import BLOCK_NUMEL
 from ..errors import StateError
 from ..tiers.array import fetch
 from ..tiers.fingerprint import digest
@@ -102,6 +107,7 @@ def _mark(name: str, found: int | None) -> int:
 def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
     """Elements [low, high) of `place`: those that the masters do not give go into them and `own`."""
     high = flat.span.slice_numel if high is None else high
+    known = None if flat.codec is None else flat.expected()  # before anything is written: blocks have one scale
     width = flat.storage.sizes.block_numel
     for shard in flat.shards:
         if shard.aliased and flat.own is flat.place:
@@ -112,14 +118,39 @@ def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
             target = shard.values[at - shard.start : stop - shard.start]
             master = fetch(target)
             shown = flat.place[at:stop].to(master.device)
-            differs = shown != master.to(flat.compute_dtype)
+            expected = master.to(flat.compute_dtype) if known is None else known[at:stop].to(master.device)
+            differs = shown != expected
+            if known is not None:  # one value that is not finite makes all of its block NaN
+                differs &= ~(shown.isnan() & expected.isnan())
             if master.device.type == "cpu" and not bool(differs.any()):
                 continue
             values = torch.where(differs, shown.to(master.dtype), master)
+            if known is not None:
+                values = _moved(flat, known, at, shown, master, values)
             target.copy_(values)
-            flat.publish(shard, at - shard.start, values)
+            if known is None or flat.own is not flat.place:  # else it shows what was written, on all ranks
+                flat.publish(shard, at - shard.start, values)
         if not was:
             shard.note()
+    if known is not None:
+        flat.remember()
+
+
+def _moved(flat: Flat, known: Tensor, at: int, new: Tensor, master: Tensor, values: Tensor) -> Tensor:
+    """`values`, what elements from `at` on of the slice are to be; those that were written by less than a rounding are moved.
+
+    Args:
+        known: what the whole slice showed.
+        new: what was written.
+    """
+    if flat.codec is None:
+        return values
+    stop, first = at + new.numel(), at // BLOCK_NUMEL * BLOCK_NUMEL
+    last = -(-stop // BLOCK_NUMEL) * BLOCK_NUMEL
+    step = flat.codec.step(known[first:last])[at - first : stop - first].to(master.device, master.dtype)
+    change = new.to(master.dtype) - known[at:stop].to(master.device, master.dtype)
+    moved = torch.where(change.abs() < step / 2, master + change, values)
+    return torch.where(new == master.to(new.dtype), master, moved)  # the exact value, read from somewhere
 
 
 @torch.no_grad()
@@ -138,9 +169,12 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
             "a sharded parameter keeps its shape; change it before the model is sharded, or after engine.detach()"
         )
     was = [shard.edited(False) for shard in flat.shards]  # `target` may be a master's memory
+    known = None if flat.codec is None else flat.expected()  # before `target`, which may be part of it, is written
     if not is_guard:
         target.copy_(value)
-    _put(flat, index, value)
+    _put(flat, index, value, known)
+    if not is_guard:
+        flat.remember()
     for shard, edited in zip(flat.shards, was):
         if not edited:
             shard.note()
@@ -156,14 +190,18 @@ def put(flat: Flat, index: int, value: Tensor) -> None:
             shard.note()
 
 
-def _put(flat: Flat, index: int, value: Tensor) -> None:
+def _put(flat: Flat, index: int, value: Tensor, known: Tensor | None = None) -> None:
+    """`known`: what the slice showed, where that were not the masters as they are."""
     for shard, at, numel, start in flat.pieces(index):
         mine = shard.values[at : at + numel]
         master = fetch(mine)
         new = value.reshape(-1)[start : start + numel].to(master.device)
         values = torch.where(new == master.to(new.dtype), master, new.to(master.dtype))
+        if known is not None:
+            values = _moved(flat, known, shard.start + at, new, master, values)
         mine.copy_(values)
-        flat.publish(shard, at, values)
+        if flat.codec is None or flat.own is not flat.place:
+            flat.publish(shard, at, values)
 
 
 def carry_replaced(flat: Flat, unit: str) -> None:

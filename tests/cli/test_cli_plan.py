@@ -10,11 +10,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+import hf_zero as zero
 from hf_zero.cli import main as cli
 from hf_zero.core.precision import Precision
 from hf_zero.plan.outline import from_files
-from tests.kit.common import gpt2
+from tests.kit.common import batch, gpt2, optimizer_for
 
 GB = 10**9
 
@@ -199,3 +201,47 @@ def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
     assert 1e7 < measured["collective"] < 1e12
     (kept,) = cache.iterdir()
     assert json.loads(kept.read_text()) == measured
+
+
+def sent(rank: int, world: int, folder: str, settings: dict[str, object]) -> dict[str, int]:
+    """Bytes of the second step."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings))
+    for step in range(2):
+        engine.traffic.reset()
+        ids = batch(step, 0, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
+    engine.detach()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("stage", "replicas", "wire"), [(2, 2, "int8"), (3, 2, "none"), (1, 1, "int4"), (1, 4, "fp8"), (2, 4, "none")]
+)
+def test_replicas_and_wire_are_planned_as_they_are_sent(capsys, folder, pools, stage, replicas, wire):
+    values = json.loads(run(capsys, "plan", folder, "--world-size", 4, "--zero-stage", stage, "--json",
+                            "--zero-replicas", replicas, "--zero-wire", wire))  # fmt: skip
+    measured = pools[4].run(sent, str(folder), {"stage": stage, "replicas": replicas, "wire": wire})[0]
+    planned = values["traffic"]
+    assert planned["gather"] == measured["gather"]
+    assert planned["across"] == measured.get("across", 0)
+    assert planned["reduce"] - planned["across"] == measured["reduce"]
+    shown = run(capsys, "plan", folder, "--world-size", 4, "--zero-stage", stage, "--zero-replicas", replicas,
+                "--zero-wire", wire)  # fmt: skip
+    assert ("go to other replicas" in shown) == (replicas > 1)
+    assert (f"travel as {wire} codes" in shown) == (wire != "none")
+
+
+def test_stages_and_ranks_that_replicas_and_codes_do_not_go_with(capsys, folder):
+    out = run(capsys, "plan", folder, "--world-size", 4, "--zero-replicas", 2, "--zero-wire", "int8")
+    assert "needs stage 1, 2 or 3" in out
+    assert "does not divide 4 ranks" in refused(capsys, "plan", folder, "--world-size", 4, "--zero-stage", 3,
+                                                "--zero-replicas", 3)  # fmt: skip
+    rows = json.loads(run(capsys, "plan", folder, "--sweep", "--zero-replicas", 4, "--zero-wire", "int8", "--json"))
+    assert {row["stage"] for row in rows} == {1, 2, 3}
+    assert min(row["world_size"] for row in rows) == 4

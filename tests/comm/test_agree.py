@@ -7,7 +7,7 @@ import torch
 
 import hf_zero as zero
 from hf_zero.comm.agree import on_all_ranks
-from hf_zero.comm.wire import open_wire
+from hf_zero.comm.group_wire import open_wire
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo

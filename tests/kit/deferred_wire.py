@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import CollectiveWire, open_wire
 from hf_zero.comm.inflight import DONE, Inflight
-from hf_zero.comm.wire import CollectiveWire, SoloWire, open_wire
+from hf_zero.comm.wire import SoloWire
 from hf_zero.runtime.transports import Roads
 from hf_zero.runtime.unit import State
 from hf_zero.tiers.host import Link

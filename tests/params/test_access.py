@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
-from hf_zero.comm.wire import PairWire
 from hf_zero.runtime.deferred import birth_of
 from hf_zero.runtime.transports import Roads
 from tests.kit.common import MODELS, Case, batch, differences, gpt2, optimizer_for

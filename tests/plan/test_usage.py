@@ -44,6 +44,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
     for step in range(4):
+        before = _across(engine)
         backward(model, engine, rank, step, micros)
         now = usage.measure(engine)
         optimizer.step()
@@ -58,6 +59,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "peak": recorder.peak,
         "bytes": recorder.last["bytes"],
         "planned bytes": {road: getattr(traffic, road) for road in ROADS},
+        "across": (_across(engine) - before, traffic.across),
         "highest": {tier.value: memory.at_peak(tier) for tier in TIERS},
         "unit": max(unit.gathered_bytes for unit in engine.layout.units),
         # torch counts steps in one number per parameter of the optimizer.
@@ -70,6 +72,10 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     }  # fmt: skip
 
 
+def _across(engine: zero.Engine) -> int:
+    return int(engine.traffic.to_dict().get("across", {"bytes": 0})["bytes"])
+
+
 def _home(tier: usage.Tier) -> usage.Tier:
     return usage.Tier.HOST if tier is usage.Tier.DISK else tier
 
@@ -80,6 +86,7 @@ DISK = {"offload_optimizer": "disk"}
 CUT = {"limits": Limits(unit_bytes=150_000)}  # attention | MLP
 CASES = [
     (2, 2, {"wire": "int8"}, 2), (4, 3, {"replicas": 2, "wire": "int4"}, 1), (2, 3, {"replicas": 2, "wire": "fp8"}, 2),
+    (2, 1, {"wire": "int8", "dtype": "bf16"}, 1), (2, 3, {"wire": "int8", **CPU, "offload_params": "cpu"}, 1),
     (4, 3, {"replicas": 2}, 1), (2, 2, {"replicas": 2, "dtype": "bf16"}, 1),
     (2, 1, NONE, 1), (2, 2, {"dtype": "bf16"}, 1), (2, 3, NONE, 1), (2, 3, {"dtype": "bf16"}, 2), (2, 0, NONE, 1),
     (2, 1, {**CPU, "dtype": "bf16"}, 1), (2, 2, DISK, 1), (2, 3, {**CPU, "offload_params": "cpu", "dtype": "bf16"}, 1),
@@ -99,6 +106,7 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
             assert found["now"][tier]["gathered"] == 0
         for road, told in found["planned bytes"].items():
             assert found["bytes"][road] == told, road
+        assert found["across"][0] == found["across"][1]
         assert found["passes"] == micros
         for tier, kinds in found["peak"].items():
             told = {**found["planned peak"][tier], "all": found["highest"][tier]}

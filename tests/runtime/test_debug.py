@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
-from hf_zero.comm.wire import PairWire
 from hf_zero.runtime.transports import Roads
 from tests.kit.common import Case, train_engine
 

@@ -21,8 +21,8 @@ import torch
 import transformers
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
-from hf_zero.comm.wire import PairWire
 from hf_zero.core.layout import Span, itemsize
 from hf_zero.core.precision import Precision
 from hf_zero.plan.costs import STATES

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hf_zero.comm.wire import CollectiveWire
+from hf_zero.comm.group_wire import CollectiveWire
 from hf_zero.runtime.transports import Roads
 from tests.kit.common import Case, differences, train_engine, train_reference
 

@@ -383,7 +383,7 @@ def large(rank: int, world: int, stage: int) -> None:
         optimizer = sgd(list(model.parameters()))
         engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, reduce_dtype="float16"))
         if wire_of is not None:
-            from hf_zero.comm.wire import CollectiveWire
+            from hf_zero.comm.group_wire import CollectiveWire
 
             wire = CollectiveWire(torch.device("cpu"))
             for unit in engine.units:
