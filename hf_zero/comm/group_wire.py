@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -130,6 +130,24 @@ class GroupWire(SoloWire):
         self.traffic.moved("other", tensor.numel() * tensor.element_size())
         self._call(dist.broadcast, tensor, source)
 
+    def _message(self, begin: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int, tag: int) -> None:
+        """One message, ended."""
+        try:
+            work = begin([values], peer, tag)
+        except RuntimeError as error:
+            self._refuse(error)
+        self._wait_for(work, "other").wait()
+
+    def _refuse(self, error: RuntimeError) -> NoReturn:
+        """A message could not even be begun: the connection has broken before. As `Wait.wait` does.
+
+        Who begins messages catches by itself: a call in between for each would be one for each message of a step.
+        """
+        explained = self.watch.explained(error)
+        if explained is error:
+            raise error
+        raise explained from error
+
     def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
         if source == 0 or self.rank not in (0, source):
             if self.rank == source and values is not None:
@@ -138,10 +156,10 @@ class GroupWire(SoloWire):
         if self.rank == source:
             if values is not None and values.numel():
                 self.traffic.moved("other", values.numel() * values.element_size())
-                self._wait_for(self.group.send([values.to(self.device)], 0, _COLLECT_TAG), "other").wait()
+                self._message(self.group.send, values.to(self.device), 0, _COLLECT_TAG)
         elif landing.numel():
             arrived = landing.to(self.device)
-            self._wait_for(self.group.recv([arrived], source, _COLLECT_TAG), "other").wait()
+            self._message(self.group.recv, arrived, source, _COLLECT_TAG)
             if arrived is not landing:
                 landing.copy_(arrived)
 
@@ -192,7 +210,7 @@ class GroupWire(SoloWire):
             if numel == 0:
                 return
             self.traffic.moved("other", numel * own.element_size())
-            self._wait_for(self.group.send([own], 0, tag * _TAGS + _COLLECT_TAG), "other").wait()
+            self._message(self.group.send, own, 0, tag * _TAGS + _COLLECT_TAG)
             return
         if full is None:
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
@@ -202,7 +220,7 @@ class GroupWire(SoloWire):
             if not part.numel():
                 continue
             landing = part if part.device == own.device else torch.empty_like(part, device=own.device)
-            self._wait_for(self.group.recv([landing], peer, tag * _TAGS + _COLLECT_TAG), "other").wait()
+            self._message(self.group.recv, landing, peer, tag * _TAGS + _COLLECT_TAG)
             if landing is not part:
                 part.copy_(landing)
 
@@ -233,8 +251,11 @@ class PairWire(GroupWire):
         rows = torch.tensor([values] * self.size, dtype=torch.int32)
         self.traffic.moved("agree", len(values) * 4 * (self.size - 1))
         tag, group = self._first_tag + _TAGS_EACH - 1 - at_end, self.group
-        works = [group.recv([rows[p]], p, tag) for p in self._peers]
-        works += [group.send([rows[self.rank]], p, tag) for p in self._peers]
+        try:
+            works = [group.recv([rows[p]], p, tag) for p in self._peers]
+            works += [group.send([rows[self.rank]], p, tag) for p in self._peers]
+        except RuntimeError as error:
+            self._refuse(error)
         asked = self._asked = Wait(lambda: _wait_for_all(works), self.traffic, self.watch, "agree", -1)
 
         def answer() -> list[int]:
@@ -265,12 +286,15 @@ class PairWire(GroupWire):
         place = full[cuts[self.rank] : cuts[self.rank + 1]]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
-        receives = [
-            self._wait_for(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag), self.gather_kind, span)
-            for p in self._peers
-            if cuts[p] < cuts[p + 1]
-        ]
-        sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers if numel]
+        try:
+            receives = [
+                self._wait_for(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag), self.gather_kind, span)
+                for p in self._peers
+                if cuts[p] < cuts[p + 1]
+            ]
+            sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers if numel]
+        except RuntimeError as error:
+            self._refuse(error)
         return Inflight(receives, sends)
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
@@ -278,8 +302,12 @@ class PairWire(GroupWire):
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
         into[self.rank].copy_(out[self.rank])
-        receives = [self._wait_for(self.group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
-        sends = [self._wait_for(self.group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+        group = self.group
+        try:
+            receives = [self._wait_for(group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+            sends = [self._wait_for(group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+        except RuntimeError as error:
+            self._refuse(error)
         return Inflight(receives, sends)
 
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
@@ -296,7 +324,10 @@ class PairWire(GroupWire):
         sends = []
         for peer in self._peers:
             for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
-                sends.append(self._wait_for(self.group.send([part], peer, tag), self.reduce_kind, span))
+                try:
+                    sends.append(self._wait_for(self.group.send([part], peer, tag), self.reduce_kind, span))
+                except RuntimeError as error:
+                    self._refuse(error)
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
 
@@ -317,7 +348,11 @@ class PairWire(GroupWire):
     def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
         landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
         parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
-        return [self._wait_for(self.group.recv([parts[p]], p, tag), self.reduce_kind, span) for p in self._peers], parts
+        try:
+            works = [self._wait_for(self.group.recv([parts[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+        except RuntimeError as error:
+            self._refuse(error)
+        return works, parts
 
 
 class CollectiveWire(GroupWire):

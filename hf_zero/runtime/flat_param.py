@@ -308,7 +308,7 @@ class Flat(SpanGradients):
 
     def note_place(self) -> None:
         self.printed, self._is_fresh = None, False
-        if self.keeps:
+        if self.codec is not None and self.keeps:
             self.remember()
         for shard in self.shards:
             if not shard.aliased:

@@ -289,6 +289,7 @@ class Schedule:
         if self._raised:
             self._collect()
         if not self._running:
+            refuse_transformed()  # before masters are looked at, which have no memory there
             self.callbacks.before_forward(args, kwargs)
         self._look_over()
         self._with_graph = torch.is_grad_enabled()

@@ -125,11 +125,14 @@ class Unit:
         for flat in self.flats:
             if flat.span.shards == 1 or (flat.resident and not flat.stale):
                 continue
-            if flat.rest is Tier.DEVICE or flat.codec is not None:
+            if flat.codec is not None:
                 self._gathers.append(flat.gather(self.wire))
                 continue
+            if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):  # without a call for each
+                self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index, flat.span.cuts))
+                continue
             with flat.storage.link.behind_up():
-                self._gathers.append(flat.gather(self.wire))
+                self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index, flat.span.cuts))
 
     def wait(self) -> None:
         """Full parameters are readable afterwards."""
