@@ -22,12 +22,13 @@ from ..plan.plan import Drafter, Plan
 from ..plan.solve import PlanInputs
 from .deferred import birth_of
 from .flat_param import Flat, slice_of
-from .optimizer import Binding, WholeBinding, originals_of, state_tensors
+from .optimizer import Binding, originals_of, state_tensors
 from .ownership import adopt, release
 from .reads import AsTheyAre
 from .sharded import Place, Sharded
 from .supported_optimizers import needs_wholes, step_cost
 from .unit import State, Unit
+from .whole_optimizer import WholeBinding
 
 
 class Assembly:

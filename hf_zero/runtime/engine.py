@@ -40,13 +40,14 @@ from .clipping import Overflow, clip_norm, clip_values
 from .compiling import Block, Compile, Failures, refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .flat_param import Flat
 from .offload import STATES, Offload
-from .optimizer import Binding, WholeBinding
+from .optimizer import Binding
 from .ownership import refuse_owned
 from .preemption import Preemption
 from .sharded import Sharded
 from .training import Training
 from .transports import Roads
 from .usage import Usage, report
+from .whole_optimizer import WholeBinding
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 

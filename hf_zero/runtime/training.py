@@ -34,14 +34,14 @@ from .flat_param import Flat
 from .gradient_ops import Gradients
 from .moves import Monitor
 from .offload import Offload
-from .optimizer import Binding, take_state, with_closure_followed, with_closure_run
+from .optimizer import Binding, take_state
 from .reads import AsTheyAre
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
-from .transaction import AroundStep, Attempt, HeldSignals, Snapshot
+from .transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
 from .unsharded import Unsharded
 from .usage import free_device_bytes
 from .writes import WriteWatch
