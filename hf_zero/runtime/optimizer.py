@@ -19,16 +19,19 @@ from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError
 from .flat_param import Flat, joined, slice_of
-from .pieces import merge_scalar
+from .pieces import OptimizerPieces, merge_scalar
 from .shadow_optimizer import states_of
 from .state_shard import is_elementwise
 from .unit import Unit
 
 
-def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
-    """State tensors per parameter element, for predictions before the first step; 2 (Adam) where it is not known."""
-    if optimizer is None:
-        return 0
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """State tensors per parameter element, for predictions before the first step; 2 (Adam) where it is not known. Of several
+    optimizers the most: an upper bound."""
+    return max((_state_tensors(optimizer) for optimizer in optimizers), default=0)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
     group = optimizer.param_groups[0]
     match type(optimizer).__name__:
         case "SGD":
@@ -44,7 +47,11 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 class Binding:
-    """One optimizer bound to the spans of one model.
+    """One optimizer bound to the spans of one model that are its groups'.
+
+    Args:
+        index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
+        originals: by group, the model's parameters.
 
     Attributes:
         one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
@@ -58,21 +65,26 @@ class Binding:
         units: Sequence[Unit],
         wire: SoloWire,
         originals: list[list[nn.Parameter]],
+        index: int,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.index = optimizer, index
         self.originals = originals
         self._wire = wire
         self.flats: list[Flat] = []
         by_group: list[list[Flat]] = [[] for _ in originals]
         for unit in units:
             for flat in unit.trained:
-                group = flat.span.spec.group
-                if group >= 0:
+                if self.has(flat):
                     self.flats.append(flat)
-                    by_group[group].append(flat)
+                    by_group[flat.span.spec.group].append(flat)
         self._masters = self._stand_ins(by_group)
         for options, params in zip(optimizer.param_groups, self._masters):
             options["params"] = params
+
+    def has(self, flat: Flat) -> bool:
+        """Whether its groups have this span, by the span's specs."""
+        spec = flat.span.spec
+        return spec.group >= 0 and spec.optimizer == self.index
 
     def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
         """By group, what the optimizer has instead of the model's parameters."""
@@ -88,7 +100,7 @@ class Binding:
         """After the optimizer's own step."""
 
     def forget(self) -> None:
-        """Another optimizer is next: this one has no state of the model's parameters afterwards."""
+        """Another optimizer takes its place: this one has no state of the model's parameters afterwards."""
         self._forget(self.flats)
         for flat in self.flats:
             flat.wholes = None
@@ -123,6 +135,10 @@ class Binding:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
             for group, params in zip(self.optimizer.param_groups, self.originals)
         ]
+
+    def pieces(self, names: Mapping[nn.Parameter, str]) -> OptimizerPieces:
+        """What a checkpoint writes and fills."""
+        return OptimizerPieces(self.flats, self._wire, self.optimizer, self.group_options(names))
 
     # Full state -----------------------------------------------------------------------------------------------------
 
@@ -356,14 +372,34 @@ def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def originals_of(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
-) -> list[list[nn.Parameter]]:
-    """The model's parameters in each group of an optimizer that is about to be bound.
+    optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str], bound: Iterable[Binding]
+) -> list[list[list[nn.Parameter]]]:
+    """By optimizer that is about to be bound, the model's parameters in each of its groups.
+
+    Args:
+        bound: as optimizers are now.
 
     Raises:
-        LayoutError: a parameter that the model does not have.
+        LayoutError: a parameter that the model does not have, or that two of them have.
     """
-    if previous is not None and previous.optimizer is optimizer:
+    previous = {binding.optimizer: binding for binding in bound}
+    found = [_originals_of(optimizer, names, previous.get(optimizer)) for optimizer in optimizers]
+    holder: dict[nn.Parameter, int] = {}
+    for number, groups in enumerate(found):
+        for param in (param for group in groups for param in group):
+            if holder.setdefault(param, number) != number:
+                raise LayoutError(
+                    f"parameter {names[param]!r} is in two optimizers, number {holder[param]} "
+                    f"({type(optimizers[holder[param]]).__name__}) and number {number} ({type(optimizers[number]).__name__}): "
+                    "a parameter has one; build them over parts of the model that share nothing"
+                )
+    return found
+
+
+def _originals_of(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
+) -> list[list[nn.Parameter]]:
+    if previous is not None:
         groups = previous.current_originals()
     else:
         groups = [list(group["params"]) for group in optimizer.param_groups]

@@ -35,10 +35,11 @@ class WholeBinding(Binding):
         units: Sequence[Unit],
         wire: SoloWire,
         originals: list[list[nn.Parameter]],
+        index: int,
     ) -> None:
         self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
         self._shared_out = False
-        super().__init__(optimizer, units, wire, originals)
+        super().__init__(optimizer, units, wire, originals, index)
 
     def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
         for flat in self.flats:
