@@ -294,13 +294,14 @@ class Training:
     def _bind(
         self, optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], kinds: Sequence[type[Binding]]
     ) -> None:
-        self.bindings = []
-        self.sharded.optimizers = list(optimizers)
-        for index, (optimizer, groups, kind) in enumerate(zip(optimizers, originals, kinds)):
-            state = take_state(optimizer, groups)
+        states = [take_state(optimizer, groups) for optimizer, groups in zip(optimizers, originals)]
+        for state in states:
             agree.same_answer(
                 self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
             )
+        self.bindings = []
+        self.sharded.optimizers = list(optimizers)
+        for index, (optimizer, groups, kind, state) in enumerate(zip(optimizers, originals, kinds, states)):
             binding = kind(optimizer, self.units, self._wire, groups, index)
             self.bindings.append(binding)
             self.writes.counts_references = True
