@@ -289,6 +289,33 @@ def overflow(rank: int, world: int, stage: int) -> list[list[bool]]:
     return moved
 
 
+def debugged(rank: int, world: int, stage: int) -> None:
+    """What debug compares, it compares of the optimizer that steps; a step of all of them is one step of the record."""
+    ours, plain = loops("Muon and AdamW", rank, world)
+    engine = zero.shard(ours.model, ours.opts, zero.ZeroConfig(stage=stage, debug=True))
+    recorder = engine.record()
+    for step in range(4):
+        for loop in (ours, plain):
+            loop.backward(step)
+            for opt in loop.opts[step % 2 :]:
+                opt.step()
+            loop.model.zero_grad()
+    assert recorder.recorded == 4
+    recorder.close()
+    same(ours, plain, rank)
+    ours.backward(9)
+    with torch.no_grad():
+        ours.opts[1].param_groups[0]["params"][0].grad.fill_(float("nan"))
+    ours.opts[0].step()  # its gradients are finite
+    with pytest.raises(zero.NumericsError, match="No weight was changed"):
+        ours.opts[1].step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_under_debug(two, stage):
+    two.run(debugged, stage)
+
+
 # Together and later ----------------------------------------------------------------------------------------------------
 
 
