@@ -192,8 +192,8 @@ class Loading:
             groups = index["groups"].items()
             if [group["params"].texts() for group in groups] != [group["params"] for group in optimizer.groups]:
                 raise CheckpointError(
-                    f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, or of one "
-                    "with other parameters frozen"
+                    f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, of one "
+                    "with other parameters frozen, or of optimizers in another order"
                 )
             _check_kind(path, index.value, optimizer)
             options = [_options(group, place, optimizer) for place, group in enumerate(groups)]

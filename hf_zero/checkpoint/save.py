@@ -44,6 +44,11 @@ _UNWATCHED = {MANIFEST, "README.md"}  # a model card is for people to edit
 _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
+def optimizer_folder(index: int) -> str:
+    """The folder in a checkpoint of one of several optimizers."""
+    return f"{OPTIMIZER_FOLDER}_{index}" if index else OPTIMIZER_FOLDER
+
+
 @dataclass(slots=True)
 class _Conversion:
     """Tensors that rank 0 computes from whole parameters, when its turn comes."""
@@ -375,4 +380,4 @@ def scalar(name: str, value: Any) -> Any:
     )
 
 
-__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Saving", "scalar"]
+__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Saving", "optimizer_folder", "scalar"]

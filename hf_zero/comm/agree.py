@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -96,10 +96,13 @@ def same_structure(
     config: ZeroConfig,
     mixed_precision: str | None,
     specs: list[list[ParamSpec]],
-    originals: list[list[nn.Parameter]],
+    originals: Sequence[Sequence[Sequence[nn.Parameter]]],
     names: dict[nn.Parameter, list[str]],
 ) -> None:
     """Compare settings, parameters and optimizer groups over the ranks.
+
+    Args:
+        originals: by optimizer and group, the model's parameters.
 
     Raises:
         RankMismatchError: on every rank, naming the first difference.
@@ -109,11 +112,15 @@ def same_structure(
     lines = [f"config {sorted(config.to_dict().items())}", f"mixed_precision {mixed_precision}"]
     lines += [
         f"parameter {spec.name!r} shape {spec.shape} dtype {spec.dtype} trainable {spec.trainable} "
-        f"optimizer group {spec.group} tied to {spec.names[1:]} in unit {number}"
+        f"optimizer group {spec.group}{_which(spec.optimizer)} tied to {spec.names[1:]} in unit {number}"
         for number, unit in enumerate(specs)
         for spec in unit
     ]
-    lines += [f"optimizer group {i} of {[names[p][0] for p in group]}" for i, group in enumerate(originals)]
+    lines += [
+        f"optimizer group {i}{_which(number)} of {[names[p][0] for p in group]}"
+        for number, groups in enumerate(originals)
+        for i, group in enumerate(groups)
+    ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = wire.exchange(digest)
     if len(set(digests)) == 1:
@@ -132,6 +139,11 @@ def same_answer(wire: SoloWire, mine: bool, what: str) -> None:
     for rank, theirs in enumerate(answers):
         if theirs is not answers[0]:
             raise RankMismatchError(f"ranks differ in {what}: rank 0 says {answers[0]}, rank {rank} says {theirs}")
+
+
+def _which(optimizer: int) -> str:
+    """Of several optimizers, in a line that one rank shows another."""
+    return f" of optimizer {optimizer}" if optimizer else ""
 
 
 def _first_difference(first: list[str], other: list[str], rank: int) -> str:

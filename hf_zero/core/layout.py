@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
-SpanKey = tuple[str, str, str, bool, int, int, bool, str]
+SpanKey = tuple[str, str, str, bool, int, int, int, bool, str]
 
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
@@ -60,6 +60,8 @@ class ParamSpec:
     trainable: bool = True
     group: int = 0
     """Index of its optimizer group; -1 when no optimizer has it."""
+    optimizer: int = 0
+    """Which of the model's optimizers that is a group of."""
     cohort: int = 0
     """Parameters of one span have gradients in the same steps, so that a parameter without one is left alone: not decayed, not
     counted in its optimizer's `step`. Those that were seen without one while others of their span had one get a number."""
@@ -88,6 +90,7 @@ class ParamSpec:
             self.compute_dtype,
             self.master_dtype,
             self.trainable,
+            self.optimizer,
             self.group,
             self.cohort,
             self.step_cost > 0,
@@ -157,11 +160,14 @@ class Span:
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
     """Whether an optimizer has it."""
+    optimizer: int = field(init=False, repr=False, compare=False)
+    """Which of the model's."""
 
     def __post_init__(self) -> None:
         spec = self.slots[0].spec
         object.__setattr__(self, "trainable", spec.trainable)  # asked for span by span in every step
         object.__setattr__(self, "is_updated", spec.trainable and spec.group >= 0)
+        object.__setattr__(self, "optimizer", spec.optimizer)
 
     @property
     def numel(self) -> int:

@@ -115,7 +115,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
                 f"{type(bare).__name__} holds no parameter of a model that this Accelerator has prepared: pass the "
                 "model to prepare() before its optimizer or together with it"
             )
-        if engine.optimizer is not bare:
+        if not _is_bound(bare, engine):
             engine.bind(bare)
         bare.__dict__[_MODEL] = weakref.ref(engine.model)
         # Placement would send the optimizer's whole state through state_dict(), a collective; shards lie right already.
@@ -128,12 +128,6 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
         config = self.zero_config
         engine = engine_of(model)
         mine = [optimizer for optimizer in optimizers if _holds_parameter_of(optimizer, model, engine)]
-        if len(mine) > 1:
-            raise ConfigError(
-                f"{len(mine)} optimizers hold parameters of one {type(model).__name__}: build one optimizer with "
-                "several parameter groups instead"
-            )
-        optimizer = mine[0] if mine else None
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
             born = any(birth_of(param) is not None for param in model.parameters())  # has no whole values to run with
@@ -148,15 +142,16 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
                 else:
                     model.to(self.device)
             engine = shard(
-                model, optimizer, config, mixed_precision=self._zero_precision(), machine=_probed(), device=device
+                model, mine, config, mixed_precision=self._zero_precision(), machine=_probed(), device=device
             )
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
                 "the same settings, or undo the first with engine.detach()"
             )
-        elif optimizer is not None and engine.optimizer is not optimizer:
-            engine.bind(optimizer)
+        else:
+            for optimizer in mine:
+                engine.bind(optimizer)
         for bound in mine:
             bound.__dict__[_MODEL] = weakref.ref(model)
         if not any(model is known for known in self._models) and "transformers.modeling_utils" in sys.modules:
@@ -272,7 +267,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
         models = self._models if known is None else [known()]
         for model in models:
             engine = None if model is None else engine_of(model)
-            if engine is not None and engine.optimizer is optimizer:
+            if engine is not None and _is_bound(optimizer, engine):
                 return engine
         return _engine_holding(param for group in optimizer.param_groups for param in group["params"])
 
@@ -299,7 +294,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
             engine = None if found is None else self._zero_engine_of(found)
             if found is None or engine is None:
                 return None
-            every = trained = _param_ids(found)
+            every = trained = frozenset().union(*map(_param_ids, engine.optimizers))
         if not wanted <= every:
             raise ConfigError(
                 f"{caller} got parameters of a {type(engine.model).__name__} together with {len(wanted - every)} "
@@ -361,9 +356,13 @@ def _param_ids(optimizer: Optimizer) -> frozenset[int]:
     return frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
 
 
+def _is_bound(optimizer: Optimizer, engine: Engine) -> bool:
+    return any(each is optimizer for each in engine.optimizers)
+
+
 def _holds_parameter_of(optimizer: Optimizer, model: nn.Module, engine: Engine | None) -> bool:
     """After binding an optimizer holds slices, not parameters: then the engine knows."""
-    if engine is not None and engine.optimizer is optimizer:
+    if engine is not None and _is_bound(optimizer, engine):
         return True
     return not _param_ids(optimizer).isdisjoint(map(id, model.parameters()))
 

@@ -26,16 +26,17 @@ from torch import Tensor, nn
 
 from ..checkpoint.folder import recover
 from ..checkpoint.load import Loading
-from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
+from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..checkpoint.weights import Drawing, StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
-from ..runtime.pieces import OptimizerPieces, ParameterPieces
+from ..runtime.pieces import ParameterPieces
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
+    bare_optimizer,
     hand_in,
     is_ours_everywhere,
     load_optimizer,
@@ -231,10 +232,8 @@ class ZeroStateMixin(SavesBehind, _AcceleratorBase):
 
     def _zero_put_optimizer(self, saving: Saving, index: int, optimizer: Any) -> None:
         engine = self._zero_bound_engine(optimizer)
-        if engine.optimizer is None:
-            raise ConfigError(f"{type(optimizer).__name__} is not bound to its model any more: prepare it again")
-        state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
-        saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=_numbered(OPTIMIZER_FOLDER, index))
+        state = engine.optimizer_state(bare_optimizer(optimizer))
+        saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=optimizer_folder(index))
 
     def _zero_after(self, engine: Engine, series: CheckpointSeries | None, target: Path) -> None:
         with on_all_ranks(engine.wire, f"after saving {target}"):
@@ -274,9 +273,9 @@ class ZeroStateMixin(SavesBehind, _AcceleratorBase):
             handle.remove()
             self._optimizers = optimizers
         for index, optimizer in enumerate(optimizers):
-            inside = _numbered(OPTIMIZER_FOLDER, index)
+            inside = optimizer_folder(index)
             if loading is not None:
-                load_optimizer(loading, self._zero_bound_engine(optimizer), inside)
+                load_optimizer(loading, self._zero_bound_engine(optimizer), bare_optimizer(optimizer), inside)
                 continue
             single = folder / f"{inside}.bin"
             if not single.is_file():
@@ -333,10 +332,6 @@ def _describe(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
     if not isinstance(form, StateDictFormat):
         folder.mkdir(parents=True, exist_ok=True)
         form.draw(state, folder, _ONE_FILE_BYTES)
-
-
-def _numbered(name: str, index: int) -> str:
-    return f"{name}_{index}" if index else name
 
 
 def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:

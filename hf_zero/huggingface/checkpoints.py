@@ -27,7 +27,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.engine import Engine
-from ..runtime.pieces import OptimizerPieces, ParameterPieces
+from ..runtime.pieces import ParameterPieces
 from .stock import recording, replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
@@ -147,15 +147,13 @@ def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folde
         engine.refresh()
 
 
-def load_optimizer(loading: Loading, engine: Engine, folder: str = OPTIMIZER_FOLDER) -> None:
-    """The bound optimizer's state, and masters that are finer than the weights. A collective."""
-    if engine.optimizer is None:
-        raise CheckpointError(f"{loading.folder}: there is no optimizer to load its {folder}/ into")
+def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str = OPTIMIZER_FOLDER) -> None:
+    """A bound optimizer's state, and masters that are finer than the weights. A collective."""
     if loading.has_optimizer(folder):
         engine.make_room(loading.marks(folder))
     engine.quiesce()
     try:
-        loading.optimizer(OptimizerPieces(engine.units, engine.optimizer, engine.group_options()), folder=folder)
+        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
     finally:
         engine.refresh()
 

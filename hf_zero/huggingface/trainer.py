@@ -46,7 +46,6 @@ from ..errors import CheckpointError, ConfigError
 from ..runtime.casting import shown_in
 from ..runtime.checkpoints import load_state
 from ..runtime.engine import Engine, engine_of
-from ..runtime.pieces import OptimizerPieces
 from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import MeasuredLogs, PreemptionCallback, calling_trainer, facts_of, write_card
 from .checkpoints import (
@@ -350,8 +349,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, _TrainerBase):
         engine, saving = self._zero_engine(), self._zero_saving
         if engine is None or saving is None or engine.optimizer is not bare_optimizer(self.optimizer):
             return super()._save_optimizer_and_scheduler(output_dir)
-        state = OptimizerPieces(engine.units, engine.optimizer, engine.group_options())
-        saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE)
+        saving.optimizer(engine.optimizer_state(bare_optimizer(self.optimizer)), max_shard_size=MAX_SHARD_SIZE)
         parent: Any = super()
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             with replaced([(self.optimizer, "state_dict", dict)]):  # of all ranks; here nobody reads it
@@ -392,7 +390,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, _TrainerBase):
             loading = Loading(engine.wire, checkpoint)
             load_weights(loading, engine)
             if bound and loading.has_optimizer():
-                load_optimizer(loading, engine)
+                load_optimizer(loading, engine, bare_optimizer(self.optimizer))
                 loaded = True
         single = Path(checkpoint, OPTIMIZER_NAME)
         if not ours and bound and single.is_file():

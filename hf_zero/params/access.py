@@ -102,7 +102,8 @@ def _read(holder: _Held | Birth, param: nn.Parameter, quantity: Quantity, whole:
                 return None
             of = gradient_of
         case "optimizer_state":
-            value, sliced = place.state(engine.optimizer, name)
+            optimizer = engine.sharded.optimizer_of(place.flat)
+            value, sliced = place.state(optimizer, name)
             if whole and place.is_owned:
                 value = place.owners(value)
             if value is None:
@@ -110,7 +111,7 @@ def _read(holder: _Held | Birth, param: nn.Parameter, quantity: Quantity, whole:
             if not sliced:
                 value = torch.as_tensor(value).detach().clone()
                 return value.view(-1) if place.flat.wholes is not None and value.dim() and not whole else value
-            of = state_of(engine.optimizer, name)
+            of = state_of(optimizer, name)
     return place.whole(of) if whole else place.local(of).clone()
 
 
@@ -165,7 +166,8 @@ def _write(
 
 
 def _set_state(held: _Held, name: str, part: Tensor) -> None:
-    value, sliced = held.place.state(held.engine.optimizer, name)
+    optimizer = held.engine.sharded.optimizer_of(held.place.flat)
+    value, sliced = held.place.state(optimizer, name)
     if held.place.flat.wholes is not None:
         if held.place.is_owned and held.place.slot.spec.numel and not held.place.own_numel:
             return  # another rank's
@@ -182,7 +184,7 @@ def _set_state(held: _Held, name: str, part: Tensor) -> None:
         )
     if not sliced:
         raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
-    held.place.write(state_of(held.engine.optimizer, name), part)
+    held.place.write(state_of(optimizer, name), part)
 
 
 def _fit(own_numel: int, value: Tensor, what: str) -> None:

@@ -319,18 +319,27 @@ class Drafter:
         self._castable = castable_params(model, self.names, precision)
 
     def specs(
-        self, group_of: Mapping[nn.Parameter, int], old: Mapping[nn.Parameter, ParamSpec] | None = None
+        self,
+        group_of: Mapping[nn.Parameter, int],
+        old: Mapping[nn.Parameter, ParamSpec] | None = None,
+        optimizer_of: Mapping[nn.Parameter, int] | None = None,
     ) -> list[list[ParamSpec]]:
-        """One list per unit. `group_of` gives optimizer groups (-1: in none); `old` the specs of a layout in force."""
-        known = old or {}
+        """One list per unit.
+
+        Args:
+            group_of: optimizer groups, of the parameters that are in one.
+            old: the specs of a layout in force.
+            optimizer_of: which optimizer that is a group of; None: all of the first.
+        """
+        known, owners = old or {}, optimizer_of or {}
         return [
-            [self._spec(param, group_of.get(param, -1), known.get(param)) for param in g.params] for g in self.groups
+            [self._spec(p, group_of.get(p, -1), owners.get(p, 0), known.get(p)) for p in g.params] for g in self.groups
         ]
 
     def layout(self, specs: Sequence[Sequence[ParamSpec]], shards: int) -> Layout:
         return Layout.build(zip((group.name for group in self.groups), specs), shards, self._visits)
 
-    def _spec(self, param: nn.Parameter, group: int, old: ParamSpec | None) -> ParamSpec:
+    def _spec(self, param: nn.Parameter, group: int, optimizer: int, old: ParamSpec | None) -> ParamSpec:
         if old is None:
             own = dtype_name(param.dtype)
             # What no optimizer has needs no finer copy of itself.
@@ -348,7 +357,9 @@ class Drafter:
             gathered_in = self._precision.gathered_in(names, shape, trainable)
         else:
             gathered_in = old.gathered_in
-        return ParamSpec(names, shape, own, compute, master, trainable, group, cohort, gathered_in=gathered_in)
+        return ParamSpec(
+            names, shape, own, compute, master, trainable, group, optimizer, cohort, gathered_in=gathered_in
+        )
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -22,12 +22,16 @@ from ..plan.plan import Drafter, Plan
 from ..plan.solve import PlanInputs
 from .deferred import birth_of
 from .flat_param import Flat, slice_of
-from .optimizer import Binding, WholeBinding, originals_of, state_tensors
+from .optimizer import Binding, originals_of, state_tensors
 from .ownership import adopt, release
 from .reads import AsTheyAre
 from .sharded import Place, Sharded
 from .supported_optimizers import needs_wholes, step_cost
 from .unit import State, Unit
+from .whole_optimizer import WholeBinding
+
+Groups = list[list[nn.Parameter]]
+"""An optimizer's groups, as the model's parameters."""
 
 
 class Assembly:
@@ -35,7 +39,8 @@ class Assembly:
 
     Attributes:
         sharded: the model, and what is built.
-        step_cost: where parameters have one owner each, what a step over one of some shape costs; else None.
+        step_costs: by optimizer: where its parameters have one owner each, what a step over one of some shape costs; else
+            None.
 
     Raises:
         ConfigError: it was born on another number of ranks.
@@ -48,7 +53,7 @@ class Assembly:
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
-        self.step_cost: Callable[[Sequence[int]], int] | None = None
+        self.step_costs: list[Callable[[Sequence[int]], int] | None] = []
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
         _check_births(sharded.names, sharded.wire)
@@ -62,11 +67,12 @@ class Assembly:
             elif birth.wire.size == 1:
                 yield name, birth.slice_of(param) if birth.is_open else birth.values()
 
-    def specs(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]]:
-        """By unit, for an optimizer with these parameters in its groups; types stay what they were when first cut."""
-        group_of = {param: group for group, params in enumerate(originals) for param in params}
+    def specs(self, originals: Sequence[Groups]) -> list[list[ParamSpec]]:
+        """By unit, for optimizers with these parameters in their groups; types stay what they were when first cut."""
+        group_of = {p: group for groups in originals for group, params in enumerate(groups) for p in params}
+        optimizer_of = {p: number for number, groups in enumerate(originals) for params in groups for p in params}
         old = {param: self._spec(param) for param in self.sharded.places}
-        specs = [self._owned(mine) for mine in self._drafter.specs(group_of, old)]
+        specs = [self._owned(mine) for mine in self._drafter.specs(group_of, old, optimizer_of)]
         if not old:
             return specs
         # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
@@ -74,13 +80,11 @@ class Assembly:
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
 
     def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
-        """With one owner for each parameter that the optimizer must have whole, where ranks share the model out."""
-        cost = self.step_cost
-        if cost is None:
+        """With one owner for each parameter that its optimizer must have whole, where ranks share the model out."""
+        if not any(self.step_costs):
             return specs
-        return [
-            replace(spec, step_cost=cost(spec.shape)) if spec.trainable and spec.group >= 0 else spec for spec in specs
-        ]
+        costs = [self.step_costs[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
+        return [spec if cost is None else replace(spec, step_cost=cost(spec.shape)) for spec, cost in zip(specs, costs)]
 
     def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
         """Of one unit, with these parameters in a cohort of their own."""
@@ -106,33 +110,43 @@ class Assembly:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Around `kind_of_binding` and what may refuse the optimizer, on any rank: owners stay what they were then."""
-        before = self.step_cost
+        """Around `kinds_of_binding` and what may refuse an optimizer, on any rank: owners stay what they were then."""
+        before = self.step_costs
         try:
             yield
         except BaseException:
-            self.step_cost = before
+            self.step_costs = before
             raise
 
-    def kind_of_binding(self, optimizer: torch.optim.Optimizer) -> type[Binding]:
-        """Over slices or over whole matrices; `specs` are for it from now on.
+    def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
+        """Of each: over slices or over whole matrices; `specs` are for these from now on.
 
         Raises:
-            UnsupportedOptimizerError: it can have neither.
+            UnsupportedOptimizerError: one can have neither.
+            ConfigError: there are several, and units are updated before the program says which of them steps.
         """
         sharded = self.sharded
+        if len(optimizers) > 1 and sharded.config.step_in_backward:
+            raise ConfigError(
+                f"step_in_backward updates parameters in backward, before the program says which of {len(optimizers)} "
+                "optimizers steps: turn it off, or build one optimizer with several groups"
+            )
         cuts = sharded.layout.shards > 1
         offloaded = sharded.config.offload_optimizer != "none"
-        wholes = needs_wholes(optimizer, sharded.names, cut=cuts, offloaded=offloaded)
-        self.step_cost = partial(step_cost, optimizer) if wholes and cuts else None
-        return WholeBinding if wholes else Binding
+        wholes = [needs_wholes(each, sharded.names, cut=cuts, offloaded=offloaded) for each in optimizers]
+        self.step_costs = [partial(step_cost, each) if cuts and is_ else None for each, is_ in zip(optimizers, wholes)]
+        return [WholeBinding if is_ else Binding for is_ in wholes]
 
-    def originals(self, optimizer: torch.optim.Optimizer, bound: Binding | None) -> list[list[nn.Parameter]]:
-        """The parameters in an optimizer's groups, as it was built; `bound` if it is."""
-        return originals_of(optimizer, {param: names[0] for param, names in self.sharded.names.items()}, bound)
+    def originals(self, optimizers: Sequence[torch.optim.Optimizer], bound: Sequence[Binding]) -> list[Groups]:
+        """The parameters in the optimizers' groups, as these were built; see `originals_of`."""
+        return originals_of(optimizers, {param: names[0] for param, names in self.sharded.names.items()}, bound)
 
     def plan(
-        self, specs: list[list[ParamSpec]], optimizer: torch.optim.Optimizer | None, known: Machine, ranks_here: int
+        self,
+        specs: list[list[ParamSpec]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        known: Machine,
+        ranks_here: int,
     ) -> Plan:
         """The plan for these specs; nothing changes. A collective under `auto`, and once there are units.
 
@@ -151,7 +165,7 @@ class Assembly:
             sharded.config,
             sharded.wire.size,
             sharded.precision,
-            state_tensors(optimizer),
+            state_tensors(optimizers),
             in_files=self._in_files(),
             sizes=sharded.storage.sizes,
         )
@@ -222,7 +236,7 @@ class Assembly:
                 adopt(param, weakref.ref(self.sharded), shows_nan=not unit.policy.keep_full)
         return unit
 
-    def parted(self, originals: list[list[nn.Parameter]]) -> list[list[ParamSpec]] | None:
+    def parted(self, originals: Sequence[Groups]) -> list[list[ParamSpec]] | None:
         """Specs that put parameters without a gradient in spans of their own; None where no span has both kinds.
 
         The same on every rank, after a backward. Spans are only ever divided, each at most as often as it has parameters.
@@ -231,7 +245,7 @@ class Assembly:
             [
                 {param for param, has in zip(flat.params, flat.present) if not has}
                 for flat in unit.trained
-                if flat.span.is_updated and True in flat.present and False in flat.present
+                if flat.span.is_updated and flat.wholes is None and True in flat.present and False in flat.present
             ]
             for unit in self.sharded.units
         ]
@@ -243,13 +257,14 @@ class Assembly:
                 specs[number] = self._apart(specs[number], number, params)
         return specs
 
-    def arranged(self, originals: list[list[nn.Parameter]], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
+    def arranged(self, originals: Sequence[Groups], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
         """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is.
 
         Parameters of one span have made the same steps. A frozen one that has state gets a place for it.
 
         Args:
-            marks: by parameter that has state, what of it is one value for the parameter (`step`), as text.
+            marks: by parameter that has state and shares a span with others, what of the state is one value for the
+                parameter (`step`), as text.
         """
         specs = self.specs(originals)
         before = [list(mine) for mine in specs]
@@ -274,7 +289,7 @@ class Assembly:
     def recut(
         self,
         specs: list[list[ParamSpec]],
-        binding: Binding | None,
+        bindings: Sequence[Binding],
         placements: Sequence[Placement],
     ) -> None:
         """Other spans for the same parameters, their gradients and optimizer state; one unit after another. A collective."""
@@ -294,13 +309,13 @@ class Assembly:
                 continue
             old = [flat for flat in unit.flats if flat not in kept.values()]
             grads = self._take_grads(old)
-            state = binding.take(old) if binding is not None else {}
+            states = [binding.take(old) for binding in bindings]
             self._restore(old, in_own_type=False)
             for flat in old:
                 flat.drop()
             self.sharded.units[number] = unit = self._build(number, unit_specs, kept)
-            if binding is not None:
-                binding.put([flat for flat in unit.trained if flat.span.spec.group >= 0], state)
+            for binding, state in zip(bindings, states):
+                binding.put([flat for flat in unit.trained if binding.has(flat)], state)
             self._put_grads(unit.trained, grads)
         self._note_flags()
 

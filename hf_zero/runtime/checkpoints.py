@@ -1,7 +1,7 @@
 """One engine's checkpoint: `Engine.save` and `Engine.load`, and the save that goes on behind training.
 
     folder/  weights and small files as `save_pretrained` writes them (see `weights.WeightFormat`)
-             optimizer/STATE.safetensors, optimizer/optimizer.json
+             optimizer/STATE.safetensors, optimizer/optimizer.json; of further optimizers optimizer_1/, optimizer_2/, …
              zero_state.json, zero_state.safetensors     schedulers and the like, random states of every rank
              zero_manifest.json                          last: see `manifest`
 
@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import naming
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import check_version
-from ..checkpoint.save import Saving
+from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.weights import Stateful, format_of, pack, random_states, set_random_states, unpack
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
@@ -46,7 +46,7 @@ def save(
     *,
     max_shard_size: int | str,
     outline: Callable[[], dict[str, Any]],
-    options: list[dict[str, Any]] | None,
+    optimizers: Sequence[OptimizerPieces],
     objects: Mapping[str, Stateful] | None,
     finish: Callable[[Saving], None],
 ) -> None:
@@ -54,14 +54,14 @@ def save(
 
     Args:
         outline: the model's state dict without values.
-        options: of the optimizer's groups; None: without the optimizer.
+        optimizers: whose states, in their order; none: weights only.
         finish: commits, now or behind training.
     """
     saving = Saving(sharded.wire, folder, stage=sharded.config.stage, precision=str(sharded.precision))
     with saving:
         put_weights(saving, sharded, outline, max_shard_size)
-        if options is not None and sharded.optimizer is not None:
-            saving.optimizer(OptimizerPieces(sharded.units, sharded.optimizer, options), max_shard_size=max_shard_size)
+        for index, state in enumerate(optimizers):
+            saving.optimizer(state, max_shard_size=max_shard_size, folder=optimizer_folder(index))
         _put_objects(saving, sharded.wire, objects or {})
         finish(saving)
 
@@ -82,7 +82,7 @@ def load(
     objects: Mapping[str, Stateful] | None,
     verify: bool,
     strict: bool,
-    options: Callable[[], list[dict[str, Any]]],
+    optimizers: Callable[[], list[OptimizerPieces]],
     make_room: Callable[[Mapping[str, str]], None],
     refresh: Callable[[], None],
     recover: Callable[[], None],
@@ -90,7 +90,7 @@ def load(
     """See `Engine.load`. No save is under way.
 
     Args:
-        options: of the optimizer's groups. As they are once the weights are loaded.
+        optimizers: what is to be filled, in the order of the save. As it is once there is room, and weights are loaded.
         make_room: called before anything is written, with what `Loading.marks` gives.
         refresh: called when masters were written, also where that broke off.
         recover: called when masters and the optimizer's state were all written.
@@ -103,19 +103,21 @@ def load(
             stacklevel=3,
         )
     wanted = loading.has_optimizer() if load_optimizer is None else load_optimizer
-    if wanted and sharded.optimizer is None:
+    if wanted and not sharded.optimizers:
         if load_optimizer:
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
+    folders = [optimizer_folder(index) for index in range(len(sharded.optimizers))] if wanted else []
     if wanted:
-        make_room(loading.marks())
+        make_room({name: mark for folder in folders for name, mark in loading.marks(folder).items()})
     try:
         loading.weights(ParameterPieces(sharded.units), sharded.model, format_of(sharded.model), strict=strict)
-        if wanted and sharded.optimizer is not None:
-            loading.optimizer(OptimizerPieces(sharded.units, sharded.optimizer, options()))
+        if wanted:
+            for folder, state in zip(folders, optimizers()):
+                loading.optimizer(state, folder=folder)
     finally:
         refresh()
-    if wanted or sharded.optimizer is None:
+    if wanted or not sharded.optimizers:
         recover()
     _take_objects(loading, sharded.wire, objects or {})
 

@@ -49,6 +49,7 @@ class Checks:
         self._step = 0  # the one that is made
         self._depth = 0  # a `step` that calls its base class's runs the hooks of both
         self._in_closure = False  # forwards belong to the step
+        self._optimizer: torch.optim.Optimizer | None = None  # whose step it is
         self.handles = PassHooks(sharded.model, hosts, self._sightings, self._gathered, self._used).handles
         self._observe()
 
@@ -112,22 +113,26 @@ class Checks:
             self._replicas.compare(self._step, *self._replicas.before_step(self._is_due))
         self._depth = 1
 
-    def before_update(self, *, has_closure: bool) -> None:
+    def before_update(self, optimizer: torch.optim.Optimizer, index: int, *, has_closure: bool) -> None:
         """Gradients are as the optimizer is to have them. A collective.
+
+        Args:
+            index: which of the model's optimizers it is.
 
         Raises:
             NumericsError: one is not finite; where that came from, on every rank.
         """
         if self._depth != 1:
             return
-        self._in_closure = has_closure
+        self._in_closure, self._optimizer = has_closure, optimizer
         if self._skips():
-            self._reference.before_step("a loss scaler leaves this step out")
+            self._reference.before_step(optimizer, index, "a loss scaler leaves this step out")
             return
         self._depth = 0  # if it raises, there was no step
-        self._refuse(next(self._bad_gradients(), None), self._why_gradient)
+        self._refuse(next(self._bad_gradients(index), None), self._why_gradient)
         self._depth = 1
-        self._reference.before_step("its closure makes the gradients inside the step" if has_closure else None)
+        why_not = "its closure makes the gradients inside the step" if has_closure else None
+        self._reference.before_step(optimizer, index, why_not)
 
     def after_step(self) -> None:
         """All is updated, whole parameters are gathered again. A collective.
@@ -148,12 +153,12 @@ class Checks:
             self._replicas.compare(self._step, self._replicas.after_step())
         self._sightings.clear()
 
-    def _bad_gradients(self) -> Iterator[str]:
-        return (what for unit in self._sharded.units for what in bad_gradients(unit))
+    def _bad_gradients(self, optimizer: int | None = None) -> Iterator[str]:
+        return (what for unit in self._sharded.units for what in bad_gradients(unit, optimizer))
 
     def _skips(self) -> bool:
         """A loss scaler has left it to the optimizer to pass this step, since gradients have overflowed."""
-        found = getattr(self._sharded.optimizer, "found_inf", None)
+        found = getattr(self._optimizer, "found_inf", None)
         return isinstance(found, torch.Tensor) and bool(found.sum())
 
     def _refuse(self, mine: str | None, why: Callable[[Sequence[Sequence[Sighting]]], str]) -> None:
@@ -183,7 +188,7 @@ class Checks:
     def _why_update(self, everyone: Sequence[Sequence[Sighting]]) -> str:
         if any(everyone):
             return f"{_first_of(everyone)}. Weights have it now: go on from the last checkpoint"
-        name = type(self._sharded.optimizer).__name__
+        name = type(self._optimizer).__name__
         return (
             f"Its gradient was finite: the step of {name} made it (lr, eps, an overflowed state). Weights have it now: go on "
             "from the last checkpoint"

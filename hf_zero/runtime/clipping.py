@@ -265,20 +265,25 @@ class Overflow:
             for flat in flats:
                 flat.grads()
         if reduced:
-            self._share([grad for flat in flats for _, grad in flat.grads()])
+            count = 1 + max((flat.span.optimizer for flat in flats), default=0)
+            by_optimizer: list[list[Tensor]] = [[] for _ in range(count)]
+            for flat in flats:
+                by_optimizer[flat.span.optimizer] += (grad for _, grad in flat.grads())
+            self._share(by_optimizer)
 
-    def _share(self, grads: Sequence[Tensor]) -> None:
-        """On every rank, whatever gradients it has: the others wait for its answer."""
-        found = torch.zeros((), device=self._device)
-        for place in {grad.device for grad in grads}:
-            here = _any_infinite([grad for grad in grads if grad.device == place])
-            found = torch.maximum(found, here.to(self._device))
-        found = self._wire.max_scalar(found)
-        infinite = torch.where(found > 0, float("inf"), 0.0)
-        for grad in grads:
-            if grad.numel():  # an element to carry it: the padding of a span will do
-                grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
-                break
+    def _share(self, by_optimizer: Sequence[Sequence[Tensor]]) -> None:
+        """On every rank, whatever gradients it has: the others wait for its answer. A loss scaler asks for each optimizer."""
+        everyone = [torch.zeros((), device=self._device) for _ in by_optimizer]
+        for index, grads in enumerate(by_optimizer):
+            for place in {grad.device for grad in grads}:
+                here = _any_infinite([grad for grad in grads if grad.device == place])
+                everyone[index] = torch.maximum(everyone[index], here.to(self._device))
+        found = self._wire.max_scalar(everyone[0] if len(everyone) == 1 else torch.stack(everyone))
+        for grads, infinite in zip(by_optimizer, torch.where(found > 0, float("inf"), 0.0).view(-1).unbind()):
+            for grad in grads:
+                if grad.numel():  # an element to carry it: the padding of a span will do
+                    grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
+                    break
 
 
 def _computes_in_float16(device: torch.device) -> bool:

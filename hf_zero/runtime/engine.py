@@ -40,13 +40,14 @@ from .clipping import Overflow, clip_norm, clip_values
 from .compiling import Block, Compile, Failures, refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .flat_param import Flat
 from .offload import STATES, Offload
-from .optimizer import Binding, WholeBinding
 from .ownership import refuse_owned
+from .pieces import OptimizerPieces
 from .preemption import Preemption
 from .sharded import Sharded
 from .training import Training
 from .transports import Roads
 from .usage import Usage, report
+from .whole_optimizer import WholeBinding
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -57,7 +58,8 @@ class Engine:
     Attributes:
         sharded: all there is of it, as data.
         model: the module itself, same type, parameters now views of flat spans.
-        optimizer: the optimizer bound to it, or None.
+        optimizer: the optimizer bound to it, the first of several, or None.
+        optimizers: all of them.
         layout: where each element lives.
         traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`;
             with replicas also `across`).
@@ -66,7 +68,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         config: ZeroConfig,
         mixed_precision: str | None,
         machine: Machine | None = None,
@@ -106,8 +108,8 @@ class Engine:
             names = self.sharded.names
             refuse_owned(names)
             overflow = Overflow(model, self.precision, self._wire, self.device)
-            originals = [] if optimizer is None else self._assembly.originals(optimizer, None)
-            kind = Binding if optimizer is None else self._assembly.kind_of_binding(optimizer)
+            originals = self._assembly.originals(optimizers, ())
+            kinds = self._assembly.kinds_of_binding(optimizers)
             specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
         self._wire.open_groups()
@@ -119,7 +121,7 @@ class Engine:
         self.sharded.storage = self.offload.storage
         self.offload.storage.wide = overflow.possible
         with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
-            self.sharded.plan = self._assembly.plan(specs, optimizer, machine, self.offload.ranks_here)
+            self.sharded.plan = self._assembly.plan(specs, optimizers, machine, self.offload.ranks_here)
             self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
             if config.step_in_backward and overflow.possible:
                 raise ConfigError(
@@ -139,7 +141,7 @@ class Engine:
             self.sharded, self._assembly, self.offload, overflow, self._patches, machine, mixed_precision
         )
         self.buffers, self.schedule = self._training.buffers, self._training.schedule
-        self._training.adopt(optimizer, originals, kind)
+        self._training.adopt(optimizers, originals, kinds)
         self._patches.method(model, "compile", self.compile)
         model.__dict__[_ENGINE] = self
         self.offload.explain_with(self.sharded.advice)
@@ -176,7 +178,11 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        return self.sharded.optimizer
+        return self.sharded.optimizers[0] if self.sharded.optimizers else None
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return tuple(self.sharded.optimizers)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -191,11 +197,15 @@ class Engine:
     def layout(self) -> Layout:
         return self.sharded.layout
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         """Attach an optimizer built over `model.parameters()`, before or after sharding. A collective.
 
         The object and its `param_groups` dicts stay; `group["params"]` becomes this rank's flat spans. Binding the same
         optimizer again is a no-op unless groups were added to it.
+
+        Args:
+            optimizer: one joins those that are bound; of these it takes the place of any that has one of its parameters. A
+                list: these from now on, and no others.
 
         Raises:
             UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
@@ -325,10 +335,20 @@ class Engine:
             self._training.recorder = None
 
     def group_options(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: their options, and under `params` the parameters' names."""
-        if self._training.binding is None:
-            return []
-        return self._training.binding.group_options({param: names[0] for param, names in self.sharded.names.items()})
+        """The groups of the optimizers, one after another: their options, and under `params` the parameters' names."""
+        return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
+        """What a checkpoint writes and fills of a bound optimizer.
+
+        Raises:
+            StateError: it is not bound.
+        """
+        binding = self._training.bound(optimizer, "state")
+        return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
+
+    def _optimizer_states(self) -> list[OptimizerPieces]:
+        return [self.optimizer_state(optimizer) for optimizer in self.optimizers]
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -364,7 +384,7 @@ class Engine:
             folder,
             max_shard_size=max_shard_size,
             outline=self.outline,
-            options=self.group_options() if save_optimizer else None,
+            optimizers=self._optimizer_states() if save_optimizer else (),
             objects=objects,
             finish=self.save_behind if async_save else Saving.commit,
         )
@@ -406,7 +426,7 @@ class Engine:
             objects=objects,
             verify=verify,
             strict=strict,
-            options=self.group_options,
+            optimizers=self._optimizer_states,
             make_room=self.make_room,
             refresh=self.refresh,
             recover=self.offload.recover,
@@ -466,16 +486,17 @@ class Engine:
             ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
-        if isinstance(self._training.binding, WholeBinding):
-            raise ConfigError(
-                f"offload_states: {type(self.optimizer).__name__} steps over whole parameters, whose state does not move: use "
-                "an element-wise optimizer"
-            )
+        for binding in self._training.bindings:
+            if isinstance(binding, WholeBinding):
+                raise ConfigError(
+                    f"offload_states: {type(binding.optimizer).__name__} steps over whole parameters, whose state does not "
+                    "move: use an element-wise optimizer"
+                )
         self.sharded.refuse_unsharded("offload_states")
         with self._wire.watch.doing("Engine.offload_states"):
             self.flush()
             self.quiesce()
-            self.offload.leave(include, self.optimizer)
+            self.offload.leave(include, self.sharded.optimizer_of)
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
@@ -484,7 +505,7 @@ class Engine:
             StateError: nothing is away.
         """
         with self._wire.watch.doing("Engine.reload_states"):
-            self.offload.come_back(self.optimizer)
+            self.offload.come_back(self.sharded.optimizer_of)
             self._training.gradients.show_slices()
 
     @property
@@ -553,8 +574,8 @@ class Engine:
             self.quiesce()
             if self.schedule.order.preemption is not None:
                 self.schedule.order.preemption.close()
-            binding = self._training.binding
-            state = None if binding is None else binding.plain_state()
+            bindings = self._training.bindings
+            states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
                 self.recorder.close()
             self._assembly.dissolve()
@@ -562,9 +583,9 @@ class Engine:
         self.schedule.detach()
         self._patches.take_off()
         self.model.__dict__.pop(_ENGINE, None)
-        if binding is not None and state is not None:
+        for binding, state in zip(bindings, states):
             binding.unbind(state)
-            self._training.binding = self.sharded.optimizer = None
+        self._training.bindings, self.sharded.optimizers = [], []
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
@@ -576,7 +597,7 @@ class Engine:
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     config: ZeroConfig | None = None,
     *,
     mixed_precision: str | None = "no",
@@ -593,8 +614,8 @@ def shard(
     Args:
         model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
         optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
-            whole matrices (Adafactor, Muon) where nothing is cut: stage 0 or one rank, with its state in memory. None to
-            evaluate only, or to `Engine.bind` one later.
+            whole matrices (Adafactor, Muon) with its state in memory. Several in a list, each over parameters of its own:
+            `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`. None to evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
             does. None: where the model is.
@@ -609,7 +630,11 @@ def shard(
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     model, compile_ = take_wrapper_off(model)
-    engine = Engine(model, optimizer, config or ZeroConfig(), mixed_precision, machine, device, roads)
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        optimizers = [] if optimizer is None else [optimizer]
+    else:
+        optimizers = list(optimizer)
+    engine = Engine(model, optimizers, config or ZeroConfig(), mixed_precision, machine, device, roads)
     if compile_ is not None:
         engine.compile(using=compile_)
     return engine

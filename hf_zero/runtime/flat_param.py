@@ -109,7 +109,7 @@ class Flat(SpanGradients):
         """Another type than `views`' in which parameters are shown, see `show_in`."""
         self.wholes: dict[int, nn.Parameter] | None = None
         """By place in `params`, a view of the master of true shape of each that this rank owns, where the optimizer has those
-        (`optimizer.WholeBinding`)."""
+        (`whole_optimizer.WholeBinding`)."""
         self.codec = gather_codec(span)
         self._shares = shares_memory(span, policy)
         """`own` may be the memory of the masters."""

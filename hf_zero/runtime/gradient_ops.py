@@ -72,7 +72,7 @@ class Gradients:
     def show_slices(self) -> None:
         """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
         self._slice_norms.clear()
-        if self.sharded.layout.shards == 1 or self.sharded.optimizer is None:
+        if self.sharded.layout.shards == 1 or not self.sharded.optimizers:
             return
         for place, flat in enumerate(self._flats()):
             first = place
@@ -149,10 +149,10 @@ class Gradients:
         flat.handles.show()
 
     @torch.no_grad()
-    def zero(self) -> None:
-        """Reduced gradients are zeros afterwards; what waits on this rank is forgotten."""
+    def zero(self, flats: Sequence[Flat]) -> None:
+        """Reduced gradients of these are zeros afterwards; what waits on this rank is forgotten."""
         self._writes += 1
-        for flat in self._flats():
+        for flat in flats:
             flat.drop_grads(local=flat.is_reduced)
             for _, grad in flat.grads():
                 grad.zero_()

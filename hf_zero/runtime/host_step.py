@@ -132,19 +132,24 @@ class Stepper:
         self.memory_bytes += nbytes
         self.storage.ledger.host.add("staging", nbytes)
 
-    def begin(self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, twin: Twin, after: Any) -> None:
+    def begin(
+        self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, index: int, twin: Twin, after: Any
+    ) -> None:
         """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
+
+        Args:
+            index: which of the model's optimizers it is; the others' spans stay as they are.
 
         Raises:
             StateError: an earlier step broke.
         """
         self.check()
         for unit in units:
-            claims = [claim for flat in unit.trained if flat.span.spec.group >= 0 for claim in _claims(flat)]
+            claims = [claim for flat in unit.trained if _is_of(flat, index) for claim in _claims(flat)]
             if not claims:
                 continue
             step = Step(claims, twin, optimizer, optimizer.state, after, self)
-            unit.stepping = step
+            unit.stepping = step  # units are updated in turn: one of another optimizer's, under way, is done before it
             with self._lock:
                 self._queued += 1
                 for claim in claims:
@@ -459,6 +464,11 @@ def _own_copy(value: Any) -> Any:
 
 def _read(entries: dict[str, Any]) -> dict[str, Any]:
     return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
+
+
+def _is_of(flat: Flat, index: int) -> bool:
+    spec = flat.span.spec
+    return spec.group >= 0 and spec.optimizer == index
 
 
 def _claims(flat: Flat) -> Iterable[_Claim]:

@@ -62,6 +62,8 @@ class Movable:
         self.flat.move(rest, tiers, optimizer, keep_full=self.unit.policy.keep_full)
 
 
+OptimizerOf = Callable[[Flat], torch.optim.Optimizer | None]
+"""See `Sharded.optimizer_of`."""
 MOVES_PER_STEP = 4
 """Shards or spans that are moved between two steps at most."""
 CALM_STEPS = 10
@@ -81,7 +83,7 @@ class Monitor:
     def __init__(self, sharded: Sharded, free_host_bytes: Callable[[], int]) -> None:
         self._sharded = sharded
         self._free_host_bytes = free_host_bytes
-        self._states = state_tensors(sharded.optimizer)
+        self._states = state_tensors(sharded.optimizers)
         self._step = 0
         self._calm = 0
         self.moves: list[str] = []
@@ -205,7 +207,7 @@ class Monitor:
         what = f"step {self._step}: {'parameters' if item.shard is None else 'optimizer state'} of {item.unit.name!r}"
         line = f"{what} ({size_text(item.nbytes(self._states))}) from the {before.value} to the {tier.value}: {why}"
         try:
-            item.move(tier, self._sharded.optimizer)
+            item.move(tier, self._sharded.optimizer_of(item.flat))
         except (TierError, ConfigError) as error:
             self._refused.add(tier)
             line = f"{what} stays on the {before.value}: {error}"
@@ -276,7 +278,7 @@ class Arrangement:
             ]
         )
 
-    def leave(self, names: set[str], optimizer: torch.optim.Optimizer | None) -> None:
+    def leave(self, names: set[str], optimizer_of: OptimizerOf) -> None:
         """What rests on the device and is of `names` (`parameters`, `gradients`, `optimizer`) goes to host memory."""
         for place in self._places:
             flat = place.flat
@@ -295,12 +297,13 @@ class Arrangement:
                 tiers = [_below(tier) for tier in tiers]
             if rest is not flat.rest and place.unit.policy.keep_full:
                 place.unit.state = State.SHARDED
-            flat.move(rest, tiers, optimizer)
+            flat.move(rest, tiers, optimizer_of(flat))
 
-    def restore(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def restore(self, optimizer_of: OptimizerOf) -> None:
         """Everything is where it was when this was made."""
         for place in self._places:
-            place.flat.move(place.rest, place.tiers, optimizer, keep_full=place.unit.policy.keep_full)
+            keep_full = place.unit.policy.keep_full
+            place.flat.move(place.rest, place.tiers, optimizer_of(place.flat), keep_full=keep_full)
         for flat, index, grad in self._gradients:
             shard = flat.shards[index]
             shard.device_grad = grad.to(shard.master.device, copy=True)

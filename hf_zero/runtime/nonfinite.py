@@ -185,9 +185,15 @@ def look_at_local(unit: Unit, sightings: Sightings) -> None:
                 return
 
 
-def bad_gradients(unit: Unit) -> Iterator[str]:
-    """Reduced gradients on this rank, as the step is to have them."""
+def bad_gradients(unit: Unit, optimizer: int | None = None) -> Iterator[str]:
+    """Reduced gradients on this rank, as the step is to have them.
+
+    Args:
+        optimizer: of the spans of one of the model's optimizers; None: of all.
+    """
     for flat in unit.trained:
+        if optimizer not in (None, flat.span.optimizer):
+            continue
         for shard in flat.shards if flat.span.is_updated else ():
             grad = shard.grad
             kind = None if grad is None else kind_of(grad)

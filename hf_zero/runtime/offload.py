@@ -17,7 +17,7 @@ from ..plan.costs import Placement
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 from .host_step import Stepper
-from .moves import Arrangement, Monitor
+from .moves import Arrangement, Monitor, OptimizerOf
 from .shadow_optimizer import Twin
 from .transports import Roads
 from .unit import Unit
@@ -96,8 +96,8 @@ class Offload:
                 for shard in flat.shards:
                     shard.hide_grad()
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After it: start to update offloaded shards in another thread, unit by unit, in the order of the next forward.
+    def begin_step(self, optimizer: torch.optim.Optimizer, index: int) -> None:
+        """After it: start to update offloaded shards of its in another thread, unit by unit, in the order of the next forward.
 
         Once per step: where an optimizer's `step` calls that of its base class, torch runs the hooks of both.
 
@@ -114,10 +114,13 @@ class Offload:
         self._before = None
         mark, self._mark = self._mark, None
         if left:
-            self._stepping().begin(left, optimizer, self._new_twin(optimizer), mark)
+            self._stepping().begin(left, optimizer, index, self._new_twin(optimizer), mark)
 
-    def end_step(self) -> None:
-        """After the optimizer's own step: what is gathered is old, and groups show their gradients again.
+    def end_step(self, index: int) -> None:
+        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again.
+
+        Args:
+            index: which of the model's optimizers it is.
 
         Raises:
             StateError, TierError: on every rank, where state is on disk and one of them could not update it.
@@ -125,7 +128,7 @@ class Offload:
         failure: ZeroError | None = None
         try:
             for unit in self._units:
-                unit.stepped()
+                unit.stepped(index)
         except ZeroError as error:  # parameters could not be written to where they rest
             failure = error
         if self._config.offloads:
@@ -164,7 +167,7 @@ class Offload:
             self._before = None
 
     def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
-        """In backward: this unit's gradients are final.
+        """In backward, of the one optimizer there is: this unit's gradients are final.
 
         Raises:
             StateError: they were not, the last time.
@@ -184,7 +187,7 @@ class Offload:
         if self._before is not None:  # two units' gradients at most are in host memory
             with contextlib.suppress(ZeroError):  # raised where the step ends
                 self._before.wait()
-        self._stepping().begin([unit], optimizer, self._twin, self.storage.link.mark())
+        self._stepping().begin([unit], optimizer, 0, self._twin, self.storage.link.mark())
         self._before = unit.stepping
 
     def land(self) -> None:
@@ -267,7 +270,7 @@ class Offload:
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def leave(self, include: Iterable[str], optimizer: torch.optim.Optimizer | None) -> None:
+    def leave(self, include: Iterable[str], optimizer_of: OptimizerOf) -> None:
         """See `Engine.offload_states`."""
         names = set(include)
         if not names <= set(STATES):
@@ -277,15 +280,15 @@ class Offload:
         if self._away is not None:
             raise StateError("offload_states: states are in host memory already; call reload_states() first")
         self._away = Arrangement.of(self._units)
-        self._away.leave(names, optimizer)
+        self._away.leave(names, optimizer_of)
         empty_cache(self._device)
 
-    def come_back(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def come_back(self, optimizer_of: OptimizerOf) -> None:
         """See `Engine.reload_states`."""
         away, self._away = self._away, None
         if away is None:
             raise StateError("reload_states: no states are away; offload_states() comes first")
-        away.restore(optimizer)
+        away.restore(optimizer_of)
         for unit in self._units:
             unit.gather_if_kept()
 

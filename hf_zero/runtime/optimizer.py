@@ -7,10 +7,10 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,19 @@ from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError
 from .flat_param import Flat, joined, slice_of
 from .optimizer_state import SliceStates, SteppedStates
-from .pieces import merge_scalar
+from .pieces import OptimizerPieces, merge_scalar
 from .shadow_optimizer import states_of
-from .slices import OwnGradient
 from .state_shard import is_elementwise
 from .unit import Unit
 
 
-def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
-    """State tensors per parameter element, for predictions before the first step; 2 (Adam) where it is not known."""
-    if optimizer is None:
-        return 0
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """State tensors per parameter element, for predictions before the first step; 2 (Adam) where it is not known. Of several
+    optimizers the most: an upper bound."""
+    return max((_state_tensors(optimizer) for optimizer in optimizers), default=0)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
     group = optimizer.param_groups[0]
     match type(optimizer).__name__:
         case "SGD":
@@ -47,7 +49,11 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 class Binding:
-    """One optimizer bound to the spans of one model.
+    """One optimizer bound to the spans of one model that are its groups'.
+
+    Args:
+        index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
+        originals: by group, the model's parameters.
 
     Attributes:
         one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
@@ -61,18 +67,18 @@ class Binding:
         units: Sequence[Unit],
         wire: SoloWire,
         originals: list[list[nn.Parameter]],
+        index: int,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.index = optimizer, index
         self.originals = originals
         self._wire = wire
         self.flats: list[Flat] = []
         by_group: list[list[Flat]] = [[] for _ in originals]
         for unit in units:
             for flat in unit.trained:
-                group = flat.span.spec.group
-                if group >= 0:
+                if self.has(flat):
                     self.flats.append(flat)
-                    by_group[group].append(flat)
+                    by_group[flat.span.spec.group].append(flat)
         self._masters = self._stand_ins(by_group)
         for options, params in zip(optimizer.param_groups, self._masters):
             options["params"] = params
@@ -108,6 +114,11 @@ class Binding:
                 if shard.is_offloaded and shard.master in states:
                     shard.put(self.optimizer, states[shard.master])
 
+    def has(self, flat: Flat) -> bool:
+        """Whether its groups have this span, by the span's specs."""
+        spec = flat.span.spec
+        return spec.group >= 0 and spec.optimizer == self.index
+
     def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
         """By group, what the optimizer has instead of the model's parameters."""
         return [[shard.master for flat in mine for shard in flat.shards] for mine in flats]
@@ -122,7 +133,7 @@ class Binding:
         """After the optimizer's own step."""
 
     def forget(self) -> None:
-        """Another optimizer is next: this one has no state of the model's parameters afterwards."""
+        """Another optimizer takes its place: this one has no state of the model's parameters afterwards."""
         self._forget(self.flats)
         self._states, self.optimizer.state = None, defaultdict(dict, self.optimizer.state)
         for flat in self.flats:
@@ -158,6 +169,10 @@ class Binding:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
             for group, params in zip(self.optimizer.param_groups, self.originals)
         ]
+
+    def pieces(self, names: Mapping[nn.Parameter, str]) -> OptimizerPieces:
+        """What a checkpoint writes and fills."""
+        return OptimizerPieces(self.flats, self._wire, self.optimizer, self.group_options(names))
 
     # Full state -----------------------------------------------------------------------------------------------------
 
@@ -377,187 +392,6 @@ class Binding:
         return out
 
 
-class WholeBinding(Binding):
-    """An optimizer over parameters of true shape, for rules that look at whole matrices.
-
-    A span's master stays one flat buffer; each parameter in it gets a **whole**: a Parameter of true shape that is a view of
-    the master, with a `.grad` that is a view of the span's gradient. The optimizer's groups hold the wholes in the order in
-    which they held the model's parameters, and its state is its own, as over a plain model: what it computes is what it
-    would compute there. All state is in the device's memory.
-
-    Where ranks share the model out, no parameter is cut: each has one owner (`ParamSpec.step_cost`), and the groups hold what
-    this rank owns, maybe nothing. The step needs no communication; the next gather spreads what it made.
-    """
-
-    one_gradient = False
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        units: Sequence[Unit],
-        wire: SoloWire,
-        originals: list[list[nn.Parameter]],
-    ) -> None:
-        self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
-        self._shared_out = False
-        super().__init__(optimizer, units, wire, originals)
-
-    def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
-        for flat in self.flats:
-            if flat.wholes is None:
-                flat.make_wholes()
-            self._whole_of |= {flat.params[index]: whole for index, whole in (flat.wholes or {}).items()}
-        self._shared_out = any(flat.span.cuts for flat in self.flats)
-        if self._shared_out:
-            return [[self._whole_of[p] for p in params if p in self._whole_of] for params in self.originals]
-        # A frozen parameter stays itself: it has no gradient, and places in `state_dict()` are counted with it.
-        return [[self._whole_of.get(param, param) for param in params] for params in self.originals]
-
-    def show_grads(self) -> None:
-        self._show_grads(plainly=not self._shared_out)
-
-    def hide_slices(self) -> None:
-        self._show_grads(plainly=True)
-
-    def _show_grads(self, *, plainly: bool) -> None:
-        for flat in self.flats:
-            grad, wholes, keeper = flat.shards[0].device_grad, flat.wholes or {}, flat.handles.keeper
-            if grad is None:
-                for whole in wholes.values():
-                    whole.grad = None
-                continue
-            for index, part in flat.own_wholes(grad):
-                if not flat.present[index]:
-                    wholes[index].grad = None
-                else:
-                    wholes[index].grad = part if plainly or keeper is None else OwnGradient.of(keeper, part)
-
-    def stepped(self) -> None:
-        """An optimizer that gave a whole other memory: its values go where they belong."""
-        for flat in self.flats:
-            flat.settle_wholes()
-        if self._shared_out:
-            self.show_grads()
-
-    def _forget(self, flats: Iterable[Flat]) -> None:
-        for flat in flats:
-            for whole in (flat.wholes or {}).values():
-                self.optimizer.state.pop(whole, None)
-
-    # State: the optimizer's own -------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer gives it, on CPU. On every rank where every rank has all; else a collective, and rank 0 has
-        the values, the others meta tensors.
-        """
-        if self._shared_out:
-            return super().state_dict()
-        state = type(self.optimizer).state_dict(self.optimizer)
-        kept = {
-            index: {
-                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in entries.items()
-            }
-            for index, entries in state["state"].items()
-        }
-        return {**state, "state": kept}
-
-    def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
-        if spread:
-            state = state_dict["state"]
-            state_dict = {**state_dict, "state": {i: self._received(state[i], spread) for i in sorted(state)}}
-        if self._shared_out:
-            state_dict = self._own_part(state_dict)
-        load_plainly(self.optimizer, state_dict)
-
-    def _own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Of a full state, what this rank's groups have, by the same numbers."""
-        groups = [
-            {**group, "params": [i for i, param in zip(group["params"], params) if param in self._whole_of]}
-            for group, params in zip(state_dict["param_groups"], self.originals)
-        ]
-        own = {i for group in groups for i in group["params"]}
-        return {
-            **state_dict,
-            "param_groups": groups,
-            "state": {i: v for i, v in state_dict["state"].items() if i in own},
-        }
-
-    def _check_shapes(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> None:
-        """States may have any shape."""
-
-    def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
-        state, wholes = self.optimizer.state, flat.wholes or {}
-        mine = {index: dict(state[whole]) for index, whole in wholes.items() if whole in state}
-        if flat.span.cuts:
-            mine = self._from_owners(flat, mine, everywhere)
-        return {flat.params[index]: entries for index, entries in sorted(mine.items())}
-
-    def _from_owners(
-        self, flat: Flat, mine: Mapping[int, dict[str, Any]], everywhere: bool
-    ) -> dict[int, dict[str, Any]]:
-        """By place in the span's parameters, the state that their owners have, on CPU: on rank 0, meta tensors elsewhere, or
-        everywhere. A collective; tensors travel one by one, with nothing else of the state in memory twice.
-        """
-        wire = self._wire
-        told = wire.exchange({index: {k: _outline(v) for k, v in entries.items()} for index, entries in mine.items()})
-        out: dict[int, dict[str, Any]] = {}
-        for rank, outlines in enumerate(told):
-            for index, entries in sorted(outlines.items()):
-                out[index] = dict(entries)
-                for key, value in entries.items():
-                    if not isinstance(value, _Outline):
-                        continue
-                    own = mine[index][key].detach().contiguous() if rank == wire.rank else None
-                    here = everywhere or wire.rank == 0
-                    out[index][key] = _sent(wire, own, value, rank, everywhere) if here or own is not None else None
-                    if not here:
-                        out[index][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return out
-
-    def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """For spans that were cut anew: they get wholes, and those the state."""
-        for flat in flats:
-            flat.make_wholes()
-            for index, whole in (flat.wholes or {}).items():
-                entries = state.get(flat.params[index])
-                if entries is not None:
-                    self.optimizer.state[whole] = {k: self._at_home(flat, k, v) for k, v in entries.items()}
-
-    def _at_home(self, flat: Flat, key: str, value: Any) -> Any:
-        group = self.optimizer.param_groups[flat.span.spec.group]
-        is_there = key != "step" or group.get("fused") or group.get("capturable")
-        return value.to(flat.device) if isinstance(value, Tensor) and is_there else value
-
-
-class _Outline(NamedTuple):
-    """A state's tensor whose values are on another rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _outline(value: Any) -> Any:
-    """What of a state ranks tell each other: single values as they are."""
-    if not isinstance(value, Tensor):
-        return value
-    return _Outline(tuple(value.shape), value.dtype) if value.dim() else value.detach().cpu()
-
-
-def _sent(wire: SoloWire, own: Tensor | None, outline: _Outline, source: int, everywhere: bool) -> Tensor:
-    """A tensor of rank `source`, which passes it, on rank 0 or everywhere, on CPU. A collective."""
-    if everywhere:
-        landing = torch.empty(outline.shape, dtype=outline.dtype, device=wire_device(wire, torch.device("cpu")))
-        if own is not None:
-            landing.copy_(own)
-        if landing.numel():
-            wire.broadcast(landing.view(-1).view(torch.uint8), source)
-        return landing.cpu()
-    landing = torch.empty(outline.shape, dtype=outline.dtype)
-    wire.carry(None if own is None else own.view(-1).view(torch.uint8), landing.view(-1).view(torch.uint8), source)
-    return landing
-
-
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else repr(value)
 
@@ -572,14 +406,34 @@ def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def originals_of(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
-) -> list[list[nn.Parameter]]:
-    """The model's parameters in each group of an optimizer that is about to be bound.
+    optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str], bound: Iterable[Binding]
+) -> list[list[list[nn.Parameter]]]:
+    """By optimizer that is about to be bound, the model's parameters in each of its groups.
+
+    Args:
+        bound: as optimizers are now.
 
     Raises:
-        LayoutError: a parameter that the model does not have.
+        LayoutError: a parameter that the model does not have, or that two of them have.
     """
-    if previous is not None and previous.optimizer is optimizer:
+    previous = {binding.optimizer: binding for binding in bound}
+    found = [_originals_of(optimizer, names, previous.get(optimizer)) for optimizer in optimizers]
+    holder: dict[nn.Parameter, int] = {}
+    for number, groups in enumerate(found):
+        for param in (param for group in groups for param in group):
+            if holder.setdefault(param, number) != number:
+                raise LayoutError(
+                    f"parameter {names[param]!r} is in two optimizers, number {holder[param]} "
+                    f"({type(optimizers[holder[param]]).__name__}) and number {number} ({type(optimizers[number]).__name__}): "
+                    "a parameter has one; build them over parts of the model that share nothing"
+                )
+    return found
+
+
+def _originals_of(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
+) -> list[list[nn.Parameter]]:
+    if previous is not None:
         groups = previous.current_originals()
     else:
         groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -612,32 +466,3 @@ def numbered_groups(optimizer: torch.optim.Optimizer, originals: list[list[nn.Pa
         groups.append({**options, "params": list(range(start, start + len(params)))})
         start += len(params)
     return groups
-
-
-def with_closure_followed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `step` with a closure that ends with `call`. None: it has no closure."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    if closure is None:
-        return None
-
-    def followed() -> Any:
-        try:
-            return closure()
-        finally:
-            call()
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": followed}
-    return (args[0], followed, *args[2:]), kwargs
-
-
-def with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `step` after its closure was run, with one that only gives the loss in its place. None: it has none."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    return (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}

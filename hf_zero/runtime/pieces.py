@@ -68,18 +68,23 @@ class ParameterPieces:
 
 
 class OptimizerPieces:
-    """The state of an optimizer that is bound to a model's units, as `checkpoint.pieces.OptimizerState`.
+    """The state of an optimizer that is bound to a model, as `checkpoint.pieces.OptimizerState`.
 
     Args:
+        flats: the spans of its groups.
         groups: as `Engine.group_options` has them.
     """
 
     def __init__(
-        self, units: Sequence[Unit], optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+        self,
+        flats: Sequence[Flat],
+        wire: SoloWire,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
         self.groups = groups
-        self._flats = [flat for unit in units for flat in unit.trained]
-        self._wire = units[0].wire if units else SoloWire()
+        self._flats = flats
+        self._wire = wire
         self._everyones: dict[str, dict[str, Any]] = {}  # by parameter that has one owner: its state, arrays as shapes
         self._optimizer = optimizer
         self._fresh: list[tuple[Shard, dict[str, Any]]] = []

@@ -56,6 +56,7 @@ class Reference:
         """This rank's own gradients in it, whole, float64."""
         self._expected: list[_Expected] = []
         self._why_not: str | None = None
+        self._optimizer: torch.optim.Optimizer | None = None  # whose step is compared
 
     @property
     def is_due(self) -> bool:
@@ -126,19 +127,21 @@ class Reference:
     # Updates ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def before_step(self, why_not: str | None) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, index: int, why_not: str | None) -> None:
         """Gradients are as the optimizer is to have them. A collective on the first steps.
 
         Args:
+            index: which of the model's optimizers it is.
             why_not: why this step cannot be compared; the same on every rank.
         """
-        self._expected, self._why_not = [], why_not
-        optimizer = self._sharded.optimizer
-        if not self.is_due or optimizer is None:
+        self._expected, self._why_not, self._optimizer = [], why_not, optimizer
+        if not self.is_due:
             return
         if why_not is None:
-            self._why_not = why_not = self._reason()
+            self._why_not = why_not = self._reason(index)
         for place in self._sample() if why_not is None else ():
+            if place.slot.spec.optimizer != index:
+                continue
             if not place.flat.present[place.at] or not place.flat.is_reduced:
                 continue
             before, grad, state = place.whole(master_of), place.whole(gradient_of), self._state(place, optimizer)
@@ -151,11 +154,11 @@ class Reference:
                 continue
             self._expected.append(_Expected(place, before, after))
 
-    def _reason(self) -> str | None:
+    def _reason(self, index: int) -> str | None:
         """Why updates cannot be compared, by the settings."""
         if self._sharded.config.step_in_backward:
             return "with step_in_backward updates are made before the step"
-        if any(flat.wholes is not None for flat in self._sharded.trained):
+        if any(flat.wholes is not None and flat.span.optimizer == index for flat in self._sharded.trained):
             return "it steps over whole parameters, as in plain training"
         return None
 
@@ -210,7 +213,7 @@ class Reference:
             made, wanted = ((values - each.before).reshape(-1)[at] for values in (now, each.after))
             return (
                 f"the update of {_named(each.place)} is not what plain training makes of the same gradient: element {at} has "
-                f"changed by {_number(made)}, a step of {type(self._sharded.optimizer).__name__} over the whole parameter "
+                f"changed by {_number(made)}, a step of {type(self._optimizer).__name__} over the whole parameter "
                 f"changes it by {_number(wanted)}. An optimizer that talks to other ranks in its step, looks at the "
                 "whole of a parameter or at other parameters, or a fault of hf_zero; stage 0 runs it as plain training does"
             )
@@ -232,7 +235,7 @@ class Reference:
     def _say(self, why: str) -> None:
         if why not in self._said and self._sharded.wire.rank == 0:
             self._said.add(why)
-            name = type(self._sharded.optimizer).__name__
+            name = type(self._optimizer).__name__
             print(f"hf_zero: debug: updates of {name} are not compared with plain training: {why}", file=sys.stderr)
 
 

@@ -81,17 +81,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 class Optimized(Protocol):
-    """What has an optimizer, or none: a sharded model."""
+    """What has optimizers, or none: a sharded model."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
 
 
 class Options:
-    """The options of an optimizer's groups that are plain values or short tensors in host memory: `lr`, `betas`, …
+    """The options of the optimizers' groups that are plain values or short tensors in host memory: `lr`, `betas`, …
 
     Args:
-        of: whose optimizer, which may be another one later.
+        of: whose optimizers, which may be others later.
         edits: what programs have written to parameters: part of the mark.
     """
 
@@ -103,19 +103,21 @@ class Options:
 
     def mark(self) -> int:
         """A number: other options or edits give another. In every backward: a few calls where nothing has changed."""
-        optimizer, edits = self._of.optimizer, self._edits.mark
-        if optimizer is None:
+        optimizers, edits = self._of.optimizers, self._edits.mark
+        if not optimizers:
             return edits
-        now = [value for group in optimizer.param_groups for value in group.values() if type(value) in _PLAIN]
+        now = [v for each in optimizers for group in each.param_groups for v in group.values() if type(v) in _PLAIN]
         if self._again or now != self._seen:
             self._seen, self._again = now, False
             self._mark = zlib.crc32(repr(self.named()).encode()) & 0x7FFFFFFF
         return self._mark + edits
 
     def named(self) -> dict[Named, Any]:
-        optimizer = self._of.optimizer
         out: dict[Named, Any] = {}
-        for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        optimizers = self._of.optimizers
+        groups = [(n, i, group) for n, each in enumerate(optimizers) for i, group in enumerate(each.param_groups)]
+        for number, index, group in groups:
+            which = f" of optimizer {number}" if len(optimizers) > 1 else ""
             for key, value in group.items():
                 if key in ("params", "param_names"):
                     continue
@@ -124,7 +126,7 @@ class Options:
                 self._again = self._again or type(value) not in _PLAIN
                 plain = _plain(value)
                 if plain is not None:
-                    out["option", f"{key!r} of the optimizer's group {index}"] = plain[0]
+                    out["option", f"{key!r} of the optimizer's group {index}{which}"] = plain[0]
         return out
 
     def _written(self) -> dict[Named, Any]:
@@ -267,10 +269,10 @@ class Replicas:
 
     def _counts(self) -> Iterator[tuple[Named, Any]]:
         """States of the optimizer that are one value for a parameter (`step`)."""
-        optimizer = self._sharded.optimizer
-        for unit in self._sharded.units if optimizer is not None else ():
+        for unit in self._sharded.units:
             for flat in unit.trained:
-                if optimizer is not None and flat.span.is_updated:
+                optimizer = self._sharded.optimizer_of(flat)
+                if optimizer is not None:
                     for name, key, value in _single_states(flat, optimizer):
                         plain = _plain(value)
                         if plain is not None:

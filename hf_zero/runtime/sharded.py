@@ -158,7 +158,7 @@ class Sharded:
         layout: where each element lives; its `shards` is 1 where the stage shards nothing.
         units: in the order of the layout. The list stays the same object; a unit in it is replaced where it is cut anew.
         places: where each parameter is.
-        optimizer: the one that is bound, or None.
+        optimizers: those that are bound, in the order that `ParamSpec.optimizer` counts.
         plan: what the units were built by.
         storage: what the tiers share.
         is_unsharded: inside `zero.unsharded`.
@@ -174,7 +174,7 @@ class Sharded:
     layout: Layout = field(init=False)
     units: list[Unit] = field(default_factory=list)
     places: dict[nn.Parameter, Place] = field(default_factory=dict)
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     plan: Plan = field(init=False)
     storage: Storage = field(init=False)
     is_unsharded: bool = False
@@ -191,6 +191,11 @@ class Sharded:
     def trained(self) -> list[Flat]:
         """Those whose parameters require a gradient."""
         return [flat for unit in self.units for flat in unit.trained]
+
+    def optimizer_of(self, flat: Flat) -> torch.optim.Optimizer | None:
+        """The one whose groups have this span."""
+        spec = flat.span.spec
+        return self.optimizers[spec.optimizer] if spec.group >= 0 and spec.optimizer < len(self.optimizers) else None
 
     def advice(self) -> str:
         """What of the settings would have made this model fit on the device as it is now. Without communication."""

@@ -19,14 +19,14 @@ from torch import nn
 from ..comm import agree
 from ..comm.places import AFTER_STEP, NO_GRAD
 from ..core.layout import ParamSpec
-from ..errors import ConfigError, LayoutError, RankMismatchError, StallError, StateError
+from ..errors import LayoutError, RankMismatchError, StallError, StateError
 from ..plan.machine import Machine
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides
 from .autocast import Autocast
 from .buffers import Buffers
-from .build import Assembly
+from .build import Assembly, Groups
 from .checks import Checks
 from .clipping import Overflow
 from .compiling import blocks_of
@@ -34,14 +34,15 @@ from .flat_param import Flat
 from .gradient_ops import Gradients
 from .moves import Monitor
 from .offload import Offload
-from .optimizer import Binding, take_state, with_closure_followed, with_closure_run
+from .optimizer import Binding, take_state
 from .reads import AsTheyAre
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
 from .schedule import Callbacks, Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
-from .transaction import AroundStep, Attempt, HeldSignals, Snapshot
+from .transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
+from .unit import Unit
 from .unsharded import Unsharded
 from .usage import free_device_bytes
 from .writes import WriteWatch
@@ -57,7 +58,7 @@ class Training:
         patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
 
     Attributes:
-        binding: how the optimizer is bound; None: there is none.
+        bindings: how the optimizers are bound, in the order of `Sharded.optimizers`.
         blocks: parts of the model that may be compiled by themselves.
         buffers: those that follow rank 0's.
         gradients: what parameters show as `.grad`.
@@ -82,14 +83,20 @@ class Training:
         self.offload = offload
         self._assembly, self._overflow, self._patches = assembly, overflow, patches
         self._machine, self._mixed_precision = machine, mixed_precision
-        self.binding: Binding | None = None
+        self.bindings: list[Binding] = []
+        self._taken: set[torch.optim.Optimizer] = set()  # whose methods are ours
         self._trains_unbound: bool | None = False
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
         self._held = HeldSignals()
-        self._attempt: Attempt | None = None  # the step under way
-        self._has_gradients = False  # of a backward since `zero_grad`
-        self._lost: str | None = None  # why this step's gradients are not all there
+        self._attempts: dict[
+            torch.optim.Optimizer, Attempt
+        ] = {}  # the step under way; steps, where a closure makes another's
+        self._stepped: set[torch.optim.Optimizer] = (
+            set()
+        )  # in this step of the model: since the last backward, each once
+        self._uncleared: set[int] = set()  # optimizers with gradients of a backward since their `zero_grad`
+        self._lost: dict[int, str] = {}  # by optimizer, why this step's gradients are not all there
         self.recorder: Recorder | None = None
         self._unsharded: Unsharded | None = None
         self.buffers = Buffers(self.model, self._wire)  # sends rank 0's, on the device
@@ -106,11 +113,10 @@ class Training:
             patches.hooks(*self._checks.handles)
 
     def adopt(
-        self, optimizer: torch.optim.Optimizer | None, originals: list[list[nn.Parameter]], kind: type[Binding]
+        self, optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], kinds: Sequence[type[Binding]]
     ) -> None:
-        """After the hooks: bind the optimizer, if there is one, and take over the model's methods. A collective."""
-        if optimizer is not None:
-            self._bind(optimizer, originals, kind)
+        """After the hooks: bind the optimizers, and take over the model's methods. A collective."""
+        self._bind(optimizers, originals, kinds)
         overrides.put_on(self._patches, self.model, self._assembly, self.zero_grad, self.quiesce)
         if self._wire.size > 1 and (not self.policy.keep_full or self.buffers.watched):
             overrides.generate_together(self._patches, self.model, self.buffers.apart, self.releases, self._generates)
@@ -137,9 +143,7 @@ class Training:
             Callbacks(
                 before_forward=self._before_forward,
                 before_backward=self._before_backward,
-                after_reduce=(lambda unit: self.offload.step_unit(unit, self.sharded.optimizer))
-                if in_backward
-                else None,
+                after_reduce=self._step_unit if in_backward else None,
                 ask=self.buffers.changed,
                 after_backward=self._after_backward,
                 broke_off=self._backward_broke_off,
@@ -157,60 +161,85 @@ class Training:
 
     # The optimizer ----------------------------------------------------------------------------------------------------
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attach an optimizer built over `model.parameters()`, before or after sharding. A collective.
-
-        The object and its `param_groups` dicts stay; `group["params"]` becomes this rank's flat spans. Binding the same
-        optimizer again is a no-op unless groups were added to it.
-
-        Raises:
-            UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
-        """
-        previous = self.binding
-        if previous is not None and previous.optimizer is optimizer and previous.is_current():
+    def bind(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        """See `Engine.bind`."""
+        wanted = self._wanted(optimizers)
+        bound = [binding.optimizer for binding in self.bindings]
+        if _same(bound, wanted) and all(binding.is_current() for binding in self.bindings):
             return
         self.sharded.refuse_unsharded("Engine.bind")
         with self._assembly.tried():
             with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
-                kind = self._assembly.kind_of_binding(optimizer)
-                if previous is not None and previous.optimizer is optimizer and type(previous) is not kind:
-                    raise LayoutError(
-                        f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did not, "
-                        "or the other way round: build the optimizer anew with all its groups, and bind that"
-                    )
-                originals = self._assembly.originals(optimizer, previous)
+                kinds = self._assembly.kinds_of_binding(wanted)
+                for optimizer, kind in zip(wanted, kinds):
+                    binding = self.binding_of(optimizer)
+                    if binding is not None and type(binding) is not kind:
+                        raise LayoutError(
+                            f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did "
+                            "not, or the other way round: build the optimizer anew with all its groups, and bind that"
+                        )
+                originals = self._assembly.originals(wanted, self.bindings)
                 specs = self._assembly.specs(originals)
             agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
         self.quiesce()
-        if previous is not None and previous.optimizer is not optimizer:
-            previous.forget()
-            previous = None
-        if self._assembly.cuts_otherwise(specs):
-            if any(flat.grads() for flat in self.sharded.trained):
-                raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
-            self._recut(specs, optimizer, previous)
-        self._bind(optimizer, originals, kind)
+        cuts_otherwise = self._assembly.cuts_otherwise(specs)
+        if cuts_otherwise and any(flat.grads() for flat in self.sharded.trained):
+            raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
+        kept = []
+        for binding in self.bindings:
+            if binding.optimizer in wanted:
+                binding.index = wanted.index(binding.optimizer)
+                kept.append(binding)
+            else:
+                binding.forget()
+        if cuts_otherwise:
+            self._recut(specs, wanted, kept)
+        self._bind(wanted, originals, kinds)
         self._watch()
+
+    def _wanted(
+        self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> list[torch.optim.Optimizer]:
+        """All that are to be bound. One alone joins those that are, in the place of those that have parameters of its."""
+        if not isinstance(optimizers, torch.optim.Optimizer):
+            return list(optimizers)
+        bound = [binding.optimizer for binding in self.bindings]
+        if any(each is optimizers for each in bound):
+            return bound
+        given = {param for group in optimizers.param_groups for param in group["params"]}
+        places = [
+            index
+            for index, binding in enumerate(self.bindings)
+            if any(param in given for params in binding.current_originals() for param in params)
+        ]
+        if not places:
+            return [*bound, optimizers]
+        return [optimizers if i == places[0] else each for i, each in enumerate(bound) if i not in places[1:]]
+
+    def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding | None:
+        for binding in self.bindings:
+            if binding.optimizer is optimizer:
+                return binding
+        return None
 
     def _recut(
         self,
         specs: list[list[ParamSpec]],
-        optimizer: torch.optim.Optimizer | None,
-        binding: Binding | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        bindings: Sequence[Binding],
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self.writes.settle()
-        self.sharded.plan = self._assembly.plan(specs, optimizer, self._machine, self.offload.ranks_here)
-        self._assembly.recut(specs, binding, self.sharded.plan.placements)
+        self.sharded.plan = self._assembly.plan(specs, optimizers, self._machine, self.offload.ranks_here)
+        self._assembly.recut(specs, bindings, self.sharded.plan.placements)
         self.schedule.recut(self.units)
         self.writes.restart()
 
     def _part_spans(self) -> None:
         """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
-        binding = self.binding
-        if binding is None or not binding.one_gradient or self.config.step_in_backward:
+        if self.config.step_in_backward or not any(binding.one_gradient for binding in self.bindings):
             return
-        specs = self._assembly.parted(binding.originals)
+        specs = self._assembly.parted(self._originals)
         if specs is not None:
             self._cut_anew(specs)
 
@@ -221,8 +250,7 @@ class Training:
         self.schedule.notice_again()
         if not self._assembly.has_unfrozen:
             return
-        binding = self.binding
-        originals = [] if binding is None else binding.originals
+        originals = self._originals
         specs = self._assembly.specs(originals)
         agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
         self.flush()
@@ -230,21 +258,29 @@ class Training:
         self._cut_anew(specs)
 
     def _cut_anew(self, specs: list[list[ParamSpec]]) -> None:
-        """Between passes: the same optimizer over other spans. A collective."""
-        binding = self.binding
+        """Between passes: the same optimizers over other spans. A collective."""
+        bindings = self.bindings
         with self._held:  # there is no way back half way
-            self._recut(specs, self.sharded.optimizer, binding)
-            if binding is not None:
-                self._bind(binding.optimizer, binding.originals, type(binding))
+            optimizers = [binding.optimizer for binding in bindings]
+            self._recut(specs, optimizers, bindings)
+            self._bind(optimizers, self._originals, [type(binding) for binding in bindings])
             self.gradients.show()
             self._watch()
 
+    @property
+    def _originals(self) -> list[Groups]:
+        return [binding.originals for binding in self.bindings]
+
     def make_room(self, marks: Mapping[str, str]) -> None:
-        """Before optimizer state is loaded, on every rank with the same `marks`: see `Assembly.arranged`. A collective then."""
-        binding = self.binding
-        if binding is None or not binding.one_gradient or self.config.step_in_backward:
+        """Before optimizer state is loaded, on every rank with the same `marks`: by parameter, what of its state is one value.
+        See `Assembly.arranged`. A collective then.
+        """
+        if self.config.step_in_backward:
             return
-        specs = self._assembly.arranged(binding.originals, marks)
+        sharing = {p for each in self.bindings if each.one_gradient for params in each.originals for p in params}
+        names = {self.sharded.names[param][0] for param in sharing}
+        marks = {name: mark for name, mark in marks.items() if name in names}
+        specs = self._assembly.arranged(self._originals, marks) if marks else None
         if specs is not None:
             self.quiesce()
             self._cut_anew(specs)
@@ -255,44 +291,68 @@ class Training:
             free = partial(self.offload.free_host_bytes, self.offload.ranks_here)
             self.offload.monitor = Monitor(self.sharded, free)
 
-    def _bind(self, optimizer: torch.optim.Optimizer, originals: list[list[nn.Parameter]], kind: type[Binding]) -> None:
-        fresh = self.sharded.optimizer is not optimizer
-        state = take_state(optimizer, originals)
-        agree.same_answer(
-            self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
-        )
-        self.binding = kind(optimizer, self.units, self._wire, originals)
-        self.writes.counts_references = True
-        self.sharded.optimizer = optimizer
-        self.binding.keep_states(offloads=self.config.offloads)
-        if state is not None:
-            self.binding.load_state_dict(state)
-        if fresh:
-            self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
-            self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
-            self._patches.hooks(AroundStep(optimizer, self._step, self._computed))
-            overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
-            self._patches.method(optimizer, "zero_grad", self.zero_grad)
-            self._patches.method(optimizer, "state_dict", self._optimizer_state_dict)
-            self._patches.method(optimizer, "load_state_dict", self._optimizer_load_state_dict)
+    def _bind(
+        self, optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], kinds: Sequence[type[Binding]]
+    ) -> None:
+        states = [take_state(optimizer, groups) for optimizer, groups in zip(optimizers, originals)]
+        for state in states:
+            agree.same_answer(
+                self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
+            )
+        self.bindings = []
+        self.sharded.optimizers = list(optimizers)
+        for index, (optimizer, groups, kind, state) in enumerate(zip(optimizers, originals, kinds, states)):
+            binding = kind(optimizer, self.units, self._wire, groups, index)
+            self.bindings.append(binding)
+            self.writes.counts_references = True
+            binding.keep_states(offloads=self.config.offloads)
+            if state is not None:
+                binding.load_state_dict(state)
+            if optimizer not in self._taken:
+                self._taken.add(optimizer)
+                self._take_methods(optimizer)
 
-    def quiet_binding(self) -> Binding:
-        if self.binding is None:
-            raise ConfigError("no optimizer is bound")
+    def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
+        self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
+        self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
+        self._patches.hooks(AroundStep(optimizer, partial(self._step, optimizer), partial(self._computed, optimizer)))
+        overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
+        self._patches.method(optimizer, "zero_grad", partial(self._zero_grad_of, optimizer))
+        self._patches.method(optimizer, "state_dict", partial(self._optimizer_state_dict, optimizer))
+        self._patches.method(optimizer, "load_state_dict", partial(self._optimizer_load_state_dict, optimizer))
+
+    def bound(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
+        """Raises:
+        StateError: another optimizer has taken its place.
+        """
+        binding = self.binding_of(optimizer)
+        if binding is None:
+            raise StateError(
+                f"{type(optimizer).__name__}.{what}: another optimizer was bound in its place, and it has no parameters of "
+                "this model any more: use that one, or call engine.bind(optimizer)"
+            )
+        return binding
+
+    def _quiet_binding(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
+        binding = self.bound(optimizer, what)
         self.quiesce()
-        return self.binding
+        return binding
 
-    def _optimizer_state_dict(self) -> dict[str, Any]:
-        return self.quiet_binding().state_dict()
+    def _optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return self._quiet_binding(optimizer, "state_dict()").state_dict()
 
-    def _optimizer_load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        binding = self.quiet_binding()
+    def _optimizer_load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        binding = self._quiet_binding(optimizer, "load_state_dict()")
         if binding.one_gradient:
             what = "the optimizer's load_state_dict()"
             with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
                 report.mine = binding.marks(state_dict, self.sharded.names)
             self.make_room(report.everyone[0])
-        self.quiet_binding().load_state_dict(state_dict)
+        self._quiet_binding(optimizer, "load_state_dict()").load_state_dict(state_dict)
+
+    def _step_unit(self, unit: Unit) -> None:
+        """With `step_in_backward`, of the one optimizer there is."""
+        self.offload.step_unit(unit, self.sharded.optimizers[0] if self.sharded.optimizers else None)
 
     # What hooks call --------------------------------------------------------------------------------------------------
 
@@ -308,8 +368,10 @@ class Training:
             )
         self.offload.refuse_while_away("forward")
         self.offload.check()
-        if self.binding is not None and not self.binding.is_current():
-            self.bind(self.binding.optimizer)
+        for binding in self.bindings:
+            if not binding.is_current():
+                self.bind(binding.optimizer)
+                break  # that was all of them
         if self._assembly.look_at_flags():
             self._unfreeze()
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
@@ -345,19 +407,21 @@ class Training:
         self.offload.agree_on_reads()
         if self.schedule.sync:
             self.offload.land()
-        if self.binding is None and self._trains_unbound is False:
+        if not self.bindings and self._trains_unbound is False:
             self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.sharded.layout.shards > 1)
         self.gradients.show()
-        if self.binding is not None:
-            self.binding.show_grads()
+        for binding in self.bindings:
+            binding.show_grads()
         if self._checks is not None:
             self._checks.after_backward(reduced=self.schedule.sync or self.policy.reduce_each_backward)
         self._passes += 1
-        if not self._has_gradients:  # nothing else was lost with a backward that raised before this one
-            self._lost = None
-        self._has_gradients = True
+        for index in [*self._lost]:
+            if index not in self._uncleared:  # nothing else was lost with a backward that raised before this one
+                del self._lost[index]
+        self._uncleared.update(range(max(1, len(self.bindings))))
+        self._stepped.clear()
         self._wire.watch.phase = "what follows the backward"
 
     def _backward_broke_off(self) -> None:
@@ -365,21 +429,22 @@ class Training:
         for unit in self.units:
             unit.drop_grads(shards=True)
         self.offload.backward_broke_off()
-        earlier = ", and those of earlier backwards of this step with them" if self._has_gradients else ""
-        self._lost = f"a backward of this step raised: its gradients are gone{earlier}"
+        for index in range(max(1, len(self.bindings))):
+            earlier = ", and those of earlier backwards of this step with them" if index in self._uncleared else ""
+            self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"
 
-    def _refuse_lost(self, what: str) -> None:
+    def _refuse_lost(self, what: str, reason: str) -> None:
         """Raises:
         StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first.
         """
         self.offload.check()
-        raise StateError(f"{what}: {self._lost}. Call zero_grad() and make the step's forwards and backwards again")
+        raise StateError(f"{what}: {reason}. Call zero_grad() and make the step's forwards and backwards again")
 
     def _optimizer_wrote(self) -> None:
         self.writes.optimizer_wrote = True
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        attempt = self._attempt
+        attempt, binding = self._attempts.get(optimizer), self.bound(optimizer, "step()")
         if attempt is not None:
             attempt.is_complete = False
         self.sharded.refuse_unsharded("optimizer.step()")
@@ -390,8 +455,8 @@ class Training:
         if self.config.offloads:
             arguments = with_closure_run(args, kwargs)
         elif self.sharded.layout.shards > 1:  # it may make backwards, and clip what they leave; then: plain gradients
-            arguments = with_closure_followed(args, kwargs, self._hide_slices)
-        if self.binding is not None and not self.binding.is_current():
+            arguments = with_closure_followed(args, kwargs, partial(self._hide_slices, binding))
+        if not binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
                 "yet: run a forward and a backward before the step"
@@ -400,56 +465,56 @@ class Training:
             self._checks.before_step()
         self.schedule.flush()
         self.schedule.quiesce()
-        if self._lost is not None:
-            self._refuse_lost("optimizer.step()")
+        if binding.index in self._lost:
+            self._refuse_lost("optimizer.step()", self._lost[binding.index])
         self.gradients.settle()
         self.writes.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
         self._part_spans()
-        self._hide_slices()
-        if self.binding is not None:
-            self.binding.keep_states(offloads=self.config.offloads)
-            if self._checks is not None:
-                self._checks.before_update(has_closure=arguments is not None and not self.config.offloads)
-            self.offload.prepare_step()
+        binding = self.bound(optimizer, "step()")  # spans may have been cut anew
+        self._hide_slices(binding)
+        binding.keep_states(offloads=self.config.offloads)
+        if self._checks is not None:
+            has_closure = arguments is not None and not self.config.offloads
+            self._checks.before_update(optimizer, binding.index, has_closure=has_closure)
+        self.offload.prepare_step()
         if attempt is not None:
             attempt.depth += 1
             if attempt.before is None:
                 attempt.before = Snapshot(optimizer)
         return arguments
 
-    def _hide_slices(self) -> None:
+    def _hide_slices(self, binding: Binding) -> None:
         self.gradients.hide_slices()
-        if self.binding is not None:
-            self.binding.hide_slices()
+        binding.hide_slices()
 
-    def _computed(self) -> None:
+    def _computed(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's own step has returned; its post-hooks are next."""
-        attempt = self._attempt
+        attempt = self._attempts.get(optimizer)
         if attempt is not None and attempt.depth == 1:
             attempt.is_computed = True
 
-    def _step(self, step: Callable[[], Any]) -> Any:
+    def _step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         """`optimizer.step()`, as the program calls it: made as a whole or not at all, see `transaction`."""
-        if self._attempt is not None:
+        if optimizer in self._attempts:
             return step()
         with self._held:
-            attempt = self._attempt = Attempt()
+            attempt = self._attempts[optimizer] = Attempt()
             try:
                 return step()
             except BaseException as error:
-                self._step_broke_off(attempt, error)
+                self._step_broke_off(optimizer, attempt, error)
                 raise
             finally:
-                self._attempt = None
+                del self._attempts[optimizer]
 
-    def _step_broke_off(self, attempt: Attempt, error: BaseException) -> None:
+    def _step_broke_off(self, optimizer: torch.optim.Optimizer, attempt: Attempt, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         if attempt.is_committing:
             if not isinstance(error, StallError):  # after which nothing is used any more
                 self.offload.fail(reason)
         elif attempt.is_computed:  # a post-hook of the program's, before ours: the other ranks are making this step
-            self._after_step()
+            self._after_step(optimizer)
         elif attempt.is_complete:
             if attempt.depth:  # a class's step that goes on after its base's
                 self.offload.fail(reason)
@@ -459,28 +524,30 @@ class Training:
                 self.offload.fail(f"{reason}; {written} had been written")
         self.offload.show_grads()
         self.gradients.show_slices()
-        if self.binding is not None:
-            self.binding.show_grads()
+        for binding in self.bindings:
+            binding.show_grads()
         self._wire.watch.phase = "what follows a step that raised"
 
-    def _after_step(self, *_: Any) -> None:
-        attempt = self._attempt
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        attempt, binding = self._attempts.get(optimizer), self.bound(optimizer, "step()")
         if attempt is not None:
             attempt.depth -= 1
             attempt.is_computed, attempt.is_committing = False, True
-        if self.binding is not None:
-            self.binding.stepped()
-            self.offload.begin_step(self.binding.optimizer)
-        self._wire.watch.step += 1
-        self.offload.end_step()
+        binding.stepped()
+        self.offload.begin_step(optimizer, binding.index)
+        self._wire.watch.step += 1  # what ranks compare: of all optimizers
+        self.offload.end_step(binding.index)
         self._assembly.regather()
         self.writes.optimizer_wrote = False
         self.schedule.stepped()
         self._passes += 1
         if attempt is not None:
             attempt.before, attempt.is_committing, attempt.is_complete = None, False, True
-        if self.recorder is not None:
+        if optimizer in self._stepped:
+            self._stepped.clear()
+        if not self._stepped and self.recorder is not None:
             self.recorder.step()
+        self._stepped.add(optimizer)
         if self.offload.monitor is not None:
             self.offload.monitor.look()
         if self._checks is not None:
@@ -498,27 +565,40 @@ class Training:
     # Between passes ---------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
+        """See `Engine.zero_grad`."""
+        self._zero_grad(None, set_to_none)
 
-        Args:
-            set_to_none: False: reduced gradients stay, as zeros.
-        """
+    def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Of one of several: its gradients, and those that no optimizer has."""
+        binding = self.bound(optimizer, "zero_grad()")
+        self._zero_grad(binding if len(self.bindings) > 1 else None, set_to_none)
+
+    def _zero_grad(self, binding: Binding | None, set_to_none: bool) -> None:
+        """`binding`: of the optimizer whose gradients are meant; None: all."""
         self.schedule.recover()
-        self._has_gradients, self._lost = False, None
+        index = None if binding is None else binding.index
+        if index is None:
+            self._uncleared.clear()
+            self._lost.clear()
+        else:
+            self._uncleared.discard(index)
+            self._lost.pop(index, None)
         if not set_to_none:
             for unit in self.units:
                 unit.finish_step()  # it reads the gradients
-            self.gradients.zero()
-            self.schedule.unsynced = False
+            trained = self.sharded.trained
+            self.gradients.zero([f for f in trained if index in (None, f.span.optimizer) or not f.span.is_updated])
+        else:
+            with AsTheyAre():
+                for unit in self.units:
+                    unit.drop_grads(True, index)
+        self.schedule.unsynced = self.schedule.unsynced and bool(self._uncleared)
+        if not set_to_none:
             return
-        with AsTheyAre():
-            for unit in self.units:
-                unit.drop_grads(shards=True)
-        self.schedule.unsynced = False
-        if self._checks is not None:
+        if self._checks is not None and not self._uncleared:
             self._checks.cleared()
-        if self.binding is not None:
-            self.binding.show_grads()
+        for each in self.bindings:
+            each.show_grads()
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
@@ -558,8 +638,8 @@ class Training:
             flats: whose gradients are to be what the parameters' `.grad` say; None: all.
         """
         self.schedule.flush()
-        if self._lost is not None:
-            self._refuse_lost("gradients")
+        if self._lost:
+            self._refuse_lost("gradients", next(iter(self._lost.values())))
         self.finish_step()
         if not in_backward_of_any():
             self.gradients.settle(flats)
@@ -594,3 +674,7 @@ class Training:
     def _generates(self) -> None:
         with self._wire.watch.doing("generate()"):
             self._wire.exchange(None)
+
+
+def _same(one: Sequence[torch.optim.Optimizer], other: Sequence[torch.optim.Optimizer]) -> bool:
+    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other))

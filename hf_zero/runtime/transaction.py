@@ -228,3 +228,35 @@ class AroundStep:
                 own["step"] = self._former
         if own.get("_optimizer_step_code") is self._code:
             del own["_optimizer_step_code"]
+
+
+# Closures -------------------------------------------------------------------------------------------------------------
+
+
+def with_closure_followed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `step` with a closure that ends with `call`. None: it has no closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        return None
+
+    def followed() -> Any:
+        try:
+            return closure()
+        finally:
+            call()
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": followed}
+    return (args[0], followed, *args[2:]), kwargs
+
+
+def with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `step` after its closure was run, with one that only gives the loss in its place. None: it has none."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}

@@ -315,13 +315,18 @@ class Unit:
             raise
         self.stepping = None  # not before: a wait that Ctrl-C ends has not been
 
-    def stepped(self) -> None:
-        """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way."""
+    def stepped(self, optimizer: int = 0) -> None:
+        """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way.
+
+        Args:
+            optimizer: which one's; spans of others are as they were.
+        """
         if self._unsent or self._lent:
             self.close()
         for flat in self.trained:
-            flat.refresh_device()
-            flat.stale = flat.stale or flat.span.is_updated
+            if flat.span.optimizer == optimizer:
+                flat.refresh_device()
+                flat.stale = flat.stale or flat.span.is_updated
         if self.policy.keep_full:
             for flat in self.flats:
                 if flat.stale:
@@ -441,9 +446,15 @@ class Unit:
         if named is not None:
             named.__exit__(None, None, None)
 
-    def drop_grads(self, shards: bool) -> None:
-        """Forget local gradients, and with `shards` also the reduced ones."""
+    def drop_grads(self, shards: bool, optimizer: int | None = None) -> None:
+        """Forget local gradients, and with `shards` also the reduced ones.
+
+        Args:
+            optimizer: of its spans, and of those that are in none; None: of all.
+        """
         for flat in self.trained:
+            if optimizer is not None and flat.span.is_updated and flat.span.optimizer != optimizer:
+                continue
             flat.drop_grads(local=not shards)
             if shards:
                 flat.drop_master_grad()

@@ -65,8 +65,6 @@ class Measurable(Protocol):
     @property
     def units(self) -> Sequence[Unit]: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-    @property
     def plan(self) -> Plan: ...
     @property
     def offload(self) -> Offload: ...
@@ -100,15 +98,16 @@ def at_rest(sharded: Sharded) -> Table:
     for unit in sharded.units:
         for flat in unit.flats:
             _tally_parameters(tally, flat)
+            optimizer = sharded.optimizer_of(flat)
             for shard in flat.shards:
                 values = shard.values
                 if isinstance(values, Tensor):
                     tally.add(shard.tier, "optimizer", values)
                 own = values.numel() * values.element_size() if shard.aliased else 0
                 tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.disk_bytes - own))
-                if sharded.optimizer is not None:
-                    _tally_states(tally, shard.entries(sharded.optimizer), shard.tier, sharded.device)
-            for entries in () if sharded.optimizer is None else flat.whole_entries(sharded.optimizer).values():
+                if optimizer is not None:
+                    _tally_states(tally, shard.entries(optimizer), shard.tier, sharded.device)
+            for entries in () if optimizer is None else flat.whole_entries(optimizer).values():
                 _tally_states(tally, entries, Tier.DEVICE, sharded.device)
     return tally.table
 
@@ -221,7 +220,7 @@ class Usage:
     def _peak(self) -> Table:
         """What rests now, and with it the highest of all that came and went."""
         engine, ledger = self._engine, self._engine.offload.storage.ledger
-        known = ledger.places, 0 if engine.optimizer is None else len(engine.optimizer.state)
+        known = ledger.places, sum(len(optimizer.state) for optimizer in engine.sharded.optimizers)
         self._looks += 1
         if known != self._known or self._looks <= 4:  # an optimizer makes its state in its first steps
             self._known, self._resting = known, at_rest(engine.sharded)
@@ -281,7 +280,7 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         engine.policy,
         engine.world_size,
         dtype_name(engine.precision.reduce_dtype),
-        state_tensors(engine.optimizer),
+        state_tensors(engine.sharded.optimizers),
         max(1, backward_per_step),
         engine.config.step_in_backward,
         engine.device.type == "cpu",
@@ -318,7 +317,7 @@ def report(engine: Measurable, recorder: Recorder | None) -> Report:
         predicted=States(
             total["parameters"], total["gradients"], total["optimizer"], memory.peak[Tier.DEVICE]["gathered"]
         ),
-        data_parallel=data_parallel(engine.layout, state_tensors(engine.optimizer)),
+        data_parallel=data_parallel(engine.layout, state_tensors(engine.sharded.optimizers)),
         measured=_in_sum(now),
         traffic=engine.traffic.to_dict(),
         units=unit_rows(engine.layout),

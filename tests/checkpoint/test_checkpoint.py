@@ -25,7 +25,7 @@ from hf_zero.checkpoint.save import places_of
 from hf_zero.checkpoint.weights import Entry, WeightFile, split_files
 from hf_zero.config import parse_bytes
 from hf_zero.core.layout import Extent, Layout, ParamSpec
-from hf_zero.runtime.pieces import OptimizerPieces, ParameterPieces
+from hf_zero.runtime.pieces import ParameterPieces
 
 pytestmark = pytest.mark.gloo
 
@@ -108,7 +108,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, engine: zero.Engine, scheduler: Any) -> dict[str, Any]:
     """What training goes on from: whole values on rank 0, this rank's pieces of masters and states on every rank."""
     masters = ParameterPieces(engine.units).written(engine.rank, engine.wire.size)
-    states = OptimizerPieces(engine.units, optimizer, []).written(engine.rank, engine.wire.size)
+    states = engine.optimizer_state(optimizer).written(engine.rank, engine.wire.size)
     pieces: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
     for state, held in {"value": masters, **states}.items():
         for name, piece in held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import importlib
@@ -154,8 +155,8 @@ def test_wrapped_models_and_stray_optimizers_are_refused() -> None:
     with refused("before its optimizer or together"):
         accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     model = nn.Linear(2, 2)
-    two = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with refused("2 optimizers hold parameters of one Linear"):
+    two = [torch.optim.SGD(params, lr=0.1) for params in (model.parameters(), [model.bias])]
+    with refused("parameter 'bias' is in two optimizers, number 0 .SGD. and number 1 .SGD.", zero.LayoutError):
         accelerator.prepare(model, *two)
 
 
@@ -240,6 +241,62 @@ def prepared(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_optimizers_of_one_model(tmp_path: Path, together: bool) -> None:
+    def built() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        matrices, rest = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
+        return model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+    AcceleratorState._reset_state(True)
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    plugin = zero.ZeroPlugin(stage=3)
+    accelerator = Accelerator(cpu=True, project_config=project, parallelism_config=plugin)
+    (model, own), (plain, reference) = built(), built()
+    if together:
+        model, *opts = accelerator.prepare(model, *own)
+    else:
+        model, first = accelerator.prepare(model, own[0])
+        opts = [first, accelerator.prepare(own[1])]
+    engine = zero.engine_of(model)
+    assert engine is not None
+    assert engine.optimizers == tuple(own)
+
+    def steps(first: int) -> None:
+        for number in range(first, first + 4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+            accelerator.backward(model(x).square().sum())
+            plain(x).square().sum().backward()
+            slices = [p for opt in opts[1:] for group in opt.param_groups for p in group["params"]]
+            norm = accelerator.clip_grad_norm_(slices, 1e-3)  # of one of them alone
+            biases = [plain[0].bias, plain[1].bias]
+            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(biases, 1e-3))
+            for optimizers in (opts, reference):
+                for opt in optimizers[number % 2 :]:
+                    opt.step()
+                for opt in optimizers:
+                    opt.zero_grad()
+
+    def check() -> None:
+        for (name, found), wanted in zip(model.state_dict().items(), plain.state_dict().values()):
+            torch.testing.assert_close(found, wanted, msg=name)
+
+    steps(0)
+    check()
+    folder = Path(str(accelerator.save_state()))
+    assert {"optimizer", "optimizer_1"} <= {path.name for path in folder.iterdir()}
+    saved = plain.state_dict(), [copy.deepcopy(opt.state_dict()) for opt in reference]
+    saved = {name: value.clone() for name, value in saved[0].items()}, saved[1]
+    steps(4)
+    accelerator.load_state(str(folder))
+    plain.load_state_dict(saved[0])
+    for opt, state in zip(reference, saved[1]):
+        opt.load_state_dict(state)
+    steps(8)
+    check()
 
 
 def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:

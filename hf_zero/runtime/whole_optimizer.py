@@ -1,0 +1,197 @@
+"""An optimizer that must have parameters whole: each of true shape, where ranks share the model out with one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.wire import SoloWire, wire_device
+from .flat_param import Flat
+from .optimizer import Binding, load_plainly
+from .slices import OwnGradient
+from .unit import Unit
+
+
+class WholeBinding(Binding):
+    """An optimizer over parameters of true shape, for rules that look at whole matrices.
+
+    A span's master stays one flat buffer; each parameter in it gets a **whole**: a Parameter of true shape that is a view of
+    the master, with a `.grad` that is a view of the span's gradient. The optimizer's groups hold the wholes in the order in
+    which they held the model's parameters, and its state is its own, as over a plain model: what it computes is what it
+    would compute there. All state is in the device's memory.
+
+    Where ranks share the model out, no parameter is cut: each has one owner (`ParamSpec.step_cost`), and the groups hold what
+    this rank owns, maybe nothing. The step needs no communication; the next gather spreads what it made.
+    """
+
+    one_gradient = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        wire: SoloWire,
+        originals: list[list[nn.Parameter]],
+        index: int,
+    ) -> None:
+        self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
+        self._shared_out = False
+        super().__init__(optimizer, units, wire, originals, index)
+
+    def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
+        for flat in self.flats:
+            if flat.wholes is None:
+                flat.make_wholes()
+            self._whole_of |= {flat.params[index]: whole for index, whole in (flat.wholes or {}).items()}
+        self._shared_out = any(flat.span.cuts for flat in self.flats)
+        if self._shared_out:
+            return [[self._whole_of[p] for p in params if p in self._whole_of] for params in self.originals]
+        # A frozen parameter stays itself: it has no gradient, and places in `state_dict()` are counted with it.
+        return [[self._whole_of.get(param, param) for param in params] for params in self.originals]
+
+    def show_grads(self) -> None:
+        self._show_grads(plainly=not self._shared_out)
+
+    def hide_slices(self) -> None:
+        self._show_grads(plainly=True)
+
+    def _show_grads(self, *, plainly: bool) -> None:
+        for flat in self.flats:
+            grad, wholes, keeper = flat.shards[0].device_grad, flat.wholes or {}, flat.handles.keeper
+            if grad is None:
+                for whole in wholes.values():
+                    whole.grad = None
+                continue
+            for index, part in flat.own_wholes(grad):
+                if not flat.present[index]:
+                    wholes[index].grad = None
+                else:
+                    wholes[index].grad = part if plainly or keeper is None else OwnGradient.of(keeper, part)
+
+    def stepped(self) -> None:
+        """An optimizer that gave a whole other memory: its values go where they belong."""
+        for flat in self.flats:
+            flat.settle_wholes()
+        if self._shared_out:
+            self.show_grads()
+
+    def _forget(self, flats: Iterable[Flat]) -> None:
+        for flat in flats:
+            for whole in (flat.wholes or {}).values():
+                self.optimizer.state.pop(whole, None)
+
+    # State: the optimizer's own -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer gives it, on CPU. On every rank where every rank has all; else a collective, and rank 0 has
+        the values, the others meta tensors.
+        """
+        if self._shared_out:
+            return super().state_dict()
+        state = type(self.optimizer).state_dict(self.optimizer)
+        kept = {
+            index: {
+                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+            for index, entries in state["state"].items()
+        }
+        return {**state, "state": kept}
+
+    def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
+        if spread:
+            state = state_dict["state"]
+            state_dict = {**state_dict, "state": {i: self._received(state[i], spread) for i in sorted(state)}}
+        if self._shared_out:
+            state_dict = self._own_part(state_dict)
+        load_plainly(self.optimizer, state_dict)
+
+    def _own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Of a full state, what this rank's groups have, by the same numbers."""
+        groups = [
+            {**group, "params": [i for i, param in zip(group["params"], params) if param in self._whole_of]}
+            for group, params in zip(state_dict["param_groups"], self.originals)
+        ]
+        own = {i for group in groups for i in group["params"]}
+        return {
+            **state_dict,
+            "param_groups": groups,
+            "state": {i: v for i, v in state_dict["state"].items() if i in own},
+        }
+
+    def _check_shapes(self, saved: Mapping[nn.Parameter, dict[str, Any] | None]) -> None:
+        """States may have any shape."""
+
+    def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
+        state, wholes = self.optimizer.state, flat.wholes or {}
+        mine = {index: dict(state[whole]) for index, whole in wholes.items() if whole in state}
+        if flat.span.cuts:
+            mine = self._from_owners(flat, mine, everywhere)
+        return {flat.params[index]: entries for index, entries in sorted(mine.items())}
+
+    def _from_owners(
+        self, flat: Flat, mine: Mapping[int, dict[str, Any]], everywhere: bool
+    ) -> dict[int, dict[str, Any]]:
+        """By place in the span's parameters, the state that their owners have, on CPU: on rank 0, meta tensors elsewhere, or
+        everywhere. A collective; tensors travel one by one, with nothing else of the state in memory twice.
+        """
+        wire = self._wire
+        told = wire.exchange({index: {k: _outline(v) for k, v in entries.items()} for index, entries in mine.items()})
+        out: dict[int, dict[str, Any]] = {}
+        for rank, outlines in enumerate(told):
+            for index, entries in sorted(outlines.items()):
+                out[index] = dict(entries)
+                for key, value in entries.items():
+                    if not isinstance(value, _Outline):
+                        continue
+                    own = mine[index][key].detach().contiguous() if rank == wire.rank else None
+                    here = everywhere or wire.rank == 0
+                    out[index][key] = _sent(wire, own, value, rank, everywhere) if here or own is not None else None
+                    if not here:
+                        out[index][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return out
+
+    def put(self, flats: Iterable[Flat], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """For spans that were cut anew: they get wholes, and those the state."""
+        for flat in flats:
+            flat.make_wholes()
+            for index, whole in (flat.wholes or {}).items():
+                entries = state.get(flat.params[index])
+                if entries is not None:
+                    self.optimizer.state[whole] = {k: self._at_home(flat, k, v) for k, v in entries.items()}
+
+    def _at_home(self, flat: Flat, key: str, value: Any) -> Any:
+        group = self.optimizer.param_groups[flat.span.spec.group]
+        is_there = key != "step" or group.get("fused") or group.get("capturable")
+        return value.to(flat.device) if isinstance(value, Tensor) and is_there else value
+
+
+class _Outline(NamedTuple):
+    """A state's tensor whose values are on another rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _outline(value: Any) -> Any:
+    """What of a state ranks tell each other: single values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return _Outline(tuple(value.shape), value.dtype) if value.dim() else value.detach().cpu()
+
+
+def _sent(wire: SoloWire, own: Tensor | None, outline: _Outline, source: int, everywhere: bool) -> Tensor:
+    """A tensor of rank `source`, which passes it, on rank 0 or everywhere, on CPU. A collective."""
+    if everywhere:
+        landing = torch.empty(outline.shape, dtype=outline.dtype, device=wire_device(wire, torch.device("cpu")))
+        if own is not None:
+            landing.copy_(own)
+        if landing.numel():
+            wire.broadcast(landing.view(-1).view(torch.uint8), source)
+        return landing.cpu()
+    landing = torch.empty(outline.shape, dtype=outline.dtype)
+    wire.carry(None if own is None else own.view(-1).view(torch.uint8), landing.view(-1).view(torch.uint8), source)
+    return landing
