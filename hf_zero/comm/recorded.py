@@ -148,6 +148,8 @@ def absent_ranks(world_size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise StateError("a process group is open in this process: ranks that are not there need one of their own")
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 -- makes the backend "fake" known
+
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         yield
