@@ -250,7 +250,7 @@ def main() -> None:
         draw(parts, given.plot)
     if given.output:
         found = {
-            "options": vars(given),
+            "options": {name: value for name, value in vars(given).items() if name not in ("output", "plot")},
             "exponents": exponents,
             "rows": {title: rows for title, (_, rows) in parts.items()},
         }

@@ -252,6 +252,7 @@ def _show_scaling(rows: Sequence[Simulated], options: SimulateOptions) -> None:
             )
             for each, share in zip(rows, _efficiency(rows, options.scaling == "weak"))
         ],
+        fold=True,
         caption="efficiency: time per row on the smallest number of ranks, as a share of what each rank takes here",
     )
 
