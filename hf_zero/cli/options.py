@@ -85,12 +85,14 @@ class SimulateOptions(Options):
     """The collectives of one step on any number of ranks, and its time on a network, without these ranks.
 
     One rank's real engine runs a few steps of AdamW in this process; the other ranks are not there. MODEL is a built-in name
-    (gpt2-tiny, gpt2-124m), a local folder or a name on the Hub; no weights are read, but its parameters must fit in memory.
+    (gpt2-tiny, gpt2-124m), a local folder or a name on the Hub. No weights are read, and large tensors have no values: models
+    far larger than this machine are simulated.
 
     \b
     Examples:
       hf-zero simulate gpt2-124m --world-size 1024 --nodes 128 --mixed-precision bf16
       hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
+      hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak --plot weak.png
     """
 
     model: str = argument("built-in name, folder or Hub id")
@@ -104,7 +106,16 @@ class SimulateOptions(Options):
     network: str = flag(
         "between machines; within one it is NVLink", "infiniband", choices=("nvlink", "infiniband", "ethernet")
     )
+    adapters: int = flag("to other machines, of one machine; 0: one for each of its ranks", 0, metavar="N")
     flops: float = flag("floating-point operations a second of one rank", 400e12, metavar="RATE")
+    zero_replicas: int = setting("replicas", metavar="R")
+    zero_wire: str = setting("wire")
+    scaling: str = flag(
+        "1 to --world-size ranks; weak: --batch rows for each, strong: the rows of them all shared out",
+        "none",
+        choices=("none", "weak", "strong"),
+    )
+    plot: str | None = flag("with --scaling: a picture of it", metavar="FILE.png")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ from torch.utils.flop_counter import flop_registry
 
 from ..comm.recorded import absent_ranks, recorded_wire
 from ..config import ZeroConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, needs
 from ..plan.configs import CONFIGS
-from ..plan.machine import free_host_bytes
-from ..plan.timeline import LINKS, Computed, Event, Network, Operation, Waited, replay
+from ..plan.timeline import LINKS, Computed, Event, Network, Operation, StepTime, Waited, replay
 from ..runtime.engine import Engine, shard
 from ..runtime.transports import Roads
 from ..tiers.tier import Tier
 from .commands import print_json
+from .files import writable
 from .options import SimulateOptions
 from .show import table
+from .valueless import Valueless
 
 WARM_UP_STEPS = 3
 """The order of use is known by then."""
@@ -48,8 +49,8 @@ class Record(TorchDispatchMode):
         """Forget the events; numbers go on, for what is under way."""
         self.events = []
 
-    def issued(self, kind: str, bytes_: int, unit: str, phase: str) -> int:
-        self.events.append(Operation(self._numbers, kind, bytes_, unit, phase))
+    def issued(self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int) -> int:
+        self.events.append(Operation(self._numbers, kind, bytes_, unit, phase, ranks, stride))
         self._numbers += 1
         return self._numbers - 1
 
@@ -65,15 +66,23 @@ class Record(TorchDispatchMode):
 
 
 def recorded_step(
-    model: nn.Module, loss: Callable[[], torch.Tensor], config: ZeroConfig, mixed_precision: str, accumulation: int
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    config: ZeroConfig,
+    mixed_precision: str,
+    accumulation: int,
+    *,
+    collectives: bool = False,
 ) -> tuple[Record, Engine]:
-    """One steady step of AdamW without clipping, over the process group that is open. A collective, like its steps."""
-    record = Record()
+    """One steady step of AdamW without clipping, over the process group that is open. A collective, like its steps.
 
+    Args:
+        collectives: see `recorded_wire`.
+    """
+    record = Record()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine = shard(
-        model, optimizer, config, mixed_precision=mixed_precision, roads=Roads(wire=partial(recorded_wire, record))
-    )
+    roads = Roads(wire=partial(recorded_wire, record, collectives=collectives))
+    engine = shard(model, optimizer, config, mixed_precision=mixed_precision, roads=roads)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
     record.clear()
@@ -92,61 +101,191 @@ def _step(
     optimizer.zero_grad()
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """A step on some ranks."""
+
+    network: Network
+    batch: int
+    record: Record
+    taken: StepTime
+    peak_bytes: int
+
+    @property
+    def flops(self) -> int:
+        return sum(event.flops for event in self.record.events if isinstance(event, Computed))
+
+    @property
+    def by_kind(self) -> dict[str, dict[str, int]]:
+        kinds: dict[str, dict[str, int]] = {}
+        for each in self.record.operations:
+            count = kinds.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0})
+            count["collectives"] += 1
+            count["bytes_sent"] += each.bytes
+        return kinds
+
+    def to_dict(self) -> dict[str, Any]:
+        network = self.network
+        return {
+            "world_size": network.ranks,
+            "nodes": network.nodes,
+            "batch": self.batch,
+            "by_kind": self.by_kind,
+            "planned_peak_bytes": self.peak_bytes,
+            "flops": self.flops,
+            **asdict(self.taken),
+            "network": {"near": asdict(network.near), "far": asdict(network.far), "adapters": network.adapters},
+        }
+
+
 def run(options: SimulateOptions) -> None:
     """Prints what was recorded and what it takes."""
-    for name in ("world_size", "nodes", "accumulation", "batch", "sequence", "flops"):
+    for name in ("world_size", "nodes", "accumulation", "batch", "sequence", "flops", "zero_replicas"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name} must be at least 1, found {getattr(options, name)}")
+    if options.adapters < 0:
+        raise ConfigError(f"adapters must not be negative, found {options.adapters}")
     if options.world_size % options.nodes:
         raise ConfigError(f"{options.world_size} ranks do not divide by {options.nodes} nodes")
-    config = ZeroConfig(stage=options.zero_stage)
-    model = _model(options.model)
-    ids = torch.zeros(options.batch, options.sequence, dtype=torch.long)
-    with absent_ranks(options.world_size):
-        record, engine = recorded_step(
-            model, lambda: model(input_ids=ids, labels=ids).loss, config, options.mixed_precision, options.accumulation
-        )
-        peak_bytes = engine.plan.memory.at_peak(Tier.DEVICE)
-    network = Network(options.world_size, options.nodes, LINKS["nvlink"], LINKS[options.network])
-    taken = replay(record.events, network.time_s, options.flops)
-    kinds: dict[str, dict[str, int]] = {}
-    for each in record.operations:
-        count = kinds.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0})
-        count["collectives"] += 1
-        count["bytes_sent"] += each.bytes
-    if options.json:
-        print_json(
-            {
-                "world_size": options.world_size,
-                "stage": options.zero_stage,
-                "by_kind": kinds,
-                "planned_peak_bytes": peak_bytes,
-                "flops": sum(event.flops for event in record.events if isinstance(event, Computed)),
-                **asdict(taken),
-                "network": {"near": asdict(network.near), "far": asdict(network.far)},
-                "operations": [asdict(each) for each in record.operations],
-            }
-        )
+    if options.plot and options.scaling == "none":
+        raise ConfigError("--plot draws how a step scales: add --scaling weak or --scaling strong")
+    writable(options.plot)
+    config = ZeroConfig(stage=options.zero_stage, replicas=options.zero_replicas, wire=options.zero_wire)
+    config.check_world_size(options.world_size)
+    empty = _empty(options.model)
+    if options.scaling != "none":
+        rows = [_simulated(empty, options, config, *point) for point in _points(options)]
+        if options.plot:
+            draw(rows, options, options.plot)
+        if options.json:
+            print_json(
+                {"scaling": options.scaling, "stage": options.zero_stage, "rows": [each.to_dict() for each in rows]}
+            )
+        else:
+            _show_scaling(rows, options)
         return
-    rows = [(kind, f"{n['collectives']:,}", f"{n['bytes_sent']:,}") for kind, n in kinds.items()]
+    found = _simulated(empty, options, config, options.world_size, options.nodes, options.batch)
+    if options.json:
+        operations = [asdict(each) for each in found.record.operations]
+        print_json({"stage": options.zero_stage, **found.to_dict(), "operations": operations})
+        return
+    taken = found.taken
     table(
         Console(),
         f"{options.model}: one step, stage {options.zero_stage}, {options.world_size:,} ranks on {options.nodes:,} nodes",
         ("kind", "collectives", "bytes sent by a rank"),
-        rows,
+        [(kind, f"{n['collectives']:,}", f"{n['bytes_sent']:,}") for kind, n in found.by_kind.items()],
         caption=(
             f"step {taken.total_s * 1e3:.3f} ms: computing {taken.compute_s * 1e3:.3f}, communication "
             f"{taken.communication_s * 1e3:.3f}, of which not hidden {taken.exposed_s * 1e3:.3f}; "
-            f"planned peak {peak_bytes:,} bytes"
+            f"planned peak {found.peak_bytes:,} bytes"
         ),
     )
 
 
-def _model(name: str) -> Any:
-    """With parameters in memory, whose values are of no account.
+def _points(options: SimulateOptions) -> Iterator[tuple[int, int, int]]:
+    """(ranks, nodes, batch of a rank): powers of two up to `world_size`, with as many ranks on a machine as given.
+
+    Weak: every rank has `batch` rows. Strong: `batch` rows of `world_size` ranks are shared by those there are.
+    """
+    each = options.world_size // options.nodes
+    rows = options.batch * options.world_size
+    for ranks in (*(2**power for power in range(options.world_size.bit_length() - 1)), options.world_size):
+        if ranks % options.zero_replicas or (ranks > each and ranks % each) or rows % ranks:
+            continue
+        yield ranks, -(-ranks // each), options.batch if options.scaling == "weak" else rows // ranks
+
+
+def _simulated(
+    empty: Any, options: SimulateOptions, config: ZeroConfig, ranks: int, nodes: int, batch: int
+) -> Simulated:
+    """The real engine, rank 0 of `ranks`, over tensors without values."""
+    ids = torch.zeros(batch, options.sequence, dtype=torch.long)
+    with absent_ranks(ranks), Valueless():
+        model = type(empty)(empty.config).train()
+        record, engine = recorded_step(
+            model,
+            lambda: model(input_ids=ids, labels=ids).loss,
+            config,
+            options.mixed_precision,
+            options.accumulation,
+            collectives=True,
+        )
+        peak_bytes = engine.plan.memory.at_peak(Tier.DEVICE)
+    network = Network(ranks, nodes, LINKS["nvlink"], LINKS[options.network], options.adapters)
+    return Simulated(network, batch, record, replay(record.events, network.time_s, options.flops), peak_bytes)
+
+
+def _efficiency(rows: Sequence[Simulated], weak: bool) -> list[float]:
+    """Of the first row's rate per rank, what is left of it."""
+    first = rows[0]
+    per_row = first.taken.total_s / (1 if weak else first.batch)
+    return [per_row * (1 if weak else each.batch) / each.taken.total_s for each in rows]
+
+
+def _show_scaling(rows: Sequence[Simulated], options: SimulateOptions) -> None:
+    table(
+        Console(),
+        f"{options.model}: {options.scaling} scaling, stage {options.zero_stage}, {options.network} between machines",
+        (
+            "ranks",
+            "nodes",
+            "rows of a rank",
+            "step, ms",
+            "computing",
+            "not hidden",
+            "GB sent",
+            "GB planned",
+            "efficiency",
+        ),
+        [
+            (
+                f"{each.network.ranks:,}",
+                f"{each.network.nodes:,}",
+                f"{each.batch:,}",
+                f"{each.taken.total_s * 1e3:,.3f}",
+                f"{each.taken.compute_s * 1e3:,.3f}",
+                f"{each.taken.exposed_s * 1e3:,.3f}",
+                f"{sum(kind['bytes_sent'] for kind in each.by_kind.values()) / 1e9:,.3f}",
+                f"{each.peak_bytes / 1e9:,.3f}",
+                f"{share:.1%}",
+            )
+            for each, share in zip(rows, _efficiency(rows, options.scaling == "weak"))
+        ],
+        fold=True,
+        caption="efficiency: time per row on the smallest number of ranks, as a share of what each rank takes here",
+    )
+
+
+def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None:
+    """The step's time and what of it is computing, over ranks; efficiency on the right."""
+    with needs("plot"):
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    ranks = [each.network.ranks for each in rows]
+    axes.plot(ranks, [each.taken.total_s * 1e3 for each in rows], "-", marker="o", markersize=3, label="step")
+    axes.plot(ranks, [each.taken.compute_s * 1e3 for each in rows], "--", marker="o", markersize=3, label="computing")
+    axes.set(xlabel="ranks", ylabel="ms")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(f"{options.model}: {options.scaling} scaling, stage {options.zero_stage}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="upper left")
+    right = axes.twinx()
+    right.plot(ranks, _efficiency(rows, options.scaling == "weak"), ":", color="0.4")
+    right.set(ylabel="efficiency (dotted)", ylim=(0, 1.05))
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.savefig(path, dpi=150)
+
+
+def _empty(name: str) -> Any:
+    """On the meta device.
 
     Raises:
-        ConfigError: no such model; it takes no text; it does not fit.
+        ConfigError: no such model; it takes no text.
     """
     from ..huggingface.models import empty_model, model_of_name
 
@@ -159,7 +298,4 @@ def _model(name: str) -> Any:
         raise ConfigError(f"no model {name!r}: it is none of {', '.join(CONFIGS)}, and {first}") from error
     if empty.main_input_name != "input_ids":
         raise ConfigError(f"{name} takes {empty.main_input_name}: only models of text are simulated")
-    needed, free = 2 * sum(p.numel() * p.element_size() for p in empty.parameters()), free_host_bytes()
-    if needed > free:
-        raise ConfigError(f"{name} needs about {needed:,} bytes of host memory to be simulated, {free:,} are free")
-    return type(empty)(empty.config).train()
+    return empty

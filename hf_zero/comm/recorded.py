@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import StateError
-from .group_wire import PairWire
+from .group_wire import CollectiveWire, GroupWire, PairWire
 from .inflight import Inflight
 from .wire import Cuts, SoloWire, Traffic
 
@@ -22,8 +22,11 @@ from .wire import Cuts, SoloWire, Traffic
 class Listener(Protocol):
     """Hears of every collective of a wire."""
 
-    def issued(self, kind: str, bytes_: int, unit: str, phase: str) -> int:
-        """This rank begins it, and sends so many bytes; returns its number."""
+    def issued(self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int) -> int:
+        """This rank begins it, and sends so many bytes to `ranks` ranks, itself among them, that are `stride` apart.
+
+        Returns its number.
+        """
 
     def waited(self, number: int) -> None:
         """Its result is needed."""
@@ -66,21 +69,32 @@ class _Heard(Inflight):
         self._inner.close()
 
 
-class RecordedPairs(PairWire):
-    """gloo's wire; the methods that move a step's bytes are told to `listener`."""
+class _Recorded(GroupWire):
+    """A wire of one of the two kinds; the methods that move a step's bytes are told to `listener`."""
 
-    def __init__(self, device: torch.device, listener: Listener) -> None:
-        super().__init__(device)
-        self.listener = listener
-        self.traffic = self._told = _Told()
+    listener: Listener
+    stride = 1
+    """Ranks of this wire are so many apart."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
+        super().__init__(device, group, lane)
+        self.traffic: Traffic = _Told()
+
+    def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
+        part = super().among(groups)
+        if isinstance(part, _Recorded):
+            part.listener = self.listener
+            mine = next(ranks for ranks in groups if self.rank in ranks)
+            part.stride = mine[1] - mine[0] if len(mine) > 1 else 1
+        return part
 
     def _begin(self) -> list[tuple[str, int]]:
-        self._told.last = []
-        return self._told.last
+        self.traffic.last = []  # type: ignore[attr-defined]
+        return self.traffic.last  # type: ignore[attr-defined]
 
     def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1) -> list[int]:
-        unit = self.watch.units.get(tag, "")
-        return [self.listener.issued(kind, bytes_, unit, self.watch.phase) for kind, bytes_ in moved]
+        unit, phase = self.watch.units.get(tag, ""), self.watch.phase
+        return [self.listener.issued(kind, bytes_, unit, phase, self.size, self.stride) for kind, bytes_ in moved]
 
     def _heard(self, moved: Sequence[tuple[str, int]], inner: Inflight, tag: int) -> Inflight:
         numbers = self._tell(moved, tag)
@@ -132,9 +146,25 @@ class RecordedPairs(PairWire):
         return told
 
 
-def recorded_wire(listener: Listener, device: torch.device) -> SoloWire:
-    """The wire of the default process group for buffers in host memory; one rank has nothing to tell."""
-    return SoloWire() if dist.get_world_size() == 1 else RecordedPairs(device, listener)
+class RecordedPairs(_Recorded, PairWire):
+    """gloo's wire, recorded."""
+
+
+class RecordedCollectives(_Recorded, CollectiveWire):
+    """NCCL's, recorded."""
+
+
+def recorded_wire(listener: Listener, device: torch.device, *, collectives: bool = False) -> SoloWire:
+    """The wire of the default process group for buffers in host memory; one rank has nothing to tell.
+
+    Args:
+        collectives: as NCCL would be used, in place of gloo's messages.
+    """
+    if dist.get_world_size() == 1:
+        return SoloWire()
+    wire = (RecordedCollectives if collectives else RecordedPairs)(device)
+    wire.listener = listener
+    return wire
 
 
 @contextmanager
@@ -149,6 +179,8 @@ def absent_ranks(world_size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise StateError("a process group is open in this process: ranks that are not there need one of their own")
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 -- makes the backend "fake" known
+
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         yield

@@ -97,7 +97,7 @@ def _read(holder: _Held | Birth, param: nn.Parameter, quantity: Quantity, whole:
             holder.settle()
         case "gradient":
             if whole:
-                engine.flush()
+                engine.flush([place.flat] if place.flat.span.trainable else [])
             if not place.flat.grads():
                 return None
             of = gradient_of
@@ -156,7 +156,7 @@ def _write(
                 place.flat.refresh()
         case "gradient":
             if whole:
-                engine.flush()
+                engine.flush([place.flat] if place.flat.span.trainable else [])
             place.flat.some_grad(place.unit.wire)
             place.write(gradient_of, part)
             if whole:

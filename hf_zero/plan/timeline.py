@@ -16,6 +16,8 @@ class Operation:
         bytes: this rank sends.
         unit: whose elements move; empty where they are no unit's.
         phase: what the engine is doing.
+        ranks: that take part; 0: all there are.
+        stride: they are so many ranks apart.
     """
 
     number: int
@@ -23,6 +25,8 @@ class Operation:
     bytes: int
     unit: str
     phase: str
+    ranks: int = 0
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ Event = Operation | Waited | Computed
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`latency_s` before a message's first byte, then `bandwidth` bytes a second in each direction, per rank."""
+    """`latency_s` before a message's first byte, then `bandwidth` bytes a second in each direction, of one adapter."""
 
     latency_s: float
     bandwidth: float
@@ -56,8 +60,8 @@ class Link:
 _HOP = "NCCL's tuner, hwLatencies, Ring, Simple"
 LINKS = {
     "nvlink": Link(3.4e-6, 450e9, f"NVLink 4: 900 GB/s both ways together (NVIDIA H100 datasheet); latency: {_HOP}"),
-    "infiniband": Link(14e-6, 50e9, f"InfiniBand NDR: 400 Gb/s per adapter, one for each rank; latency: {_HOP}"),
-    "ethernet": Link(14e-6, 12.5e9, f"100 Gb/s Ethernet (IEEE 802.3ba), one adapter for each rank; latency: {_HOP}"),
+    "infiniband": Link(14e-6, 50e9, f"InfiniBand NDR: 400 Gb/s per adapter, per adapter; latency: {_HOP}"),
+    "ethernet": Link(14e-6, 12.5e9, f"100 Gb/s Ethernet (IEEE 802.3ba), per adapter; latency: {_HOP}"),
 }
 
 
@@ -66,22 +70,32 @@ class Network:
     """What a collective takes on `ranks` ranks on `nodes` machines: within a machine over `near`, between them over `far`.
 
     Ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): N - 1 hops for a
-    gather or a reduce-scatter, as slow as the slowest link. An all-reduce, 2 (N - 1) hops, is told by no kind: its bytes are
-    counted in full, its hops as a gather's.
+    gather or a reduce-scatter, as slow as the slowest link. A collective has a ring per adapter (as NCCL does), so a
+    machine's adapters carry its bytes together; where several groups are at work at a time, each has its share of them. An
+    all-reduce, 2 (N - 1) hops, is told by no kind: its bytes are counted in full, its hops as a gather's.
+
+    Attributes:
+        adapters: of each machine to the others; 0: one for each of its ranks.
     """
 
     ranks: int
     nodes: int
     near: Link
     far: Link
+    adapters: int = 0
 
     def time_s(self, operation: Operation) -> float:
-        if self.ranks == 1:
+        ranks = operation.ranks or self.ranks
+        if ranks == 1:
             return 0.0
-        between = self.nodes if self.nodes > 1 else 0  # hops of the ring that leave a machine
-        hops_s = between * self.far.latency_s + (self.ranks - between) * self.near.latency_s
-        slowest = min(self.near.bandwidth, self.far.bandwidth) if self.nodes > 1 else self.near.bandwidth
-        return hops_s * (self.ranks - 1) / self.ranks + operation.bytes / slowest
+        each = self.ranks // self.nodes
+        nodes = min(ranks, -(-ranks * operation.stride // each))
+        if nodes == 1:
+            return (ranks - 1) * self.near.latency_s + operation.bytes / self.near.bandwidth
+        hops_s = nodes * self.far.latency_s + (ranks - nodes) * self.near.latency_s
+        share = min(1.0, max(1, each // operation.stride) / each)  # of a machine's ranks: others are in other groups
+        slowest = min(self.near.bandwidth, self.far.bandwidth * (self.adapters or each) * share)
+        return hops_s * (ranks - 1) / ranks + operation.bytes / slowest
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,6 +297,7 @@ class Assembly:
         before = [[self._spec(param) for param in group.params] for group in self._drafter.groups]
         self.sharded.layout = self.lay_out(specs)
         kept = self._kept()
+        goes_on = set(kept.values())
         for number, unit_specs in enumerate(specs):
             layout, unit = self.sharded.layout.units[number], self.sharded.units[number]
             if unit_specs == before[number] and all(
@@ -307,7 +308,7 @@ class Assembly:
                 for flat, span in zip(unit.flats, layout.spans):
                     flat.span = span
                 continue
-            old = [flat for flat in unit.flats if flat not in kept.values()]
+            old = [flat for flat in unit.flats if flat not in goes_on]
             grads = self._take_grads(old)
             states = [binding.take(old) for binding in bindings]
             self._restore(old, in_own_type=False)

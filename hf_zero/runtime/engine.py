@@ -533,7 +533,7 @@ class Engine:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self._training.quiesce()
 
-    def settle(self, flats: Iterable[Flat] | None = None) -> None:
+    def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """See `Training.settle`."""
         self._training.settle(flats)
 

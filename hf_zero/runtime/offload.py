@@ -57,6 +57,8 @@ class Offload:
         self._stepped: set[Unit] = set()  # in this backward already
         self._before: Step | None = None  # the last of them
         self._twin: Twin | None = None
+        self._under_way: dict[Unit, None] = {}
+        """Units whose step was begun since the last `finish_step`, which is called for every parameter that is read."""
         self._is_due = False
         self._mark: Any = None  # before the optimizer's own step: what goes up waits for no more
 
@@ -114,6 +116,7 @@ class Offload:
         self._before = None
         mark, self._mark = self._mark, None
         if left:
+            self._under_way.update(dict.fromkeys(left))
             self._stepping().begin(left, optimizer, index, self._new_twin(optimizer), mark)
 
     def end_step(self, index: int) -> None:
@@ -187,6 +190,7 @@ class Offload:
         if self._before is not None:  # two units' gradients at most are in host memory
             with contextlib.suppress(ZeroError):  # raised where the step ends
                 self._before.wait()
+        self._under_way[unit] = None
         self._stepping().begin([unit], optimizer, 0, self._twin, self.storage.link.mark())
         self._before = unit.stepping
 
@@ -216,13 +220,14 @@ class Offload:
             StateError, TierError: one broke off.
         """
         failure: ZeroError | None = None
-        for unit in self._units:  # all of them: none may raise later, on this rank alone
+        for unit in self._under_way:  # all of them: none may raise later, on this rank alone
             if unit.stepping is None:
                 continue
             try:
                 unit.finish_step()
             except ZeroError as error:
                 failure = failure or error
+        self._under_way.clear()  # not before: a wait that Ctrl-C ends is not over
         if failure is not None:
             raise failure
         self.check()

@@ -9,7 +9,7 @@ takes that, or values on every rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
-from .flat_param import joined
+from .flat_param import Flat, joined
 from .reads import Unmasked
 from .sharded import Sharded
 
@@ -185,10 +185,10 @@ class ShardedHooks(StateDictHooks):
     """Of a sharded model.
 
     Args:
-        settle: returns when the masters are those of one step.
+        settle: returns when the masters of these spans, or of all (None), are those of one step.
     """
 
-    def __init__(self, sharded: Sharded, settle: Callable[[], None]) -> None:
+    def __init__(self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None]) -> None:
         super().__init__()
         self._sharded = sharded
         self._settle = settle
@@ -201,7 +201,7 @@ class ShardedHooks(StateDictHooks):
         flat = self._sharded.places[param].flat
         full: Tensor | None = None
         if not self._outlining:
-            self._settle()
+            self._settle([flat])  # not all of them: this is called for each span
             with wire.watch.doing("state_dict()") if first and flat.needs_all_ranks else nullcontext():
                 full = joined(flat, wire, read(wire, flat.values, may_fail=flat.storage.uses_disk))
         found = {}
@@ -231,7 +231,7 @@ class ShardedHooks(StateDictHooks):
         self._sharded.refuse_unsharded("load_state_dict()")
         for unit in self._sharded.units:
             unit.release()  # what a parameter points at afterwards is no edit of somebody's
-        self._settle()
+        self._settle(None)
 
     def open(self, param: nn.Parameter) -> Tensor:
         _, flat, index = self._sharded.places[param]

@@ -379,9 +379,11 @@ class DeviceShard(Shard):
         """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
         if value.dim():
             return self._device
-        groups = (group for group in optimizer.param_groups if any(p is self.master for p in group["params"]))
-        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-        return self._device if on_device else value.device
+        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        # Looked for only where groups differ: a search through all parameters for each of them grows with their square.
+        if len(groups) < len(optimizer.param_groups):
+            groups = [group for group in groups if any(p is self.master for p in group["params"])]
+        return self._device if groups else value.device
 
     @property
     def grad(self) -> Tensor | None:

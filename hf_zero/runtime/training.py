@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -605,7 +605,7 @@ class Training:
         self.schedule.quiesce()
         self.settle()
 
-    def settle(self, flats: Iterable[Flat] | None = None) -> None:
+    def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Masters are those of one step, and have what was written to parameters since. Without communication.
 
         Args:
@@ -616,7 +616,7 @@ class Training:
         """
         self.finish_step()
         if self._unsharded is not None:
-            self._unsharded.carry()
+            self._unsharded.carry(flats)
         self.writes.settle(flats)
 
     def finish_step(self) -> None:

@@ -8,7 +8,7 @@ edits have to be the same on every rank, as all writes between steps have; the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,7 +75,7 @@ class Unsharded:
         self._sharded = sharded
         self._in_compute_dtype = in_compute_dtype
         self._free_bytes = free_bytes
-        self._wholes: list[_Whole] = []
+        self._wholes: dict[Flat, _Whole] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -99,8 +99,8 @@ class Unsharded:
             try:
                 with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
                     for unit, flat in wanted:
-                        self._wholes.append(self._allocate(unit, flat))
-                for whole in self._wholes:
+                        self._wholes[flat] = self._allocate(unit, flat)
+                for whole in self._wholes.values():
                     self._fill(whole)
             except BaseException:
                 self._leave()
@@ -140,19 +140,25 @@ class Unsharded:
             flat.show(index, whole.views[index])
 
     @torch.no_grad()
-    def carry(self) -> None:
+    def carry(self, flats: Iterable[Flat] | None = None) -> None:
         """The masters have what was written to the parameters. Without communication.
+
+        Args:
+            flats: spans that matter; None: all.
 
         Raises:
             StateError: it cannot be carried over; names the parameter.
         """
-        for whole in self._wholes:
+        for flat in self._wholes if flats is None else flats:
+            whole = self._wholes.get(flat)
+            if whole is None:
+                continue
             whole.collect()
             now = digest(whole.buffer)
             if now == whole.known:
                 continue
             whole.known = now
-            flat, unit = whole.flat, whole.unit
+            unit = whole.unit
             if flat.in_files:
                 raise StateError(
                     f"parameter {flat.span.spec.name!r} of unit {unit.name!r}, or one beside it, was written inside "
@@ -196,15 +202,14 @@ class Unsharded:
 
     def _shown(self) -> Iterator[tuple[str, int]]:
         """What the parameters show, span by span."""
-        known = {whole.flat: whole.known for whole in self._wholes}
         for flat in self._sharded.flats:
-            yield flat.span.spec.name, known[flat] if flat in known else digest(flat.full[: flat.span.used_numel])
+            whole = self._wholes.get(flat)
+            yield flat.span.spec.name, digest(flat.full[: flat.span.used_numel]) if whole is None else whole.known
 
     def _leave(self) -> None:
         for unit in self._sharded.units:
             unit.show_whole(False)
-        for whole in self._wholes:
-            flat = whole.flat
+        for flat, whole in self._wholes.items():
             flat.pinned.difference_update(whole.mine)
             for index in whole.mine:
                 is_whole = whole.unit.policy.keep_full or whole.unit.state is State.GATHERED

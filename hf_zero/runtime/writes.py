@@ -340,7 +340,8 @@ class WriteWatch:
         """Before the next forward; set where tensors over whole parameters are new."""
         self.optimizer_wrote = False
         """A method of the optimizer that torch's optimizers do not have was called: it may have written its tensors."""
-        self._flats = [flat for unit in self._units for flat in unit.flats]
+        self._unit_of = {flat: unit for unit in self._units for flat in unit.flats}
+        self._flats = [*self._unit_of]
         for flat in self._flats:
             flat.edits = self.edits
         self._keeps = any(flat.keeps for flat in self._flats)  # all or none
@@ -360,12 +361,12 @@ class WriteWatch:
             watch(self._model, self._flats)
 
     def settle(self, flats: Iterable[Flat] | None = None) -> None:
-        """Masters have what was written to parameters afterwards; of these spans, or of all. Without communication."""
-        wanted = None if flats is None else set(flats)
-        for unit in self._units:
-            for flat in unit.flats:
-                if wanted is None or flat in wanted:
-                    self._settle(unit, flat)
+        """Masters have what was written to parameters afterwards; of these spans, or of all. Without communication.
+
+        Of some spans it looks at no others: it is called for every parameter of a loop over the model's.
+        """
+        for flat in self._flats if flats is None else flats:
+            self._settle(self._unit_of[flat], flat)
 
     def _settle(self, unit: Unit, flat: Flat, *, values: bool = True) -> None:
         if self._keeps and unit.state is State.GATHERED:

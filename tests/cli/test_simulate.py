@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ import transformers
 import hf_zero as zero
 from hf_zero.cli import main as cli
 from hf_zero.cli.simulate import recorded_step
+from hf_zero.cli.valueless import Valueless
 from hf_zero.comm.recorded import absent_ranks
 
 CASES = [(1, "no", 1), (1, "bf16", 2), (2, "no", 2), (2, "bf16", 1), (3, "no", 1), (3, "bf16", 2)]
 
 
-def recorded(rank: int, world: int) -> list[object]:
+def recorded(rank: int, world: int, collectives: bool = False) -> list[object]:
     """By case: (kind, bytes, unit, phase) of each collective, in order."""
     out: list[object] = []
     for stage, mixed_precision, accumulation in CASES:
@@ -29,22 +32,94 @@ def recorded(rank: int, world: int) -> list[object]:
             found: torch.Tensor = model(input_ids=ids, labels=ids).loss
             return found
 
-        record, engine = recorded_step(model, loss, zero.ZeroConfig(stage=stage), mixed_precision, accumulation)
+        config = zero.ZeroConfig(stage=stage)
+        record, engine = recorded_step(model, loss, config, mixed_precision, accumulation, collectives=collectives)
         assert world == 1 or record.operations
         out.append([(each.kind, each.bytes, each.unit, each.phase) for each in record.operations])
         engine.detach()
     return out
 
 
-def without_ranks(rank: int, world: int, size: int) -> list[object]:
-    with absent_ranks(size):
-        return recorded(0, size)
+def without_ranks(rank: int, world: int, size: int, collectives: bool, values: bool) -> list[object]:
+    with absent_ranks(size), nullcontext() if values else Valueless(32):
+        return recorded(0, size, collectives)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_order_and_bytes_are_those_of_real_ranks(pools, size):
-    assert pools[1].run(without_ranks, size, timeout_s=250)[0] == pools[size].run(recorded, timeout_s=250)[0]
+@pytest.mark.parametrize("collectives", [False, True])
+def test_order_and_bytes_are_those_of_real_ranks(pools, size, collectives):
+    """With values and without."""
+    real = pools[size].run(recorded, collectives, timeout_s=250)[0]
+    assert pools[1].run(without_ranks, size, collectives, True, timeout_s=250)[0] == real
+    assert pools[1].run(without_ranks, size, collectives, False, timeout_s=250)[0] == real
+
+
+SMALL = ["simulate", "gpt2-tiny", "--sequence", "8", "--zero-stage", "3"]
+
+
+def test_one_rank_sends_nothing(capsys):
+    assert cli.main([*SMALL, "--world-size", "1", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["operations"] == []
+    assert values["communication_s"] == values["exposed_s"] == 0 < values["compute_s"] == values["total_s"]
+
+
+@pytest.mark.parametrize("scaling", [pytest.param("weak", marks=pytest.mark.slow), "strong"])
+def test_scaling(scaling, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "scaling.png"
+    ranks = ["--world-size", "8", "--nodes", "2", "--batch", "2", "--scaling", scaling]
+    assert cli.main([*SMALL, *ranks, "--json", "--plot", str(picture)]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["world_size"], row["nodes"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (8, 2)]
+    assert [row["batch"] for row in rows] == ([2, 2, 2, 2] if scaling == "weak" else [16, 8, 4, 2])
+    flops = [row["flops"] for row in rows]
+    if scaling == "weak":
+        assert len(set(flops)) == 1
+    else:
+        assert flops == sorted(flops, reverse=True)
+        assert flops[0] == pytest.approx(8 * flops[-1])
+    sent = [row["by_kind"].get("gather", {}).get("bytes_sent", 0) for row in rows]
+    # (N-1)/N of what is gathered, whatever N is; slices are padded
+    assert [sent[0], *(bytes_ * n / (n - 1) for bytes_, n in zip(sent[1:], (2, 4, 8)))] == pytest.approx(
+        [0] + [2 * sent[1]] * 3, rel=1e-3
+    )
+    assert picture.stat().st_size > 0
+
+
+def test_replicas_keep_gathers_within_a_machine(capsys):
+    """Two replicas of four ranks: a rank sends 3/4 of what is gathered in place of 7/8, and slices go across."""
+    found = {}
+    for replicas in ("1", "2"):
+        assert cli.main([*SMALL, "--world-size", "8", "--nodes", "2", "--zero-replicas", replicas, "--json"]) == 0
+        found[replicas] = json.loads(capsys.readouterr().out)
+    one, two = found["1"]["by_kind"], found["2"]["by_kind"]
+    assert two["gather"]["bytes_sent"] / one["gather"]["bytes_sent"] == pytest.approx((3 / 4) / (7 / 8), rel=1e-3)
+    assert "across" not in one
+    assert two["across"]["bytes_sent"] > 0
+    assert {(each["ranks"], each["stride"]) for each in found["2"]["operations"] if each["kind"] == "across"} == {
+        (2, 4)
+    }
+
+
+def test_a_narrow_wire_sends_less(capsys):
+    sent = []
+    for wire in ("none", "int8"):
+        assert cli.main([*SMALL, "--world-size", "8", "--zero-wire", wire, "--json"]) == 0
+        sent.append(json.loads(capsys.readouterr().out)["by_kind"]["reduce"]["bytes_sent"])
+    assert sent[0] > 3.5 * sent[1]
+
+
+def test_models_larger_than_memory(capsys):
+    """Parameters alone are 1.4 GB; the engine's masters, gradients and states come to four times that."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert cli.main(["simulate", "gpt3-350m", "--world-size", "64", "--sequence", "8", "--json"]) == 0
+    taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    found = json.loads(capsys.readouterr().out)
+    numel = 355_871_744  # of its GPT-2 configuration, with the head tied
+    assert found["by_kind"]["reduce"]["bytes_sent"] == pytest.approx(4 * numel * 63 / 64, rel=0.01)
+    assert taken < 4 * numel / 2
 
 
 def test_table_and_json(capsys):

@@ -37,5 +37,14 @@ def test_communication_may_be_the_last_to_end():
 def test_hops_and_the_slowest_link():
     near, far = Link(1.0, 10.0, ""), Link(5.0, 2.0, "")
     assert Network(4, 1, near, far).time_s(op(0, 20)) == 3 * 1.0 + 2
-    assert Network(4, 2, near, far).time_s(op(0, 20)) == pytest.approx((2 * 5 + 2 * 1) * 3 / 4 + 10)
+    hops_s = (2 * 5 + 2 * 1) * 3 / 4
+    assert Network(4, 2, near, far, adapters=1).time_s(op(0, 20)) == pytest.approx(hops_s + 10)
+    assert Network(4, 2, near, far).time_s(op(0, 20)) == pytest.approx(hops_s + 5)  # a ring for each of two adapters
     assert Network(1, 1, near, far).time_s(op(0, 20)) == 0
+
+
+def test_groups_share_a_machines_adapters():
+    """Two replicas of two ranks, each on its own machine: a gather stays there, a sum across has one of two adapters."""
+    network = Network(4, 2, Link(0.0, 100.0, ""), Link(0.0, 2.0, ""))
+    assert network.time_s(Operation(0, "gather", 20, "", "", ranks=2)) == pytest.approx(0.2)
+    assert network.time_s(Operation(0, "across", 20, "", "", ranks=2, stride=2)) == pytest.approx(10)
