@@ -205,7 +205,7 @@ class GroupWire(SoloWire):
         numel = own.numel()
         if numel == 0 and not cuts:
             return
-        cuts = cuts or _equal(numel, self.size)
+        cuts = cuts or range(0, numel * (self.size + 1), numel)
         if self.rank != 0:
             if numel == 0:
                 return
@@ -279,20 +279,20 @@ class PairWire(GroupWire):
         numel = own.numel()
         if numel == 0 and not cuts:
             return DONE
-        cuts = cuts or _equal(numel, self.size)
+        cuts = cuts or range(0, numel * (self.size + 1), numel)
         self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
         span, tag = tag, self._message_tag(tag, _GATHER_TAG)
-        group = self.group
+        group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
         place = full[cuts[self.rank] : cuts[self.rank + 1]]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         try:
             receives = [
-                self._wait_for(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag), self.gather_kind, span)
+                Wait(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag).wait, traffic, watch, kind, span)
                 for p in self._peers
                 if cuts[p] < cuts[p + 1]
             ]
-            sends = [self._wait_for(group.send([own], p, tag), self.gather_kind, span) for p in self._peers if numel]
+            sends = [Wait(group.send([own], p, tag).wait, traffic, watch, kind, span) for p in self._peers if numel]
         except RuntimeError as error:
             self._refuse(error)
         return Inflight(receives, sends)
@@ -316,16 +316,17 @@ class PairWire(GroupWire):
             return DONE
         if self.codec is not None and not cuts and coded.fits(self.codec, numel, source.dtype):
             return coded.reduce(self, self.codec, source, out, tag)
-        cuts = cuts or _equal(numel, self.size)
+        cuts = cuts or range(0, numel * (self.size + 1), numel)
         mine = source[cuts[self.rank] : cuts[self.rank + 1]]
         self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
-        sends = []
+        group, traffic, watch = self.group, self.traffic, self.watch
+        sends: list[Wait] = []
         for peer in self._peers:
             for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
                 try:
-                    sends.append(self._wait_for(self.group.send([part], peer, tag), self.reduce_kind, span))
+                    sends += (Wait(group.send([part], peer, tag).wait, traffic, watch, self.reduce_kind, span),)
                 except RuntimeError as error:
                     self._refuse(error)
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
@@ -348,8 +349,11 @@ class PairWire(GroupWire):
     def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
         landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
         parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
+        group, traffic, watch = self.group, self.traffic, self.watch
         try:
-            works = [self._wait_for(self.group.recv([parts[p]], p, tag), self.reduce_kind, span) for p in self._peers]
+            works = [
+                Wait(group.recv([parts[p]], p, tag).wait, traffic, watch, self.reduce_kind, span) for p in self._peers
+            ]
         except RuntimeError as error:
             self._refuse(error)
         return works, parts
@@ -478,10 +482,6 @@ def _divided_first(source: Tensor, size: int) -> float:
 
 def _others(full: Tensor, size: int) -> int:
     return full.numel() * full.element_size() * (size - 1) // size
-
-
-def _equal(numel: int, size: int) -> Cuts:
-    return range(0, numel * (size + 1), numel)
 
 
 def _ragged(full: Tensor, cuts: Cuts) -> list[Tensor]:

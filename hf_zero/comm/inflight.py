@@ -55,7 +55,8 @@ class Inflight:
             finish()
 
     def close(self) -> None:
-        self.wait()
+        if self._receives or self._finish is not None:
+            self.wait()
         for work in self._sends:
             work.wait()
         self._sends = ()

@@ -7,6 +7,7 @@ are gathered in the order of their last use. A rank whose backward leaves a unit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from ..comm.wire import SoloWire
 from .preemption import Preemption
@@ -106,18 +107,20 @@ class BackwardOrder:
                 trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
                 trace.everywhere = not unused[trace.at]
                 trace.joinable = passes[trace.at] == 1 and not trace.weightless
-            self._order = sorted(used, key=lambda trace: (-trace.agreed_first, trace.at))
+            # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
+            self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
             for place, trace in enumerate(self._order):
                 trace.place = place
             if self._frees:
-                self._walk = sorted(used, key=lambda trace: (-trace.agreed_latest, trace.at))
+                self._walk = sorted(used, key=attrgetter("agreed_latest"), reverse=True)
                 for step, trace in enumerate(self._walk):
                     trace.step = step
         return self._order
 
     def need(self, trace: Trace) -> None:
         """Backward enters this unit: it is there afterwards, and the one that comes next is on its way."""
-        self.agreed()
+        if self._agreement is not None:
+            self.agreed()
         following = None
         if trace.joinable:
             while self._walked < trace.step:
@@ -126,10 +129,13 @@ class BackwardOrder:
             following = self._next_in_walk()
         self._make_way(trace)
         trace.came = trace.entered = True
-        trace.unit.gather()
-        if following is not None:
+        unit = trace.unit
+        if unit.state is State.SHARDED:
+            unit.gather()
+        if following is not None and following.state is State.SHARDED:
             following.gather()
-        trace.unit.wait()
+        if unit.state is not State.GATHERED:
+            unit.wait()
 
     def _next_in_walk(self) -> Unit | None:
         """What all ranks gather next in this backward."""
@@ -203,7 +209,7 @@ class BackwardOrder:
     def _finish_reduce(self, trace: Trace) -> None:
         trace.unit.finish_reduce()
         # With another pass of it to come there may be more. Whether other ranks have gradients of it is known at the end.
-        if trace.unit.has_arrived and not trace.pending:
+        if self._after_reduce is not None and trace.unit.has_arrived and not trace.pending:
             self._step(trace)
 
     def _step(self, trace: Trace) -> None:
@@ -240,7 +246,8 @@ class BackwardOrder:
             self._agree_on_gradients()
         for trace in self._traces:
             trace.local = False
-            self._step(trace)
+            if self._after_reduce is not None:
+                self._step(trace)
 
     def _agree_on_gradients(self) -> None:
         """A parameter without a gradient on any rank has none. A unit with gradients that came after its turn has another."""

@@ -135,6 +135,9 @@ class Flat(SpanGradients):
             self._settle_in(whole[begin:end], stretches, at_rest)
         self.views = self.cut_up(self.full)
         self._base, self._addresses = -1, [0] * len(self.params)
+        size = self.full.element_size()
+        self._distances = [slot.offset * size if slot.spec.numel else None for slot in self.span.slots]
+        """Bytes from the start of `full`; None: a tensor without elements has no address."""
         self.keeps = policy.keep_full
         self.unread = False
         """Its place in `full` could not be read from where it rests: it has no values."""
@@ -333,10 +336,8 @@ class Flat(SpanGradients):
         """Of `views`."""
         base = self.full.data_ptr()
         if base != self._base:
-            size, self._base = self.full.element_size(), base
-            self._addresses = [
-                base + slot.offset * size if view.numel() else 0 for slot, view in zip(self.span.slots, self.views)
-            ]
+            self._base = base
+            self._addresses = [0 if at is None else base + at for at in self._distances]
         return self._addresses
 
     def moved(self, addresses: list[int]) -> list[int]:

@@ -74,11 +74,6 @@ class Step:
     def is_done(self) -> bool:
         return self.done.is_set()
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this thread is the one that updates."""
-        return threading.get_ident() == self.stepper.storage.meter.stepper_thread
-
     def settle(self) -> None:
         if self.worked and self.moving == 0:
             self.done.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -231,6 +232,11 @@ class Offload:
         if failure is not None:
             raise failure
         self.check()
+
+    def finish_before_a_look(self) -> None:
+        """Somebody asks for optimizer states: as `finish_step`; at once in the thread that updates them."""
+        if self._under_way and threading.get_ident() != self.storage.meter.stepper_thread:
+            self.finish_step()
 
     def check(self) -> None:
         """Raises:

@@ -7,7 +7,7 @@ The optimizer object and its `param_groups` dicts stay the user's own; only `gro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -82,22 +82,21 @@ class Binding:
         self._masters = self._stand_ins(by_group)
         for options, params in zip(optimizer.param_groups, self._masters):
             options["params"] = params
-        self._units = list(units)
         self._states: SliceStates | None = None
 
-    def keep_states(self, *, offloads: bool) -> None:
+    def keep_states(self, settle: Callable[[], None] | None) -> None:
         """`optimizer.state` is one that refuses what it cannot answer. What a program has put in its place since counts.
 
         Args:
-            offloads: another thread may update states behind the step.
+            settle: another thread may update states behind the step; waits for it.
         """
         found, before = self.optimizer.state, self._states
         if found is before:
             return
         states = dict(found)
         if before is not None:
-            for unit in self._units:
-                unit.finish_step()
+            if settle is not None:
+                settle()
             self._forget(self.flats)
         mine = {param for params in self._masters for param in params}
         names = {
@@ -107,7 +106,7 @@ class Binding:
             if param not in mine  # the groups may have parameters as they are
         }
         self.optimizer.state = self._states = (
-            SteppedStates(states, names, self._units, self.optimizer) if offloads else SliceStates(states, names)
+            SliceStates(states, names) if settle is None else SteppedStates(states, names, settle, self.forget_states)
         )
         for flat in self.flats if before is not None else ():
             for shard in flat.shards:
@@ -138,6 +137,9 @@ class Binding:
         self._states, self.optimizer.state = None, defaultdict(dict, self.optimizer.state)
         for flat in self.flats:
             flat.wholes = None
+
+    def forget_states(self) -> None:
+        self._forget(self.flats)
 
     def _forget(self, flats: Iterable[Flat]) -> None:
         for flat in flats:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
-import torch
 from torch import nn
 
 from ..errors import StateError
-from .unit import Unit
 
 
 class SliceStates(defaultdict[Any, dict[str, Any]]):
@@ -55,23 +53,27 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
 
 
 class SteppedStates(SliceStates):
-    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it."""
+    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it.
+
+    Args:
+        settle: waits; it returns at once where nothing is under way, and in that thread. Both are methods, held weakly.
+        forget: on disk there is more of the states than here.
+    """
 
     def __init__(
         self,
         states: Mapping[Any, dict[str, Any]],
         names: Mapping[nn.Parameter, str],
-        units: Sequence[Unit],
-        optimizer: torch.optim.Optimizer,
+        settle: Callable[[], None],
+        forget: Callable[[], None],
     ) -> None:
         super().__init__(states, names)
-        self._units, self._optimizer = units, ref(optimizer)
+        self._settle_of, self._forget_of = WeakMethod(settle), WeakMethod(forget)
 
     def _settle(self) -> None:
-        for unit in self._units:
-            step = unit.stepping
-            if step is not None and not step.is_done and not step.is_mine:
-                unit.finish_step()
+        settle = self._settle_of()
+        if settle is not None:
+            settle()
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         self._settle()
@@ -96,12 +98,9 @@ class SteppedStates(SliceStates):
     def clear(self) -> None:
         self._settle()
         super().clear()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            for unit in self._units:
-                for flat in unit.trained:
-                    for shard in flat.shards:
-                        shard.forget(optimizer)  # on disk there is more of it
+        forget = self._forget_of()
+        if forget is not None:
+            forget()
 
     def pop(self, *args: Any) -> Any:
         self._settle()

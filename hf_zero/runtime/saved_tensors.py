@@ -40,6 +40,8 @@ def tensors_in(value: Any) -> list[Tensor]:
                 continue
             elif kind is tuple or kind is list:
                 deeper += each
+            elif kind is dict:
+                deeper += each.values()
             elif isinstance(each, Tensor):
                 found.append(each)
             elif isinstance(each, (tuple, list)):

@@ -314,7 +314,8 @@ class Schedule:
         """Between passes: no backward has come to these, and the user may have written to them."""
         if self.frees:
             for trace in self.traces:
-                trace.unit.look_over()
+                if trace.unit.state is State.GATHERED:
+                    trace.unit.look_over()
 
     def _new_pass(self) -> None:
         self._pass += 1
@@ -389,7 +390,7 @@ class Schedule:
             host.named.append(profiler.record_function(f"hf_zero::forward {trace.unit.name}").__enter__())
         trace.running += 1
         if self.frees:
-            if not self._in_backward:
+            if not self._in_backward and self._tail is not None:
                 self._leave_tail(trace)
             self._need(trace)
         if self._with_graph and not self._in_backward:
@@ -510,7 +511,7 @@ class Schedule:
             for trace in self.traces:
                 if trace.seen:
                     trace.expected = trace.seen
-                if trace is not keep:
+                if trace is not keep and trace.unit.state is not State.SHARDED:
                     trace.release()
 
     def _leave_tail(self, trace: Trace) -> None:
@@ -533,10 +534,13 @@ class Schedule:
             self.order.need(trace)
             return
         following = self._forward.note(trace.unit)
-        trace.unit.gather()
-        if following is not None:
+        unit = trace.unit
+        if unit.state is State.SHARDED:
+            unit.gather()
+        if following is not None and following.state is State.SHARDED:
             following.gather()
-        trace.unit.wait()
+        if unit.state is not State.GATHERED:
+            unit.wait()
 
     # Reads by others ------------------------------------------------------------------------------------------------
 
@@ -721,7 +725,8 @@ class Schedule:
             trace.in_backward = trace.in_open = False
             if not self._again:
                 trace.held = 0
-            trace.release()
+            if self.frees and trace.unit.state is not State.SHARDED:
+                trace.release()
         if self._defers and not self.sync:
             for trace in self.traces:
                 trace.local = trace.local or trace.unit.has_grads()
@@ -782,7 +787,7 @@ class Schedule:
         self._look_over()
         for trace in self.traces:
             trace.held = 0
-            if self.frees:
+            if self.frees and trace.unit.state is not State.SHARDED:
                 trace.unit.release()
             trace.unit.close()
 
@@ -839,7 +844,7 @@ def _pre_backward(lead: Lead, use: Use, is_open: bool, is_embedding: bool, lent:
     if schedule is None or trace is None:
         lead.missing()
         return
-    if not schedule._begin_backward():
+    if not (schedule._in_backward or schedule._begin_backward()):
         schedule._hold_inside_forward(trace)
         return
     if is_open:
@@ -859,7 +864,7 @@ def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
     schedule, trace = lead.schedule(), use.trace()
     if schedule is None or trace is None:
         return
-    if not schedule._begin_backward():
+    if not (schedule._in_backward or schedule._begin_backward()):
         return
     if use.left == use.events:
         schedule._touched.append(use)
@@ -870,7 +875,7 @@ def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
     trace.in_backward = trace.in_open
     if not use.is_open and not trace.pending:
         schedule._passed(trace)
-    if not trace.in_open:
+    if schedule.frees and not trace.in_open:
         trace.release()
 
 

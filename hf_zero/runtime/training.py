@@ -81,6 +81,7 @@ class Training:
         self.sharded, self.model, self.config, self.policy = sharded, sharded.model, sharded.config, sharded.policy
         self.precision, self.units, self._wire = sharded.precision, sharded.units, sharded.wire
         self.offload = offload
+        self._settle_states = offload.finish_before_a_look if self.config.offloads else None
         self._assembly, self._overflow, self._patches = assembly, overflow, patches
         self._machine, self._mixed_precision = machine, mixed_precision
         self.bindings: list[Binding] = []
@@ -305,7 +306,7 @@ class Training:
             binding = kind(optimizer, self.units, self._wire, groups, index)
             self.bindings.append(binding)
             self.writes.counts_references = True
-            binding.keep_states(offloads=self.config.offloads)
+            binding.keep_states(self._settle_states)
             if state is not None:
                 binding.load_state_dict(state)
             if optimizer not in self._taken:
@@ -473,7 +474,7 @@ class Training:
         self._part_spans()
         binding = self.bound(optimizer, "step()")  # spans may have been cut anew
         self._hide_slices(binding)
-        binding.keep_states(offloads=self.config.offloads)
+        binding.keep_states(self._settle_states)
         if self._checks is not None:
             has_closure = arguments is not None and not self.config.offloads
             self._checks.before_update(optimizer, binding.index, has_closure=has_closure)

@@ -159,7 +159,7 @@ class Unit:
                 flat.cast_shown()
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
-            if not self.policy.keep_full:
+            if flat.watched and not self.policy.keep_full:
                 writes.note_watched(flat)
             flat.stale = False
         self.state, self.is_masked = State.GATHERED, False

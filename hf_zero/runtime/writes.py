@@ -52,9 +52,6 @@ class Step(Protocol):
     @property
     def is_done(self) -> bool: ...
 
-    @property
-    def is_mine(self) -> bool: ...
-
 
 class Unit(Protocol):
     """A unit of parameters (`unit.Unit`), as far as it is needed here."""
