@@ -76,12 +76,12 @@ def nodes_of(tensors: list[Tensor]) -> list[Any]:
         if node is None:
             continue
         if node not in nodes:
-            nodes.append(node)
+            nodes += (node,)  # no call for each
         base = tensor._base
         if base is not None:
             node = base.grad_fn
             if node is not None and node not in nodes:
-                nodes.append(node)
+                nodes += (node,)
     return nodes
 
 

@@ -407,7 +407,8 @@ class Schedule:
 
     def _note(self, trace: Trace) -> None:
         if trace.noted != self._pass:
-            self._begin_use(trace)
+            self._clock += 1
+            trace.begun = trace.latest = self._clock
             if not trace.noted:
                 trace.first = trace.begun
             trace.noted = self._pass
@@ -490,7 +491,8 @@ class Schedule:
         if self.frees and not self._in_backward:
             trace.seen += 1
             if trace.seen >= trace.expected and not trace.running:
-                self._leave_tail(trace)
+                if self._tail is not None:
+                    self._leave_tail(trace)
                 self._tail = trace
 
     def _root_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
@@ -875,7 +877,7 @@ def _post_backward(lead: Lead, use: Use, *_: Any) -> None:
     trace.in_backward = trace.in_open
     if not use.is_open and not trace.pending:
         schedule._passed(trace)
-    if schedule.frees and not trace.in_open:
+    if not trace.in_open and schedule.frees and trace.unit.state is not State.SHARDED:
         trace.release()
 
 

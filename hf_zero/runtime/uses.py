@@ -23,7 +23,7 @@ class Order:
         """Record that `unit` is needed now; answers which one was needed next, last time."""
         now, last = self._now, self._last
         if not now or now[-1] is not unit:
-            now.append(unit)
+            now += (unit,)
         place = len(now)
         return last[place] if place < len(last) and last[place - 1] is unit else None
 
