@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 
 HOME = tempfile.TemporaryDirectory(prefix="hf_home_")
 """Caches of this session's own, empty at its start."""
+gc.disable()
+"""Until all is imported: of what imports make nothing is garbage."""
 # Libraries read these when they are imported, here and in all children. Several processes share the cores: a thread each.
 os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
@@ -27,6 +30,13 @@ LONG = ("runtime", "scripts")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection of garbage, of which tests make many, need not look at it."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -7,6 +7,7 @@ and has done nothing else; `warm=False` is for jobs that set what these read whe
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -144,6 +145,7 @@ def _run(words: list[str], out: str, err: str, environment: dict[str, str], fold
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the process that was forked may have more
+    gc.freeze()  # what was imported before stays, and need not be looked at in each collection
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
