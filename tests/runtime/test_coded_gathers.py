@@ -16,6 +16,7 @@ from tests.kit.common import Case, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Mode, Watch
 
 pytestmark = pytest.mark.gloo
+TEXT = "".join(kind.__doc__ or "" for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.MultiheadAttention))
 
 
 def sharded(stage: int, name: str, dtype: str = "no", replicas: int = 1, **settings: Any) -> zero.Engine:
@@ -270,15 +271,14 @@ def test_a_resume_has_the_exact_masters(pools, tmp_path):
 # Learning -------------------------------------------------------------------------------------------------------------
 
 
-def learns(rank: int, world: int, name: str, stage: int) -> list[float]:
-    """Characters of a text, a small GPT-2."""
-    text = (zero.__doc__ or "") + (zero.shard.__doc__ or "") + (zero.ZeroConfig.__doc__ or "")
-    tokens = torch.tensor(list(text.encode("ascii", "replace"))) % 128
+def learns(rank: int, world: int, name: str, stage: int, seed: int) -> list[float]:
+    """Characters of a text, a small GPT-2; `seed`: of the order in which the text is read."""
+    tokens = torch.tensor(list(TEXT.encode("ascii", "replace"))) % 128
     model = gpt2(n_embd=64, vocab_size=128)
     engine = zero.shard(model, optimizer_for(model, 2, lr=3e-3), zero.ZeroConfig(stage=stage, wire=name))
     found = []
     for number in range(60):
-        generator = torch.Generator().manual_seed(100 * number + rank)
+        generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + rank)
         at = torch.randint(0, len(tokens) - 16, (8,), generator=generator)
         ids = torch.stack([tokens[start : start + 16] for start in at.tolist()])
         loss = model(input_ids=ids, labels=ids).loss
@@ -291,12 +291,17 @@ def learns(rank: int, world: int, name: str, stage: int) -> list[float]:
 
 
 def test_a_model_learns_as_without_codes(two):
-    """Of what the loss has fallen by: 4 % on average over the last third of training, 12 % in any step."""
-    exact, coded = (two.run(learns, name, 3)[0] for name in ("none", "int8"))
-    fallen = sum(exact[:5]) / 5 - sum(exact[-5:]) / 5
-    assert fallen > 1.0
-    assert abs(sum(exact[-20:]) - sum(coded[-20:])) / 20 < 0.04 * fallen
-    assert max(abs(a - b) for a, b in zip(exact, coded)) < 0.12 * fallen
+    """The loss at the end is within what another order of the same text makes of it, on either side."""
+
+    def last(name: str, seed: int) -> float:
+        losses = two.run(learns, name, 3, seed)[0]
+        assert sum(losses[:5]) / 5 - sum(losses[-5:]) / 5 > 1.0, "it has learnt"
+        return sum(losses[-20:]) / 20
+
+    seeds = range(3)
+    exact, coded = ([last(name, seed) for seed in seeds] for name in ("none", "int8"))
+    noise = max(exact) - min(exact)
+    assert abs(sum(coded) - sum(exact)) / len(seeds) < noise, (exact, coded)
 
 
 # What else moves or reads values ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ What both end with is equal to the bit: parameters, optimizer state, options of 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -567,7 +568,10 @@ def test_signals_wait_for_the_end_of_the_step(pools):
 
 
 def at_any_moment(rank: int, world: int, place: str, folder: str, seed: int, rounds: int) -> list[str]:
-    """A handler that raises comes after a random time of a step; the program looks whether the step has been made."""
+    """A handler that raises comes after a random time of a step; the program looks whether the step has been made.
+
+    On until a third of the rounds were hit: how long a step takes changes with what else the machine does.
+    """
     generator = random.Random(seed)
     clean, run = (Run(rank, PLACES[place], folder) for _ in range(2))
     for step in range(3):
@@ -582,7 +586,9 @@ def at_any_moment(rank: int, world: int, place: str, folder: str, seed: int, rou
     before = signal.signal(signal.SIGALRM, throws(KeyboardInterrupt()))
     hit = 0
     try:
-        for step in range(3, 3 + rounds):
+        for step in itertools.count(3):
+            if step >= 3 + rounds and hit >= rounds // 3:
+                break
             clean.step(step)
             while made() == step:
                 try:
@@ -598,7 +604,7 @@ def at_any_moment(rank: int, world: int, place: str, folder: str, seed: int, rou
                 return [f"{place}, seed {seed}: step {step} differs after {hit} interrupts"]
     finally:
         signal.signal(signal.SIGALRM, before)
-    return [] if hit >= rounds // 3 else [f"{place}, seed {seed}: {hit} interrupts only"]
+    return []
 
 
 @pytest.mark.parametrize("place", ["stage 2", "stage 3", "host, parameters too", "disk, parameters too"])

@@ -80,6 +80,13 @@ def missing(block: str) -> list[str]:
             for line in node.body:
                 self.visit(line)
 
+        def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
+            for loop in node.generators:
+                self.visit(loop)
+            self.visit(node.elt)
+
+        visit_GeneratorExp = visit_ListComp
+
         def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
             defined.update({node.name, *(argument.arg for argument in node.args.args)})
             self.generic_visit(node)
