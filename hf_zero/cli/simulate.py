@@ -201,7 +201,11 @@ def _simulated(
 ) -> Simulated:
     """The real engine, rank 0 of `ranks`, over tensors without values."""
     ids = torch.zeros(batch, options.sequence, dtype=torch.long)
-    with absent_ranks(ranks), Valueless():
+    with (
+        absent_ranks(ranks),
+        Valueless(),
+        torch.autograd.set_detect_anomaly(False),
+    ):  # NaN in what nobody filled is none
         model = type(empty)(empty.config).train()
         record, engine = recorded_step(
             model,

@@ -220,7 +220,10 @@ class Stopped(Exception):
 
 def run_plain(case: Case, folder: str, refused: dict[str, str]) -> list[Outcome]:
     plain = Plain(case, folder, refused)
-    plain.run(whole)
+    try:
+        plain.run(whole)
+    finally:  # programs of two ranks in one process, by turns: the one that leaves last puts back what the other had set
+        torch.autograd.set_detect_anomaly(False)
     outcomes = [Outcome() for _ in plain.users]
     for user, outcome in zip(plain.users, outcomes):
         ending(user, outcome)
