@@ -175,6 +175,13 @@ class SpanGradients:
                 grads[index] = grad.to_dense()
         return grads
 
+    def notice_cleared(self) -> None:
+        """What `take` would notice, without taking: whoever looks at gradients before finds those that are still there."""
+        if True in self.handles.placed:
+            cleared = self.handles.cleared([param.grad for param in self.params])
+            if cleared:
+                self.clear_reduced(cleared)
+
     @torch.no_grad()
     def clear_reduced(self, cleared: Sequence[int]) -> None:
         """These parameters (places in `params`) have no gradient any more: where none of the span has one, there is none."""

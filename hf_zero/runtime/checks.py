@@ -92,6 +92,10 @@ class Checks:
         self._sightings.used = len(self._sightings.seen)
         self._reference.after_backward(reduced=reduced)
 
+    def broke_off(self) -> None:
+        """A backward raised, and its gradients are gone."""
+        self._reference.broke_off()
+
     def cleared(self) -> None:
         """Gradients were forgotten."""
         self._sightings.drop_used()

@@ -535,11 +535,19 @@ class Handles(Generic[F]):
                 param.grad = None
                 self.placed[index] = False
 
+    def cleared(self, found: Sequence[Tensor | None]) -> list[int]:
+        """Of what parameters show as `.grad`: where the stand-in that was put there has been taken away."""
+        return [
+            index
+            for index, (grad, mine) in enumerate(zip(found, self.grads))
+            if self.placed[index] and not mine.passed and not isinstance(grad, Gradient)
+        ]
+
     def sort_out(self, found: list[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
         """Of what parameters showed as `.grad`, and do not any more: this rank's new gradients, and who was cleared."""
         if True not in self.placed:
             return found, []
-        cleared = []
+        cleared = self.cleared(found)
         grads: list[Tensor | None] = []
         for index, (grad, mine) in enumerate(zip(found, self.grads)):
             if isinstance(grad, Gradient):
@@ -549,8 +557,6 @@ class Handles(Generic[F]):
                     )
                 grads.append(grad.local)
             else:
-                if self.placed[index] and not mine.passed:
-                    cleared.append(index)
                 grads.append(grad)
             mine.local, mine.passed = None, False
         self.placed = list(self._none)

@@ -81,11 +81,16 @@ class Reference:
             if place.unit is not unit:
                 continue
             name = place.slot.spec.name
+            place.flat.notice_cleared()
             if name not in self._grads:
                 self._grads[name] = _wide(place.local(gradient_of))
                 self._local[name] = torch.zeros(place.slot.spec.numel, dtype=_wide_of(place.flat.master_dtype))
             for part in place.flat.local_parts(place.at):
                 self._local[name] += _wide(part.reshape(-1))
+
+    def broke_off(self) -> None:
+        """The backward under way raised: all gradients are gone."""
+        self._grads, self._local = {}, {}
 
     def after_backward(self, *, reduced: bool) -> None:
         """A collective with `reduced`, on the first steps.

@@ -430,6 +430,8 @@ class Training:
         for unit in self.units:
             unit.drop_grads(shards=True)
         self.offload.backward_broke_off()
+        if self._checks is not None:
+            self._checks.broke_off()
         for index in range(max(1, len(self.bindings))):
             earlier = ", and those of earlier backwards of this step with them" if index in self._uncleared else ""
             self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"

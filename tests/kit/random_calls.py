@@ -50,6 +50,9 @@ class Setting:
     replicas: int = 1
     left_out: bool = False
     """The last head comes into the optimizer later, if at all."""
+    born: bool = False
+    """The model is made under `zero.Init`."""
+    debug: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,29 @@ class Case:
 
 # Users ------------------------------------------------------------------------------------------------------------------
 
+
+class Lars(torch.optim.Optimizer):
+    """You et al. 2017: the rate of each parameter from its norms, with momentum."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "weight_decay": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    rate = group["lr"] * (p.norm() + 0.1) / (p.grad.norm() + group["weight_decay"] * p.norm() + 0.1)
+                    momentum.mul_(0.9).add_(p.grad + group["weight_decay"] * p)
+                    p.sub_(rate * momentum)
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # Adam divides by the root of squared gradients: with its usual eps, rounding in a gradient that should be 0 (the bias of
     # attention's keys) becomes a full step. Here eps is of the size of gradients, so that rounding stays rounding.
@@ -82,6 +108,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=0.03, weight_decay=0.1),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, eps=0.03, momentum=0.5),
 }
+MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.02, eps=0.03, amsgrad=True, foreach=True),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=0.03, fused=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.02, eps=0.03, decoupled_weight_decay=True),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=0.02, eps=0.03),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.02, eps=0.03),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.02, eps=0.03, lr_decay=0.1),
+    "adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.5, eps=0.03),
+    "lars": Lars,
+}
+WHOLE = frozenset({"lars"})
+"""Those that need whole matrices."""
 _TYPES = {"no": None, "bf16": torch.bfloat16}
 Program = Generator[tuple[str, int, Any], Any, Any]
 
@@ -99,7 +138,9 @@ class User:
     engine: zero.Engine | None = None
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, case: Case, rank: int, folder: str, refused: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, case: Case, rank: int, folder: str, refused: dict[str, str] | None = None, sharded: bool = False
+    ) -> None:
         self.case, self.rank, self.folder = case, rank, Path(folder)
         self.world = case.setting.ranks
         self.notes: list[tuple[str, Any]] = []
@@ -115,7 +156,8 @@ class User:
         self.place = 0
         self._tries = 0
         torch.manual_seed(case.seed)
-        self.model = Net(case.arch)
+        with zero.Init(enabled=sharded and case.setting.born):
+            self.model = Net(case.arch)
         self.left_out = self._left_out()
         self.has_statistics = has_statistics(self.model)
 
@@ -131,6 +173,7 @@ class User:
             offload_optimizer=s.offload_optimizer,
             offload_params=s.offload_params,
             replicas=s.replicas,
+            debug=s.debug,
             offload_dir=str(self.folder / "tiers") if "disk" in (s.offload_optimizer, s.offload_params) else None,
         )
         self.engine = zero.shard(self.model, self.optimizer, config, mixed_precision=s.dtype)
@@ -260,7 +303,9 @@ class User:
             matrices = [p for p in params.values() if p.dim() > 1]
             others = [p for p in params.values() if p.dim() < 2]
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        return OPTIMIZERS[self.case.setting.optimizer]([group for group in groups if group["params"]])
+        return (OPTIMIZERS | MORE_OPTIMIZERS)[self.case.setting.optimizer](
+            [group for group in groups if group["params"]]
+        )
 
     def _left_out(self) -> list[str]:
         names = [name for name in self.params(trained=True) if name.startswith("heads.")]

@@ -40,7 +40,7 @@ from torch import Tensor
 
 import hf_zero as zero
 from tests.kit.pool import RankFailure, RankPool
-from tests.kit.random_calls import KINDS, OPTIMIZERS, Case, Op, Program, Setting, User, own
+from tests.kit.random_calls import KINDS, MORE_OPTIMIZERS, OPTIMIZERS, WHOLE, Case, Op, Program, Setting, User, own
 from tests.kit.random_models import FEATURES, Arch, Block, random_arch, smaller
 
 # Cases ------------------------------------------------------------------------------------------------------------------
@@ -61,6 +61,21 @@ def random_setting(rng: random.Random, ranks: tuple[int, ...], stages: tuple[int
     )
 
 
+def random_extras(rng: random.Random, setting: Setting) -> Setting:
+    """Settings that came later, from numbers of their own: the rest of a seed's case is as it was."""
+    replicas = 1 if setting.stage == 0 else rng.choice([n for n in (1, 1, 1, 2, 3) if setting.ranks % n == 0])
+    optimizer = rng.choice(sorted(MORE_OPTIMIZERS)) if rng.random() < 0.4 else setting.optimizer
+    if optimizer in WHOLE and (setting.offload_optimizer, setting.offload_params) != ("none", "none"):
+        optimizer = setting.optimizer
+    return replace(
+        setting,
+        replicas=replicas,
+        optimizer=optimizer,
+        born=rng.random() < 0.25,
+        debug=rng.random() < 0.1,
+    )
+
+
 def random_case(
     seed: int,
     off: frozenset[str] = frozenset(),
@@ -69,6 +84,7 @@ def random_case(
 ) -> Case:
     """Kinds that are off leave the rest of a seed's case as it is."""
     setting = random_setting(random.Random(f"{seed}/setting"), ranks, stages)
+    setting = random_extras(random.Random(f"{seed}/extras"), setting)
     arch = random_arch(random.Random(f"{seed}/arch"))
     for name in off & set(FEATURES):
         arch = FEATURES[name](arch)
@@ -193,7 +209,7 @@ def run_rank(rank: int, world: int, case: Case, folder: str, limit_s: float) -> 
     with open(Path(folder) / f"rank{rank}.txt", "w") as log:
         faulthandler.dump_traceback_later(max(1.0, limit_s - 2.0), file=log)
         try:
-            user = User(case, rank, folder)
+            user = User(case, rank, folder, sharded=True)
             user.start(sharded=True)
             own(whole(user))
             ending(user, outcome)
@@ -289,7 +305,7 @@ class Runner:
 
     def __init__(self, limit_s: float = 30.0, pools: dict[int, RankPool] | None = None) -> None:
         self.limit_s = limit_s
-        self._pools = pools or {world: RankPool(world) for world in (1, 2, 3)}
+        self._pools = pools or {world: RankPool(world) for world in (1, 2, 3, 4)}
         self.refusals: Counter[str] = Counter()
 
     def check(self, case: Case, expected: Case | None = None) -> str:
@@ -334,7 +350,18 @@ class Runner:
                 yield replace(now, ops=now.ops[half:])
                 yield replace(now, ops=now.ops[:half])
             plain = Setting(stage=now.setting.stage)
-            for name in ("offload_params", "offload_optimizer", "groups", "left_out", "dtype", "ranks", "optimizer"):
+            for name in (
+                "offload_params",
+                "offload_optimizer",
+                "groups",
+                "left_out",
+                "dtype",
+                "replicas",
+                "born",
+                "debug",
+                "ranks",
+                "optimizer",
+            ):
                 if getattr(now.setting, name) != getattr(plain, name):
                     yield replace(now, setting=replace(now.setting, **{name: getattr(plain, name)}))
             for i in range(len(now.ops)):
