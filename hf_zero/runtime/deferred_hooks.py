@@ -18,7 +18,7 @@ from ..comm.wire import SoloWire
 from ..errors import StateError
 from .deferred import Birth, birth_of, no_pickle, opening_mode
 from .instance_methods import RESIZE, strip, wrapped
-from .state_dict import StateDictHooks
+from .state_dict import StateDictHooks, elsewhere
 
 
 class DeferredHooks(StateDictHooks):
@@ -88,7 +88,7 @@ class DeferredHooks(StateDictHooks):
         birth = _birth(param)
         with wire.watch.doing("state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
             whole = birth.read(param.shape)
-            return {param: whole.cpu() if wire.rank == 0 else whole.to("meta")}
+            return {param: whole.cpu() if wire.rank == 0 else elsewhere(whole.to("meta"))}
 
     def open(self, param: nn.Parameter) -> Tensor:
         _birth(param).open(param, fill=False)

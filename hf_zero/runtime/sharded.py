@@ -162,6 +162,7 @@ class Sharded:
         plan: what the units were built by.
         storage: what the tiers share.
         is_unsharded: inside `zero.unsharded`.
+        shows_masters: there, and parameters have the masters' values, in their own types.
     """
 
     model: nn.Module
@@ -178,6 +179,7 @@ class Sharded:
     plan: Plan = field(init=False)
     storage: Storage = field(init=False)
     is_unsharded: bool = False
+    shows_masters: bool = False
 
     def __post_init__(self) -> None:
         self.layout = Layout((), self.config.shards(self.wire.size))

@@ -1,9 +1,10 @@
 """`state_dict()` and `load_state_dict()` of modules whose values are elsewhere, through torch's public per-module hooks.
 
 `state_dict()` is a collective, on the model or any part of it: rank 0 gets full CPU tensors in the parameters' own types
-(from the masters, never from a low-precision copy), the other ranks meta tensors of the same shapes, so that code which
-only looks at keys, shapes and types runs everywhere. Tied parameters are one tensor object within a call. `load_state_dict`
-takes that, or values on every rank.
+(from the masters, never from a low-precision copy), the other ranks meta tensors of the same shapes (`Elsewhere`), so that
+code which only looks at keys, shapes and types runs everywhere. Tied parameters are one tensor object within a call.
+`load_state_dict` takes that, or values on every rank. Inside `zero.unsharded` it is torch's own: the parameters' values, on
+every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.agree import on_all_ranks, read
@@ -25,6 +27,51 @@ from ..errors import RankMismatchError, StateError, TierError
 from .flat_param import Flat, joined
 from .reads import Unmasked
 from .sharded import Sharded
+
+
+class Elsewhere(Tensor):
+    """A value of a state dict on a rank that does not have it: a meta tensor, as is all that is made of it.
+
+    Raises:
+        StateError: its elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some). Programs that compute
+            with a state dict on every rank (moving averages) would end on this rank in an error of torch's about devices.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            raise StateError(
+                f"{getattr(func, '__name__', func)} of a value of state_dict(): every rank but 0 has its shape and type alone "
+                f"({_shapes((args, kwargs))}). Compute with it on rank 0, or make the state dict and what reads it inside "
+                "`with zero.unsharded(model):`, where all ranks have all values"
+            ) from error
+        return tree_map_only(
+            Tensor, lambda made: elsewhere(made) if type(made) is Tensor and made.is_meta else made, result
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return elsewhere(torch.empty_like(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a file or another process has a plain meta tensor
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def elsewhere(value: Tensor) -> Tensor:
+    """A meta tensor as `Elsewhere`."""
+    return value.as_subclass(Elsewhere)
+
+
+def _shapes(given: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return ", ".join(
+            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}"
+            for each in tree_leaves(given)
+            if isinstance(each, Elsewhere)
+        )
 
 
 class StateDictHooks(ABC):
@@ -53,6 +100,11 @@ class StateDictHooks(ABC):
     @abstractmethod
     def wire_of(self, param: nn.Parameter) -> SoloWire | None:
         """The ranks that have the parameter's values between them; None where `.data` has them."""
+
+    @property
+    def shows_values(self) -> bool:
+        """Whether all parameters show, on every rank, what `gather` would give."""
+        return False
 
     @abstractmethod
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
@@ -97,7 +149,7 @@ class StateDictHooks(ABC):
             if param is None or prefix + name not in state:
                 continue
             wire = self.wire_of(param)
-            if wire is None:
+            if wire is None or self.shows_values:
                 continue
             if param not in self._values:
                 self._values.update(self.gather(param, wire, first=not self._values))
@@ -197,6 +249,10 @@ class ShardedHooks(StateDictHooks):
     def wire_of(self, param: nn.Parameter) -> SoloWire | None:
         return self._sharded.wire if param in self._sharded.places else None
 
+    @property
+    def shows_values(self) -> bool:
+        return self._sharded.shows_masters
+
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
         flat = self._sharded.places[param].flat
         full: Tensor | None = None
@@ -210,7 +266,8 @@ class ShardedHooks(StateDictHooks):
             if full is None:
                 found[each] = torch.empty(slot.spec.shape, dtype=dtype, device="meta")
             else:
-                found[each] = full[slot.offset : slot.stop].view(slot.spec.shape).to(dtype, copy=True)
+                value = full[slot.offset : slot.stop].view(slot.spec.shape).to(dtype, copy=True)
+                found[each] = elsewhere(value) if value.is_meta else value
         return found
 
     def outline(self) -> dict[str, Any]:

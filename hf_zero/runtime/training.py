@@ -661,6 +661,7 @@ class Training:
         whole = Unsharded(self.sharded, in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
         whole.begin()
         self._unsharded, self.sharded.is_unsharded = whole, True
+        self.sharded.shows_masters = not in_compute_dtype
         completed = False
         try:
             yield
@@ -670,6 +671,7 @@ class Training:
                 whole.end(self.settle, compare=completed)
             finally:
                 self._unsharded, self.sharded.is_unsharded = None, False
+                self.sharded.shows_masters = False
 
     def releases(self) -> bool:
         return not self.policy.keep_full and not self.sharded.is_unsharded

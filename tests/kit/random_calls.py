@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, eps=0.03, momentum=0.5),
 }
 MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
     "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.02, eps=0.03, amsgrad=True, foreach=True),
     "fused": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=0.03, fused=True),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.02, eps=0.03, decoupled_weight_decay=True),
@@ -990,7 +990,12 @@ def rank_experts(u: User) -> Program:
     yield from u.train(route=u.rank)
 
 
-@kind(lambda setting, arch: setting.ranks > 1)
+def trains_early(setting: Setting, arch: Arch) -> bool:
+    """A rank whose loss uses no trained parameter makes no backward that others could meet, as under DDP."""
+    return setting.ranks > 1 and not (arch.front_frozen and arch.blocks[0].frozen)
+
+
+@kind(trains_early)
 def rank_losses(u: User) -> Program:
     """The same forward on all ranks; the first one's loss uses what a block recorded, the others' the output."""
     tape, batch = Tape(), u.batch(grad=True)

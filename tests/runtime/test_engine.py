@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -168,6 +170,77 @@ def state_dicts(rank: int, world: int, stage: int, dtype: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_state_dict_and_back(two, stage, dtype):
     two.run(state_dicts, stage, dtype)
+
+
+def averages(rank: int, world: int, stage: int, dtype: str) -> None:
+    """Moving averages by `state_dict()`, as timm's and YOLO's make them."""
+    torch.manual_seed(0)
+    model = bert()
+    average, expected = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = sgd(list(model.parameters()))
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision=dtype)
+    ids = torch.arange(8).view(1, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    with zero.unsharded(model), torch.no_grad():
+        for mine, theirs in zip(average.state_dict().values(), model.state_dict().values()):
+            if mine.is_floating_point():
+                mine.lerp_(theirs, 0.5)
+        state = copy.deepcopy(model.state_dict())
+    whole = {name: zero.full_parameter(param) for name, param in model.named_parameters()}
+    for name, value in expected.state_dict().items():
+        assert name not in whole or torch.equal(state[name], whole[name])
+        if value.is_floating_point():
+            value.lerp_(state[name], 0.5)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(average.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("dtype", ["no", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_moving_average_by_state_dict(two, stage, dtype):
+    two.run(averages, stage, dtype)
+
+
+def values_elsewhere(rank: int, world: int, stage: int, born: bool) -> None:
+    with zero.Init(enabled=born):
+        model = bert()
+    if not born:
+        zero.shard(model, None, zero.ZeroConfig(stage=stage))
+    state = model.state_dict()
+    name = "cls.predictions.transform.dense.weight"
+    value = state[name]
+    shape = value.shape
+    other = torch.ones(shape)
+    if rank == 0:
+        assert type(value) is torch.Tensor
+        assert not value.is_meta
+        return
+    assert (value.is_meta, value.dtype, shape) == (True, torch.float32, (32, 32))
+    assert (value.half() * 2).is_meta
+    assert torch.empty_like(value).shape == shape
+    assert type(pickle.loads(pickle.dumps(value))) is torch.Tensor
+    twin = copy.deepcopy(state)[name]
+    for what in (
+        lambda: other.lerp_(value.detach(), 0.5),
+        lambda: other.copy_(twin),
+        lambda: torch._foreach_lerp_([other, other], [value, value], 0.5),
+        lambda: value.float() + other,
+        lambda: value.sum().item(),
+        lambda: bool((value > 0).all()),
+        value.cpu,
+        value.numpy,
+        value.tolist,
+    ):
+        with pytest.raises(zero.StateError, match=r"every rank but 0 has its shape and type alone .*zero.unsharded"):
+            what()
+    with pytest.raises(RuntimeError, match=r"zero\.unsharded"):
+        bert().load_state_dict(state)
+    assert torch.equal(other, torch.ones(shape))
+
+
+@pytest.mark.parametrize(("stage", "born"), [(1, False), (3, False), (3, True)])
+def test_values_that_are_elsewhere_say_so(two, stage, born):
+    two.run(values_elsewhere, stage, born)
 
 
 def undo(rank: int, world: int, stage: int) -> None:
