@@ -924,10 +924,12 @@ def _both(one: Any, two: Any) -> Iterator[None]:
 
 @kind()
 def away(u: User) -> Program:
-    if u.engine is not None:
-        u.engine.offload_states()
-        u.engine.reload_states()
-    yield from ()
+    def body() -> None:
+        if u.engine is not None:
+            u.engine.offload_states()
+            u.engine.reload_states()
+
+    yield from u.attempt(body)
 
 
 # Exceptions
