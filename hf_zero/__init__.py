@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .huggingface.trainer import ZeroTrainer, zero_trainer_cls
     from .huggingface.training_arguments import ZeroTrainingArguments
     from .params.access import (
-        GatheredParameters,
         full_gradient,
         full_optimizer_state,
         full_parameter,
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
         set_local_gradient,
         set_local_optimizer_state,
         set_local_parameter,
-        unsharded,
     )
+    from .params.gathered import GatheredParameters, unsharded
     from .params.init import Init
     from .plan.report import Report
     from .runtime.engine import Engine, engine_of, on_preemption, shard
@@ -76,7 +75,6 @@ _NAMES = {
     "huggingface.trainer": ("ZeroTrainer", "zero_trainer_cls"),
     "huggingface.training_arguments": ("ZeroTrainingArguments",),
     "params.access": (
-        "GatheredParameters",
         "full_gradient",
         "full_optimizer_state",
         "full_parameter",
@@ -89,8 +87,8 @@ _NAMES = {
         "set_local_gradient",
         "set_local_optimizer_state",
         "set_local_parameter",
-        "unsharded",
     ),
+    "params.gathered": ("GatheredParameters", "unsharded"),
     "params.init": ("Init",),
     "plan.report": ("Report",),
     "runtime.engine": ("Engine", "engine_of", "on_preemption", "shard"),
