@@ -210,7 +210,7 @@ class Engine:
         Raises:
             UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
         """
-        self._training.bind(optimizer)
+        self._training.optimizers.bind(optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -344,7 +344,7 @@ class Engine:
         Raises:
             StateError: it is not bound.
         """
-        binding = self._training.bound(optimizer, "state")
+        binding = self._training.optimizers.bound(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
     def _optimizer_states(self) -> list[OptimizerPieces]:
@@ -486,7 +486,7 @@ class Engine:
             ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
-        for binding in self._training.bindings:
+        for binding in self._training.optimizers.bindings:
             if isinstance(binding, WholeBinding):
                 raise ConfigError(
                     f"offload_states: {type(binding.optimizer).__name__} steps over whole parameters, whose state does not "
@@ -542,8 +542,8 @@ class Engine:
         self._training.finish_step()
 
     def make_room(self, marks: Mapping[str, str]) -> None:
-        """See `Training.make_room`."""
-        self._training.make_room(marks)
+        """See `BoundOptimizers.make_room`."""
+        self._training.optimizers.make_room(marks)
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
@@ -574,7 +574,7 @@ class Engine:
             self.quiesce()
             if self.schedule.order.preemption is not None:
                 self.schedule.order.preemption.close()
-            bindings = self._training.bindings
+            bindings = self._training.optimizers.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
                 self.recorder.close()
@@ -585,7 +585,7 @@ class Engine:
         self.model.__dict__.pop(_ENGINE, None)
         for binding, state in zip(bindings, states):
             binding.unbind(state)
-        self._training.bindings, self.sharded.optimizers = [], []
+        self._training.optimizers.bindings, self.sharded.optimizers = [], []
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
