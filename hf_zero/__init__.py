@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from .params.gathered import GatheredParameters, unsharded
     from .params.init import Init
     from .plan.report import Report
-    from .runtime.engine import Engine, engine_of, on_preemption, shard
+    from .runtime.engine import Engine, engine_of, on_preemption
+    from .runtime.shard import shard
 
 # Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
 _NAMES = {
@@ -91,7 +92,8 @@ _NAMES = {
     "params.gathered": ("GatheredParameters", "unsharded"),
     "params.init": ("Init",),
     "plan.report": ("Report",),
-    "runtime.engine": ("Engine", "engine_of", "on_preemption", "shard"),
+    "runtime.engine": ("Engine", "engine_of", "on_preemption"),
+    "runtime.shard": ("shard",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

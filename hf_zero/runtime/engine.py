@@ -1,4 +1,4 @@
-"""`shard(model, optimizer, config) -> Engine`: puts layout, units, schedule and optimizer together; no algorithm here."""
+"""`Engine`: what users call of a sharded model. Its parts do the work, put together by `shard.shard`; no algorithm here."""
 
 from __future__ import annotations
 
@@ -16,36 +16,24 @@ from torch import Tensor, nn
 
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
-from ..comm import agree
-from ..comm.codec import CODECS
-from ..comm.hybrid import in_replicas
 from ..comm.wire import SoloWire, Traffic
-from ..config import ZeroConfig
 from ..core.layout import Layout
-from ..core.precision import Precision, gathered_as
-from ..errors import ConfigError, RankMismatchError, ZeroError
-from ..plan.machine import Machine
-from ..plan.plan import Drafter, Plan
+from ..errors import ConfigError, ZeroError
+from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
-from ..tiers.fingerprint import fingerprint
-from ..tiers.host import keep_freed
-from ..tiers.tier import Tier
-from . import deferred_hooks, weighing
 from . import instance_methods as overrides
-from .build import Assembly, device_of
+from . import weighing
+from .build import Assembly
 from .casting import shown_in
 from .checkpoints import Behind, load, save
-from .clipping import Overflow, clip_norm, clip_values
-from .compiling import Block, Compile, Failures, refuse_compiled, stay_out_of_graphs, take_wrapper_off
+from .clipping import clip_norm, clip_values
+from .compiling import Block, Compile, Failures
 from .flat_param import Flat
-from .offload import STATES, Offload
-from .ownership import refuse_owned
+from .offload import STATES
 from .pieces import OptimizerPieces
 from .preemption import Preemption
-from .sharded import Sharded
 from .training import Training
-from .transports import Roads
 from .usage import Usage, report
 from .whole_optimizer import WholeBinding
 
@@ -53,7 +41,7 @@ _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain 
 
 
 class Engine:
-    """One sharded model. Made by `shard`; see there.
+    """One sharded model. Made by `shard.shard`; see there.
 
     Attributes:
         sharded: all there is of it, as data.
@@ -65,99 +53,20 @@ class Engine:
             with replicas also `across`).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: ZeroConfig,
-        mixed_precision: str | None,
-        machine: Machine | None = None,
-        device: torch.device | None = None,
-        roads: Roads | None = None,
-    ) -> None:
-        self.model, self.config = model, config
-        self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
-        roads, machine = roads or Roads(), machine or Machine()
-        self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
+    def __init__(self, training: Training, assembly: Assembly, patches: overrides.Patches) -> None:
+        self.sharded, self._training, self._assembly, self._patches = training.sharded, training, assembly, patches
+        self.model, self.config, self.policy = training.model, training.config, training.policy
+        self.precision, self.device = self.sharded.precision, self.sharded.device
+        self.units, self.offload = self.sharded.units, training.offload
+        self.buffers, self.schedule = training.buffers, training.schedule
+        self._wire = self.sharded.wire
         self._side: SoloWire | None = None
         self.pending_save: Behind | None = None
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
-        self._patches = overrides.Patches()
-
-        with self._wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
-            self._wire.start(config.stall_s)
-        # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
-        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
-            if engine_of(model) is not None:
-                raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
-            refuse_compiled(model)
-            stay_out_of_graphs()
-            config.check_world_size(self.world_size)
-            self._wire.codec = CODECS.get(config.wire)
-            self._wire = in_replicas(self._wire, config.replicas)
-            self.policy = config.policy_for(self.world_size)
-            # First: it refuses models that have nothing to shard.
-            drafter = Drafter(model, self.precision, roads.limits)
-            self.device = device_of(model, device)
-            self.sharded = Sharded(
-                model, config, self.policy, self.precision, self._wire, self.device, dict(drafter.names)
-            )
-            self._assembly = Assembly(self.sharded, drafter, roads.plan)
-            names = self.sharded.names
-            refuse_owned(names)
-            overflow = Overflow(model, self.precision, self._wire, self.device)
-            originals = self._assembly.originals(optimizers, ())
-            kinds = self._assembly.kinds_of_binding(optimizers)
-            specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
-        self._wire.open_groups()
-        agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-
-        # The plan needs to know what the tiers have room for, and may be refused as well.
-        self.units = self.sharded.units
-        self.offload = Offload(config, self._wire, self.device, self.units, roads)
-        self.sharded.storage = self.offload.storage
-        self.offload.storage.wide = overflow.possible
-        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
-            self.sharded.plan = self._assembly.plan(specs, optimizers, machine, self.offload.ranks_here)
-            self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
-            if config.step_in_backward and overflow.possible:
-                raise ConfigError(
-                    "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
-                    "bf16, or turn it off"
-                )
-
-        in_memory = config.offload_optimizer == config.offload_params == "none"
-        if self.device.type == "cpu" and self.world_size > 1 and self.policy.keep_full and in_memory:
-            keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
-
-        # From here on the model changes.
-        self._assembly.build(specs, self.plan.placements)
-        deferred_hooks.take_off(model)
-        overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
-        self._training = Training(
-            self.sharded, self._assembly, self.offload, overflow, self._patches, machine, mixed_precision
-        )
-        self.buffers, self.schedule = self._training.buffers, self._training.schedule
-        self._training.adopt(optimizers, originals, kinds)
-        self._patches.method(model, "compile", self.compile)
-        model.__dict__[_ENGINE] = self
-        self.offload.explain_with(self.sharded.advice)
-        if self.rank == 0:
-            self._print_summary()
-
-    def _print_summary(self) -> None:
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        if self.config.replicas > 1:
-            ranks += f" in {self.config.replicas} replicas"
-        print(f"hf_zero: stage {self.config.stage} on {ranks}; {self.precision}", file=sys.stderr)
-        if self._training.autocast is not None and self.precision.autocast_dtype is not None:
-            cast = gathered_as(
-                [*self._training.autocast.cast.values()], len(self.sharded.names), self.precision.autocast_dtype
-            )
-            print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
+        patches.method(self.model, "compile", self.compile)
+        self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise overrides.refuse_copy("an Engine")
@@ -593,51 +502,6 @@ class Engine:
             self.schedule.order.preemption.close()
         made = self.schedule.order.preemption = Preemption(signals)
         return made
-
-
-def shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    config: ZeroConfig | None = None,
-    *,
-    mixed_precision: str | None = "no",
-    machine: Machine | None = None,
-    device: torch.device | None = None,
-    roads: Roads | None = None,
-) -> Engine:
-    """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
-
-    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Gradients
-    are averaged over ranks. A collective: every rank calls it with the same model, optimizer and config; rank 0's
-    parameter values are sent around when ranks differ.
-
-    Args:
-        model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
-        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
-            whole matrices (Adafactor, Muon) with its state in memory. Several in a list, each over parameters of its own:
-            `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`. None to evaluate only, or to `Engine.bind` one later.
-        mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
-        device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
-            does. None: where the model is.
-        machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
-        roads: what bytes move with, in place of the process group's own wire and the device's own link, and what else an engine
-            has from outside.
-
-    Raises:
-        ConfigError: settings; a model that is sharded already.
-        LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
-        UnsupportedOptimizerError: an optimizer that needs whole tensors.
-        RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
-    """
-    model, compile_ = take_wrapper_off(model)
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        optimizers = [] if optimizer is None else [optimizer]
-    else:
-        optimizers = list(optimizer)
-    engine = Engine(model, optimizers, config or ZeroConfig(), mixed_precision, machine, device, roads)
-    if compile_ is not None:
-        engine.compile(using=compile_)
-    return engine
 
 
 def on_preemption(
