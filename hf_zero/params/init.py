@@ -40,7 +40,7 @@ from ..runtime.ownership import OWNERS, adopt
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once
 from ..tiers.tier import Meter
-from .extensions import EXTENSIONS
+from . import EXTENSIONS
 
 __all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
 
