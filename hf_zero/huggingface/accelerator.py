@@ -375,6 +375,3 @@ def _engine_holding(params: Iterable[Any]) -> Engine | None:
         if isinstance(owner, Sharded):
             return engine_of(owner.model)
     return None
-
-
-__all__ = ["ZeroAcceleratorMixin", "adopt_calling_trainer"]

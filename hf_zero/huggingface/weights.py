@@ -278,6 +278,3 @@ def _fresh(conversion: Any) -> Any:
     if hasattr(fresh, "_active"):  # a group of renamings that begins with its first match
         fresh._active = None
     return fresh
-
-
-__all__ = ["EXTRA_STATE", "AdapterFormat", "HubFormat", "InjectedFormat", "PlannedLoad", "hub_format", "planned_load"]

@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
     def settle(self) -> None:
         """The master has what was written to the parameter."""
-        self.engine.settle(self.place.unit.flats)
+        self.engine.training.settle(self.place.unit.flats)
 
 
 def holder_of(param: nn.Parameter) -> Held | Birth | None:
@@ -94,7 +94,7 @@ def _read(holder: Held | Birth, param: nn.Parameter, quantity: Quantity, whole: 
             holder.settle()
         case "gradient":
             if whole:
-                engine.flush([place.flat] if place.flat.span.trainable else [])
+                engine.training.flush([place.flat] if place.flat.span.trainable else [])
             if not place.flat.grads():
                 return None
             of = gradient_of
@@ -153,11 +153,11 @@ def _write(
                 place.flat.refresh()
         case "gradient":
             if whole:
-                engine.flush([place.flat] if place.flat.span.trainable else [])
+                engine.training.flush([place.flat] if place.flat.span.trainable else [])
             place.flat.some_grad(place.unit.wire)
             place.write(gradient_of, part)
             if whole:
-                engine.gradients_written()
+                engine.training.gradients.wrote()
         case "optimizer_state":
             _set_state(holder, name, part)
 

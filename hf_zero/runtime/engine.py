@@ -29,7 +29,6 @@ from .casting import shown_in
 from .checkpoints import Behind, load, save
 from .clipping import clip_norm, clip_values
 from .compiling import Block, Compile, Failures
-from .flat_param import Flat
 from .offload import STATES
 from .pieces import OptimizerPieces
 from .preemption import Preemption
@@ -45,6 +44,7 @@ class Engine:
 
     Attributes:
         sharded: all there is of it, as data.
+        training: what happens in its passes and steps.
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, the first of several, or None.
         optimizers: all of them.
@@ -54,7 +54,7 @@ class Engine:
     """
 
     def __init__(self, training: Training, assembly: Assembly, patches: overrides.Patches) -> None:
-        self.sharded, self._training, self._assembly, self._patches = training.sharded, training, assembly, patches
+        self.sharded, self.training, self._assembly, self._patches = training.sharded, training, assembly, patches
         self.model, self.config, self.policy = training.model, training.config, training.policy
         self.precision, self.device = self.sharded.precision, self.sharded.device
         self.units, self.offload = self.sharded.units, training.offload
@@ -96,7 +96,7 @@ class Engine:
     @property
     def recorder(self) -> Recorder | None:
         """What measures every step, see `record`."""
-        return self._training.recorder
+        return self.training.recorder
 
     @property
     def plan(self) -> Plan:
@@ -119,7 +119,7 @@ class Engine:
         Raises:
             UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
         """
-        self._training.optimizers.bind(optimizer)
+        self.training.optimizers.bind(optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Engine:
 
     def unsharded(self, *, in_compute_dtype: bool = False) -> AbstractContextManager[None]:
         """As `zero.unsharded`, of this model. A collective at its beginning and its end."""
-        return self._training.unsharded(in_compute_dtype=in_compute_dtype)
+        return self.training.unsharded(in_compute_dtype=in_compute_dtype)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -183,8 +183,8 @@ class Engine:
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
         with self._wire.watch.doing("clip_grad_norm_()"):
-            self.flush()
-            self._training.gradients.wrote()
+            self.training.flush()
+            self.training.gradients.wrote()
             return clip_norm(
                 self.sharded.trained,
                 self.sharded.names,
@@ -199,8 +199,8 @@ class Engine:
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
         self.offload.refuse_clipping("clip_grad_value_")
-        self.flush()
-        self._training.gradients.wrote()
+        self.training.flush()
+        self.training.gradients.wrote()
         clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -209,7 +209,7 @@ class Engine:
         Args:
             set_to_none: False: reduced gradients stay, as zeros.
         """
-        self._training.zero_grad(set_to_none)
+        self.training.zero_grad(set_to_none)
 
     def report(self) -> Report:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
@@ -236,12 +236,12 @@ class Engine:
         if self.recorder is not None:
             self.recorder.close()
         said = {"model": type(self.model).__name__, **(about or {})}
-        made = self._training.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
+        made = self.training.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
         return made
 
     def _recorder_closed(self, recorder: Recorder) -> None:
         if self.recorder is recorder:
-            self._training.recorder = None
+            self.training.recorder = None
 
     def group_options(self) -> list[dict[str, Any]]:
         """The groups of the optimizers, one after another: their options, and under `params` the parameters' names."""
@@ -253,7 +253,7 @@ class Engine:
         Raises:
             StateError: it is not bound.
         """
-        binding = self._training.optimizers.bound(optimizer, "state")
+        binding = self.training.optimizers.bound(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
     def _optimizer_states(self) -> list[OptimizerPieces]:
@@ -326,7 +326,7 @@ class Engine:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
         with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
-            self._training.writes.settle()
+            self.training.writes.settle()
         self.wait_for_save()
         load(
             self.sharded,
@@ -336,7 +336,7 @@ class Engine:
             verify=verify,
             strict=strict,
             optimizers=self._optimizer_states,
-            make_room=self.make_room,
+            make_room=self.training.optimizers.make_room,
             refresh=self.refresh,
             recover=self.offload.recover,
         )
@@ -366,22 +366,22 @@ class Engine:
         Args:
             using: compiles a function, instead of `torch.compile` with these options.
         """
-        blocks = [module for module in self._training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
+        blocks = [module for module in self.training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
         failed = Failures()
         for module in blocks:
             self._patches.method(module, "forward", Block(module, using or partial(torch.compile, **options), failed))
         if self.rank == 0:
-            count = len(self._training.blocks)
+            count = len(self.training.blocks)
             found = f"{count} blocks, each by itself" if count else "nothing: it has no blocks"
             print(f"hf_zero: torch.compile: {found}", file=sys.stderr)
 
     @property
     def is_compiled(self) -> bool:
-        return any(isinstance(module.__dict__.get("forward"), Block) for module in self._training.blocks)
+        return any(isinstance(module.__dict__.get("forward"), Block) for module in self.training.blocks)
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
-        return self._training.state_dict_hooks.outline()
+        return self.training.state_dict_hooks.outline()
 
     def offload_states(self, include: Iterable[str] = STATES) -> None:
         """Move what rests on the device to host memory, until `reload_states`: for who shares the GPU with something else.
@@ -395,7 +395,7 @@ class Engine:
             ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
-        for binding in self._training.optimizers.bindings:
+        for binding in self.training.optimizers.bindings:
             if isinstance(binding, WholeBinding):
                 raise ConfigError(
                     f"offload_states: {type(binding.optimizer).__name__} steps over whole parameters, whose state does not "
@@ -403,7 +403,7 @@ class Engine:
                 )
         self.sharded.refuse_unsharded("offload_states")
         with self._wire.watch.doing("Engine.offload_states"):
-            self.flush()
+            self.training.flush()
             self.quiesce()
             self.offload.leave(include, self.sharded.optimizer_of)
 
@@ -415,7 +415,7 @@ class Engine:
         """
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back(self.sharded.optimizer_of)
-            self._training.gradients.show_slices()
+            self.training.gradients.show_slices()
 
     @property
     def wire(self) -> SoloWire:
@@ -440,31 +440,15 @@ class Engine:
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
-        self._training.quiesce()
-
-    def settle(self, flats: Sequence[Flat] | None = None) -> None:
-        """See `Training.settle`."""
-        self._training.settle(flats)
+        self.training.quiesce()
 
     def finish_step(self) -> None:
         """See `Training.finish_step`."""
-        self._training.finish_step()
-
-    def make_room(self, marks: Mapping[str, str]) -> None:
-        """See `BoundOptimizers.make_room`."""
-        self._training.optimizers.make_room(marks)
+        self.training.finish_step()
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self._training.refresh()
-
-    def flush(self, flats: Sequence[Flat] | None = None) -> None:
-        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any; see `Training.flush`."""
-        self._training.flush(flats)
-
-    def gradients_written(self) -> None:
-        """On every rank: norms that are known are not those of the gradients any more."""
-        self._training.gradients.wrote()
+        self.training.refresh()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -483,7 +467,7 @@ class Engine:
             self.quiesce()
             if self.schedule.order.preemption is not None:
                 self.schedule.order.preemption.close()
-            bindings = self._training.optimizers.bindings
+            bindings = self.training.optimizers.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
                 self.recorder.close()
@@ -494,7 +478,7 @@ class Engine:
         self.model.__dict__.pop(_ENGINE, None)
         for binding, state in zip(bindings, states):
             binding.unbind(state)
-        self._training.optimizers.bindings, self.sharded.optimizers = [], []
+        self.training.optimizers.bindings, self.sharded.optimizers = [], []
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
