@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .huggingface.trainer import ZeroTrainer, zero_trainer_cls
     from .huggingface.training_arguments import ZeroTrainingArguments
     from .params.access import (
-        GatheredParameters,
         full_gradient,
         full_optimizer_state,
         full_parameter,
@@ -46,11 +45,12 @@ if TYPE_CHECKING:
         set_local_gradient,
         set_local_optimizer_state,
         set_local_parameter,
-        unsharded,
     )
+    from .params.gathered import GatheredParameters, unsharded
     from .params.init import Init
     from .plan.report import Report
-    from .runtime.engine import Engine, engine_of, on_preemption, shard
+    from .runtime.engine import Engine, engine_of, on_preemption
+    from .runtime.shard import shard
 
 # Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
 _NAMES = {
@@ -76,7 +76,6 @@ _NAMES = {
     "huggingface.trainer": ("ZeroTrainer", "zero_trainer_cls"),
     "huggingface.training_arguments": ("ZeroTrainingArguments",),
     "params.access": (
-        "GatheredParameters",
         "full_gradient",
         "full_optimizer_state",
         "full_parameter",
@@ -89,11 +88,12 @@ _NAMES = {
         "set_local_gradient",
         "set_local_optimizer_state",
         "set_local_parameter",
-        "unsharded",
     ),
+    "params.gathered": ("GatheredParameters", "unsharded"),
     "params.init": ("Init",),
     "plan.report": ("Report",),
-    "runtime.engine": ("Engine", "engine_of", "on_preemption", "shard"),
+    "runtime.engine": ("Engine", "engine_of", "on_preemption"),
+    "runtime.shard": ("shard",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

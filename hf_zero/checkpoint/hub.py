@@ -49,7 +49,7 @@ _PEFT_TASKS = {
     "TOKEN_CLS": _TASKS["ForTokenClassification"],
     "QUESTION_ANS": _TASKS["ForQuestionAnswering"],
 }
-_TIMING = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+_TIMING = ("per_second", "time")
 _METRIC_IDS = {"accuracy", "f1", "precision", "recall", "perplexity", "mse", "mae", "rouge", "bleu", "wer"}
 
 
@@ -162,7 +162,7 @@ def _content(folder: Path, model_id: str, facts: dict[str, Any]) -> tuple[dict[s
     task, auto_class = _task(config, adapter)
     task = run.task or task
     base_id = base if isinstance(base, str) and _is_hub_id(base) else None
-    before, after = _evaluations(state)
+    before, after = (metrics_at(state.get("log_history"), step) for step in (0, state.get("global_step")))
     metrics = {**after, **{name.removeprefix("eval_"): value for name, value in run.metrics.items()}}
     metadata = {
         "library_name": "peft" if adapter else "transformers" if "model_type" in config else None,
@@ -239,19 +239,15 @@ def _memory(run: RunFacts) -> list[tuple[str, str, str]]:
     return [(name, mib(run.predicted_bytes, name), mib(run.measured_bytes, name)) for name in names]
 
 
-def _evaluations(state: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics before the first step, and those of the weights as they are: an evaluation at an earlier step is of others."""
-    logs = [log for log in state.get("log_history", []) if isinstance(log, dict) and "eval_loss" in log]
-
-    def at(step: Any) -> dict[str, float]:
-        log: dict[str, Any] = next((log for log in reversed(logs) if log.get("step") == step), {})
-        return {
-            name.removeprefix("eval_"): value
-            for name, value in log.items()
-            if name.startswith("eval_") and isinstance(value, (int, float)) and not name.endswith(_TIMING)
-        }
-
-    return at(0), at(state.get("global_step"))
+def metrics_at(log: Any, step: Any) -> dict[str, float]:
+    """Of the weights after a step, from a Trainer's log: an evaluation at an earlier step is of others."""
+    logs = [entry for entry in log or () if isinstance(entry, dict) and "eval_loss" in entry]
+    found: dict[str, Any] = next((entry for entry in reversed(logs) if entry.get("step") == step), {})
+    return {
+        name.removeprefix("eval_"): float(value)
+        for name, value in found.items()
+        if name.startswith("eval_") and isinstance(value, (int, float)) and not name.endswith(_TIMING)
+    }
 
 
 def _task(config: dict[str, Any], adapter: dict[str, Any]) -> tuple[str | None, str]:

@@ -378,6 +378,3 @@ def scalar(name: str, value: Any) -> Any:
         f"optimizer option or state {name!r} is a {type(value).__name__}, which has no place in JSON: save with "
         "save_optimizer=False, and optimizer.state_dict() by yourself"
     )
-
-
-__all__ = ["OPTIMIZER_FOLDER", "OPTIMIZER_INDEX", "Saving", "optimizer_folder", "scalar"]

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..config import parse_bytes
 from ..core.layout import Extent
 from ..errors import CheckpointError
+from . import FORMATS
 from .files import inside, read_json
-from .formats import FORMATS
 from .hub import split_keys
 from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, Stored, itemsize, read_header

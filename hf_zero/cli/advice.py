@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import STAGES, parse_bytes
 from ..errors import ConfigError
+from ..plan.costs import Memory
 from ..plan.machine import MARGIN, Machine
 from ..plan.plan import Plan, plan
 from ..tiers.tier import Tier
@@ -89,6 +90,11 @@ def host_budget(asked: Asked) -> int | None:
     return asked.machine.host_memory if given is None else parse_bytes(given, "--host-memory")
 
 
+def _fits(memory: Memory, device_bytes: int | None, host_bytes: int | None) -> bool:
+    budgets = ((Tier.DEVICE, device_bytes), (Tier.HOST, host_bytes))
+    return all(most is None or memory.at_most(tier) <= most for tier, most in budgets)
+
+
 def choices(asked: Asked) -> list[Choice]:
     """`LADDER` as plans without budgets. Where activations can be counted they are, if need be for one row."""
     counted = _counted(asked)
@@ -104,14 +110,7 @@ def choices(asked: Asked) -> list[Choice]:
 
 
 def first_that_fits(found: list[Choice], device_bytes: int, host_bytes: int | None) -> Choice | None:
-    return next(
-        (
-            choice
-            for choice in found
-            if choice.device_bytes <= device_bytes and (host_bytes is None or choice.host_bytes <= host_bytes)
-        ),
-        None,
-    )
+    return next((choice for choice in found if _fits(choice.made.memory, device_bytes, host_bytes)), None)
 
 
 def best(asked: Asked) -> tuple[Choice, Asked] | None:
@@ -144,10 +143,9 @@ def remedies(asked: Asked, stage: int) -> list[Remedy]:
             made = _plan(asked, **{"zero_stage": stage, **changes})
         except ConfigError:
             continue
-        device, host = made.memory.at_most(Tier.DEVICE), made.memory.at_most(Tier.HOST)
-        fits = (limit is None or device <= limit) and (host_limit is None or host <= host_limit)
+        device = made.memory.at_most(Tier.DEVICE)
         if device < now:
-            found.append(Remedy(text, now - device, device, fits))
+            found.append(Remedy(text, now - device, device, _fits(made.memory, limit, host_limit)))
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
 
@@ -178,9 +176,7 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
     limit, host_limit = budget(asked), host_budget(asked)
 
     def is_enough(ranks: int) -> bool:
-        memory = _plan(asked, zero_stage=stage, world_size=ranks).memory
-        host_fits = host_limit is None or memory.at_most(Tier.HOST) <= host_limit
-        return host_fits and (limit is None or memory.at_most(Tier.DEVICE) <= limit)
+        return _fits(_plan(asked, zero_stage=stage, world_size=ranks).memory, limit, host_limit)
 
     short = enough = asked.options.world_size
     if not STAGES[stage].shard:

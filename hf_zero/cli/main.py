@@ -5,9 +5,11 @@ What runs a command is imported when it is called: help, version and completion 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,46 +41,9 @@ def _general(version: _Version = False) -> None:
     pass
 
 
-def _plan(options: PlanOptions) -> int:
-    from .plan import run
-
-    return run(options)
-
-
-def _probe(options: ProbeOptions) -> None:
-    from .probe import run
-
-    run(options)
-
-
-def _simulate(options: SimulateOptions) -> None:
-    from .simulate import run
-
-    run(options)
-
-
-def _verify(options: VerifyOptions) -> None:
-    from .checkpoints import verify
-
-    verify(options)
-
-
-def _export(options: ExportOptions) -> None:
-    from .checkpoints import export
-
-    export(options)
-
-
-def _migrate(options: MigrateOptions) -> int:
-    from .migrate import run
-
-    return run(options)
-
-
-def _doctor(options: DoctorOptions) -> int:
-    from .doctor import run
-
-    return run(options)
+def _run(module: str, function: str, options: Options) -> int | None:
+    status: int | None = getattr(importlib.import_module(f".{module}", __package__), function)(options)
+    return status
 
 
 # report -------------------------------------------------------------------------------------------------------------
@@ -149,14 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    add(app, "plan", PlanOptions, _plan)
-    add(app, "probe", ProbeOptions, _probe)
-    add(app, "simulate", SimulateOptions, _simulate)
-    add(app, "verify", VerifyOptions, _verify)
-    add(app, "export", ExportOptions, _export)
+    add(app, "plan", PlanOptions, partial(_run, "plan", "run"))
+    add(app, "probe", ProbeOptions, partial(_run, "probe", "run"))
+    add(app, "simulate", SimulateOptions, partial(_run, "simulate", "run"))
+    add(app, "verify", VerifyOptions, partial(_run, "checkpoints", "verify"))
+    add(app, "export", ExportOptions, partial(_run, "checkpoints", "export"))
     add(app, "report", ReportOptions, _report)
-    add(app, "migrate", MigrateOptions, _migrate)
-    add(app, "doctor", DoctorOptions, _doctor)
+    add(app, "migrate", MigrateOptions, partial(_run, "migrate", "run"))
+    add(app, "doctor", DoctorOptions, partial(_run, "doctor", "run"))
     try:
         app(None if arguments is None else list(arguments), prog_name="hf-zero")
     except SystemExit as end:

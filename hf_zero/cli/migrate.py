@@ -21,7 +21,7 @@ from .commands import OK, WRONG, flag_of, print_json
 from .files import read_settings
 from .migrations import ACCELERATE, DEEPSPEED, FSDP, Row
 from .options import MigrateOptions
-from .show import table, text
+from .show import pasted, table, text
 
 _DEEPSPEED_KEYS = {
     "zero_optimization",
@@ -264,9 +264,9 @@ def _show(made: Migration, file: str) -> None:
     table(console, f"{file} ({made.kind})", ("", "there", "here"), rows, left=3)
     text(console, "")
     text(console, "As flags of a script with zero.ZeroTrainingArguments:", "bold")
-    console.print(f"    {made.command_line}", markup=False, highlight=False, soft_wrap=True)
+    pasted(console, made.command_line)
     text(console, "As an argument of TrainingArguments or Accelerator (parallelism_config=…):", "bold")
-    console.print(f"    {made.plugin}", markup=False, highlight=False, soft_wrap=True)
+    pasted(console, made.plugin)
     text(console, "Take the DeepSpeed or FSDP settings themselves out of the script and of accelerate's configuration.")
     for found in made.lost:
         text(console, f"! {found.key}: {found.why}", "bold red")

@@ -21,7 +21,7 @@ from .asked import Asked
 from .commands import typed
 from .models import Model
 from .options import PlanOptions
-from .show import table, text
+from .show import pasted, table, text
 
 GOOD, BAD = "green", "bold red"
 _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward"}
@@ -188,8 +188,8 @@ def _paste(console: Console, what: str, choice: Choice, asked: Asked, counted: s
     host = f", host {_size(choice.host_bytes)}" if choice.host_bytes else ""
     needed = f"{_size(choice.device_bytes)} of device memory at peak{host}{', ' if counted else ''}{counted}"
     text(console, f"{what}: {choice.text} ({needed})", GOOD)
-    console.print(f"    {command_line(choice, asked)}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"    {plugin(choice)}", markup=False, highlight=False, soft_wrap=True)
+    pasted(console, command_line(choice, asked))
+    pasted(console, plugin(choice))
 
 
 def remedies(found: Sequence[Remedy], best: tuple[Choice, Asked] | None, asked: Asked) -> None:

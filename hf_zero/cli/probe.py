@@ -12,11 +12,9 @@ from ..plan.machine import busy_share, kept, probe
 from . import plan_tables
 from .asked import cache_folder
 from .commands import print_json
+from .doctor import BUSY
 from .files import writable
 from .options import ProbeOptions
-
-BUSY = 0.25
-"""Of the processors: what others use beyond that shows in the figures."""
 
 
 def run(options: ProbeOptions) -> None:

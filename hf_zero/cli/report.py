@@ -69,6 +69,11 @@ class Run:
     def median(self, *keys: str) -> float:
         return statistics.median(_at(step, keys) for step in self.usual)
 
+    def planned_peak(self, tier: str) -> int:
+        """Of all kinds together."""
+        predicted = self.facts["predicted"]
+        return int(predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())))
+
     def peak(self, tier: str, kind: str) -> int:
         return max(step["peak"].get(tier, {}).get(kind, 0) for step in self.steps)
 
@@ -373,12 +378,12 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, An
 
 
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
-    predicted, highest = run.facts["predicted"]["peak"], run.facts["predicted"].get("peak_bytes", {})
+    predicted = run.facts["predicted"]["peak"]
     for tier in (tier.value for tier in TIERS):
         rows = [(kind, int(predicted[tier][kind]), run.peak(tier, kind)) for kind in KINDS]
         rows = [row for row in rows if row[1] or row[2]]
         if rows:
-            rows.append(("all", int(highest.get(tier, sum(row[1] for row in rows))), run.peak(tier, "all")))
+            rows.append(("all", run.planned_peak(tier), run.peak(tier, "all")))
         for kind, told, found in rows:
             yield {"tier": tier, "kind": kind, "predicted": told, "counted": found, "off": _off(told, found)}
 
@@ -413,12 +418,7 @@ def _largest_part(step: dict[str, Any]) -> str:
 def _warnings(out: dict[str, Any]) -> Iterator[str]:
     for row in out["memory"]:
         told, found = row["predicted"], row["counted"]
-        if (
-            row["kind"] == "all"
-            and row["off"] is not None
-            and abs(row["off"]) > OFF
-            and abs(found - told) > SMALL_BYTES
-        ):
+        if row["kind"] == "all" and _is_off(row):
             kinds = [each for each in out["memory"] if each["tier"] == row["tier"] and each["kind"] != "all"]
             most = max(kinds, key=lambda each: abs(each["counted"] - each["predicted"]))
             yield (
@@ -427,7 +427,7 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
             )
     for row in out["traffic"]:
         told, found = row["predicted"], row["counted"]
-        if row["off"] is not None and abs(row["off"]) > OFF and abs(found - told) > SMALL_BYTES:
+        if _is_off(row):
             yield f"{row['road']}: {size_text(found)} per step, predicted {size_text(told)} ({row['off']:+.0%})"
     time = out["time"]
     told_s = time["predicted_step_s"]
@@ -440,6 +440,10 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
     for road, waited in time["wait_s"].items():
         if waited > WAITED * time["step_s"]:
             yield f"{waited / time['step_s']:.0%} of the step is {CHANNELS[road].label}. What helps: {CHANNELS[road].advice}"
+
+
+def _is_off(row: Mapping[str, Any]) -> bool:
+    return row["off"] is not None and abs(row["off"]) > OFF and abs(row["counted"] - row["predicted"]) > SMALL_BYTES
 
 
 def _at(values: dict[str, Any], keys: Sequence[str]) -> float:

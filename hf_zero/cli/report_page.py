@@ -12,25 +12,16 @@ from typing import Any
 from ..config import size_text
 from ..errors import needs
 from ..plan.costs import TIERS
-from .report import Run, parts_of
+from .report import Run, median_parts, parts_of
 from .report_text import head, name_of, percent, seconds, value_text
 
 TEMPLATE = "report.html.jinja"
 MOST_POINTS = 1500
 """Steps that are drawn; of longer runs every n-th, and the slowest."""
 COLORS = (
-    "#2f6fde",
-    "#e07b00",
-    "#1d9a6c",
-    "#b0407f",
-    "#7a6ad8",
-    "#c9a100",
-    "#4bb3c9",
-    "#8f5b34",
-    "#d96b8f",
-    "#5f8a1f",
-    "#5c7080",
-)
+    "#2f6fde", "#e07b00", "#1d9a6c", "#b0407f", "#7a6ad8", "#c9a100",
+    "#4bb3c9", "#8f5b34", "#d96b8f", "#5f8a1f", "#5c7080",
+)  # fmt: skip
 """Of runs and ranks; of the parts of a step, of which there are eleven. They hold on a light ground and on a dark one."""
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -180,8 +171,7 @@ def _memory(shown: Sequence[Sequence[Run]], prefixes: Sequence[str], tier: str) 
                 label = f"{prefixes[place]}rank {run.rank}"
                 more = {"opacity": 1.0 if run is ranks[0] else 0.6}
                 traces.append(_line([s["step"] for s in steps], values, label, color, f"%{{y:.4g}} {unit}", **more))
-            predicted = ranks[0].facts["predicted"]
-            told = predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())) / size
+            told = ranks[0].planned_peak(tier) / size
             ends = [ranks[0].steps[0]["step"], ranks[0].steps[-1]["step"]]
             color = COLORS[place] if len(shown) > 1 else "#d0342c"
             plan = _line(ends, [told] * 2, f"{prefixes[place]}plan", color, f"%{{y:.4g}} {unit}", line={"dash": "dash"})
@@ -224,8 +214,7 @@ def _medians(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
     for place, ranks in enumerate(shown):
         for run in reversed(ranks):
             labels.append(f"{prefixes[place]}rank {run.rank}")
-            usual = [parts_of(step) for step in run.usual]
-            parts.append({name: statistics.median(part[name] for part in usual) for name in usual[0]})
+            parts.append(median_parts(run))
     traces = []
     for name, color in _colors(parts):
         values = [part[name] for part in parts]
@@ -295,14 +284,13 @@ def picture(runs: Sequence[Run]) -> bytes:
     above, between, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 3))
     numbers = [step["step"] for step in run.steps]
     unit, size = _unit(max(run.peak(tier.value, "all") for run in runs for tier in TIERS))
-    predicted = run.facts["predicted"]
     for at, tier in enumerate(tier.value for tier in TIERS):
         if any(each.peak(tier, "all") for each in runs):
             for each in runs:
                 values = [step["peak"].get(tier, {}).get("all", 0) / size for step in each.steps]
                 label = f"{tier}, counted" if each is run else None
                 above.plot([s["step"] for s in each.steps], values, color=COLORS[at], label=label, linewidth=1.5)
-            told = predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())) / size
+            told = run.planned_peak(tier) / size
             above.axhline(told, color=COLORS[at], linestyle="--", linewidth=1, label=f"{tier}, plan")
     above.set(ylabel=f"{unit} per rank", ylim=(0, None))
     unit, size = _unit(max(step["process"].get("rss", 0) for each in runs for step in each.steps))

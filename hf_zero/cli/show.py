@@ -64,5 +64,10 @@ def _folded(console: Console, columns: Row, sections: Sequence[Sequence[Row]], l
     return [*out, keep]
 
 
+def pasted(console: Console, line: str) -> None:
+    """What is to be copied: indented, and never folded."""
+    console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+
+
 def text(console: Console, line: str, style: str | None = None) -> None:
     console.print(line, style=style, markup=False, highlight=False)

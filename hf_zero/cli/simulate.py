@@ -20,7 +20,8 @@ from ..config import ZeroConfig
 from ..errors import ConfigError, needs
 from ..plan.configs import CONFIGS
 from ..plan.timeline import LINKS, Computed, Event, Network, Operation, StepTime, Waited, replay
-from ..runtime.engine import Engine, shard
+from ..runtime.engine import Engine
+from ..runtime.shard import shard
 from ..runtime.transports import Roads
 from ..tiers.tier import Tier
 from .commands import print_json

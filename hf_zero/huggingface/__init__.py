@@ -10,8 +10,8 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ..checkpoint.formats import FORMATS
-from ..params.extensions import EXTENSIONS
+from ..checkpoint import FORMATS
+from ..params import EXTENSIONS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,8 +27,9 @@ from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
 from ..runtime.compiling import take_wrapper_off
 from ..runtime.deferred import birth_of
-from ..runtime.engine import Engine, engine_of, shard
+from ..runtime.engine import Engine, engine_of
 from ..runtime.ownership import owner_of
+from ..runtime.shard import shard
 from ..runtime.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
 from .checkpoints import bare_optimizer
@@ -374,6 +375,3 @@ def _engine_holding(params: Iterable[Any]) -> Engine | None:
         if isinstance(owner, Sharded):
             return engine_of(owner.model)
     return None
-
-
-__all__ = ["ZeroAcceleratorMixin", "adopt_calling_trainer"]

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from ..checkpoint.hub import RunFacts, card_for
+from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..errors import ConfigError
 from ..plan import screen
 from ..runtime.engine import Engine, engine_of, on_preemption
@@ -321,24 +321,13 @@ def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None
         "base_model": asked.get("finetuned_from"),
         "task": next(iter(_listed(asked.get("tasks"))), None),
         "datasets": _listed(asked.get("dataset_tags")) or _listed(asked.get("dataset")),
-        "metrics": _last_metrics(trainer.state.log_history, trainer.state.global_step),
+        "metrics": metrics_at(trainer.state.log_history, trainer.state.global_step),
     }
     title = trainer.hub_model_id or asked.get("model_name")
     card = card_for(folder, model_id=title, **{name: value for name, value in given.items() if value})
     data: Any = card.data
     data.tags = list(dict.fromkeys([*(data.tags or []), *_listed(asked.get("tags"))]))
     card.save(folder / "README.md")
-
-
-def _last_metrics(log: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """Those of the evaluation of these weights."""
-    found = [entry for entry in log if entry.get("step") == step and "eval_loss" in entry]
-    timing = ("runtime", "per_second", "time")
-    return {
-        name: float(value)
-        for name, value in (found[-1] if found else {}).items()
-        if name.startswith("eval_") and isinstance(value, (int, float)) and not name.endswith(timing)
-    }
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

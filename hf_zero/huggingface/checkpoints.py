@@ -150,7 +150,7 @@ def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folde
 def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str = OPTIMIZER_FOLDER) -> None:
     """A bound optimizer's state, and masters that are finer than the weights. A collective."""
     if loading.has_optimizer(folder):
-        engine.make_room(loading.marks(folder))
+        engine.training.optimizers.make_room(loading.marks(folder))
     engine.quiesce()
     try:
         loading.optimizer(engine.optimizer_state(optimizer), folder=folder)

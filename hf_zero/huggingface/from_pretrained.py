@@ -28,8 +28,8 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
-from ..params.init import Init, born, slice_bounds
-from ..runtime.deferred import birth_of, born_at_rest
+from ..params.init import Init
+from ..runtime.deferred import birth_of, born, born_at_rest, slice_bounds
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
 from .stock import replaced
@@ -287,6 +287,3 @@ def _equal_slices(one: nn.Parameter, other: nn.Parameter) -> bool:
     if one.shape != other.shape or first is None or second is None:
         return False
     return torch.equal(first.values(), second.values())
-
-
-__all__ = ["reading"]

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..params.access import unsharded
+from ..params.gathered import unsharded
 from ..plan.configs import CONFIGS
 from ..runtime.engine import Engine
 from .stock import own_types, replaced

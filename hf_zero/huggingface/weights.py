@@ -26,7 +26,8 @@ from ..checkpoint.safetensors import Stored
 from ..checkpoint.weights import Drawing, Located, names_of, persistent_buffers
 from ..core.layout import Extent
 from ..errors import CheckpointError
-from .stock import Attributes, Trace, recording, replaced, serving, stand_in_state
+from .stock import Attributes, recording, replaced, serving, stand_in_state
+from .trace import Trace
 
 EXTRA_STATE = "_extra_state"  # the last part of the key of a module's own state
 
@@ -277,6 +278,3 @@ def _fresh(conversion: Any) -> Any:
     if hasattr(fresh, "_active"):  # a group of renamings that begins with its first match
         fresh._active = None
     return fresh
-
-
-__all__ = ["EXTRA_STATE", "AdapterFormat", "HubFormat", "InjectedFormat", "PlannedLoad", "hub_format", "planned_load"]

@@ -1,1 +1,13 @@
 """Parameters created, read and written by users: `Init`, `GatheredParameters` and the accessors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+EXTENSIONS: list[Callable[[Any], AbstractContextManager[object] | None]] = []
+"""Who takes part in `zero.Init`; filled by `huggingface`, without torch, before anything asks.
+
+Asked with the outermost Init when it is entered; what they return is entered with it and left with it.
+"""

@@ -34,15 +34,13 @@ from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError, RankMismatchError
-from ..runtime.deferred import Birth, OpeningMode, birth_of, born, guard_owner, opening_mode, slice_bounds
+from ..runtime.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
 from ..runtime.deferred_hooks import DeferredHooks
 from ..runtime.ownership import OWNERS, adopt
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once
 from ..tiers.tier import Meter
-from .extensions import EXTENSIONS
-
-__all__ = ["EXTENSIONS", "Init", "birth_of", "born", "slice_bounds"]
+from . import EXTENSIONS
 
 _TRIM_BYTES = 16 << 20  # most that closed parameters may leave in the allocator before it must give it back
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

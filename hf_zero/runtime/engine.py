@@ -1,4 +1,4 @@
-"""`shard(model, optimizer, config) -> Engine`: puts layout, units, schedule and optimizer together; no algorithm here."""
+"""`Engine`: what users call of a sharded model. Its parts do the work, put together by `shard.shard`; no algorithm here."""
 
 from __future__ import annotations
 
@@ -16,36 +16,23 @@ from torch import Tensor, nn
 
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
-from ..comm import agree
-from ..comm.codec import CODECS
-from ..comm.hybrid import in_replicas
 from ..comm.wire import SoloWire, Traffic
-from ..config import ZeroConfig
 from ..core.layout import Layout
-from ..core.precision import Precision, gathered_as
-from ..errors import ConfigError, RankMismatchError, ZeroError
-from ..plan.machine import Machine
-from ..plan.plan import Drafter, Plan
+from ..errors import ConfigError, ZeroError
+from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
-from ..tiers.fingerprint import fingerprint
-from ..tiers.host import keep_freed
-from ..tiers.tier import Tier
-from . import deferred_hooks, weighing
 from . import instance_methods as overrides
-from .build import Assembly, device_of
+from . import weighing
+from .build import Assembly
 from .casting import shown_in
 from .checkpoints import Behind, load, save
-from .clipping import Overflow, clip_norm, clip_values
-from .compiling import Block, Compile, Failures, refuse_compiled, stay_out_of_graphs, take_wrapper_off
-from .flat_param import Flat
-from .offload import STATES, Offload
-from .ownership import refuse_owned
+from .clipping import clip_norm, clip_values
+from .compiling import Block, Compile, Failures
+from .offload import STATES
 from .pieces import OptimizerPieces
 from .preemption import Preemption
-from .sharded import Sharded
 from .training import Training
-from .transports import Roads
 from .usage import Usage, report
 from .whole_optimizer import WholeBinding
 
@@ -53,10 +40,11 @@ _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain 
 
 
 class Engine:
-    """One sharded model. Made by `shard`; see there.
+    """One sharded model. Made by `shard.shard`; see there.
 
     Attributes:
         sharded: all there is of it, as data.
+        training: what happens in its passes and steps.
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, the first of several, or None.
         optimizers: all of them.
@@ -65,99 +53,20 @@ class Engine:
             with replicas also `across`).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: ZeroConfig,
-        mixed_precision: str | None,
-        machine: Machine | None = None,
-        device: torch.device | None = None,
-        roads: Roads | None = None,
-    ) -> None:
-        self.model, self.config = model, config
-        self.precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
-        roads, machine = roads or Roads(), machine or Machine()
-        self._wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
+    def __init__(self, training: Training, assembly: Assembly, patches: overrides.Patches) -> None:
+        self.sharded, self.training, self._assembly, self._patches = training.sharded, training, assembly, patches
+        self.model, self.config, self.policy = training.model, training.config, training.policy
+        self.precision, self.device = self.sharded.precision, self.sharded.device
+        self.units, self.offload = self.sharded.units, training.offload
+        self.buffers, self.schedule = training.buffers, training.schedule
+        self._wire = self.sharded.wire
         self._side: SoloWire | None = None
         self.pending_save: Behind | None = None
         """The save that is being written behind training."""
         self.save_slab: Tensor | None = None
         """Host memory of asynchronous saves, kept for the next one."""
-        self._patches = overrides.Patches()
-
-        with self._wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
-            self._wire.start(config.stall_s)
-        # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
-        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
-            if engine_of(model) is not None:
-                raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
-            refuse_compiled(model)
-            stay_out_of_graphs()
-            config.check_world_size(self.world_size)
-            self._wire.codec = CODECS.get(config.wire)
-            self._wire = in_replicas(self._wire, config.replicas)
-            self.policy = config.policy_for(self.world_size)
-            # First: it refuses models that have nothing to shard.
-            drafter = Drafter(model, self.precision, roads.limits)
-            self.device = device_of(model, device)
-            self.sharded = Sharded(
-                model, config, self.policy, self.precision, self._wire, self.device, dict(drafter.names)
-            )
-            self._assembly = Assembly(self.sharded, drafter, roads.plan)
-            names = self.sharded.names
-            refuse_owned(names)
-            overflow = Overflow(model, self.precision, self._wire, self.device)
-            originals = self._assembly.originals(optimizers, ())
-            kinds = self._assembly.kinds_of_binding(optimizers)
-            specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, config, mixed_precision, specs, originals, names)
-        self._wire.open_groups()
-        agree.same_values(self._wire, self._assembly.local_values(), fingerprint)
-
-        # The plan needs to know what the tiers have room for, and may be refused as well.
-        self.units = self.sharded.units
-        self.offload = Offload(config, self._wire, self.device, self.units, roads)
-        self.sharded.storage = self.offload.storage
-        self.offload.storage.wide = overflow.possible
-        with agree.on_all_ranks(self._wire, "zero.shard", kind=RankMismatchError):
-            self.sharded.plan = self._assembly.plan(specs, optimizers, machine, self.offload.ranks_here)
-            self.offload.settle(self.plan.placements, self.plan.memory.at_rest(Tier.DISK))
-            if config.step_in_backward and overflow.possible:
-                raise ConfigError(
-                    "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
-                    "bf16, or turn it off"
-                )
-
-        in_memory = config.offload_optimizer == config.offload_params == "none"
-        if self.device.type == "cpu" and self.world_size > 1 and self.policy.keep_full and in_memory:
-            keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
-
-        # From here on the model changes.
-        self._assembly.build(specs, self.plan.placements)
-        deferred_hooks.take_off(model)
-        overrides.move_buffers(model, lambda buffer: buffer.to(self.device))
-        self._training = Training(
-            self.sharded, self._assembly, self.offload, overflow, self._patches, machine, mixed_precision
-        )
-        self.buffers, self.schedule = self._training.buffers, self._training.schedule
-        self._training.adopt(optimizers, originals, kinds)
-        self._patches.method(model, "compile", self.compile)
-        model.__dict__[_ENGINE] = self
-        self.offload.explain_with(self.sharded.advice)
-        if self.rank == 0:
-            self._print_summary()
-
-    def _print_summary(self) -> None:
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        if self.config.replicas > 1:
-            ranks += f" in {self.config.replicas} replicas"
-        print(f"hf_zero: stage {self.config.stage} on {ranks}; {self.precision}", file=sys.stderr)
-        if self._training.autocast is not None and self.precision.autocast_dtype is not None:
-            cast = gathered_as(
-                [*self._training.autocast.cast.values()], len(self.sharded.names), self.precision.autocast_dtype
-            )
-            print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
+        patches.method(self.model, "compile", self.compile)
+        self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise overrides.refuse_copy("an Engine")
@@ -187,7 +96,7 @@ class Engine:
     @property
     def recorder(self) -> Recorder | None:
         """What measures every step, see `record`."""
-        return self._training.recorder
+        return self.training.recorder
 
     @property
     def plan(self) -> Plan:
@@ -210,7 +119,7 @@ class Engine:
         Raises:
             UnsupportedOptimizerError, LayoutError, RankMismatchError: see `shard`.
         """
-        self._training.bind(optimizer)
+        self.training.optimizers.bind(optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -259,7 +168,7 @@ class Engine:
 
     def unsharded(self, *, in_compute_dtype: bool = False) -> AbstractContextManager[None]:
         """As `zero.unsharded`, of this model. A collective at its beginning and its end."""
-        return self._training.unsharded(in_compute_dtype=in_compute_dtype)
+        return self.training.unsharded(in_compute_dtype=in_compute_dtype)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -274,8 +183,8 @@ class Engine:
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
         with self._wire.watch.doing("clip_grad_norm_()"):
-            self.flush()
-            self._training.gradients.wrote()
+            self.training.flush()
+            self.training.gradients.wrote()
             return clip_norm(
                 self.sharded.trained,
                 self.sharded.names,
@@ -290,8 +199,8 @@ class Engine:
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to ±`clip_value`."""
         self.offload.refuse_clipping("clip_grad_value_")
-        self.flush()
-        self._training.gradients.wrote()
+        self.training.flush()
+        self.training.gradients.wrote()
         clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -300,7 +209,7 @@ class Engine:
         Args:
             set_to_none: False: reduced gradients stay, as zeros.
         """
-        self._training.zero_grad(set_to_none)
+        self.training.zero_grad(set_to_none)
 
     def report(self) -> Report:
         """What lives where, in bytes per rank: predicted, and measured now; with `record`, also peaks, traffic and waits."""
@@ -327,12 +236,12 @@ class Engine:
         if self.recorder is not None:
             self.recorder.close()
         said = {"model": type(self.model).__name__, **(about or {})}
-        made = self._training.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
+        made = self.training.recorder = Recorder(Usage(self), folder, first_step, said, self._recorder_closed)
         return made
 
     def _recorder_closed(self, recorder: Recorder) -> None:
         if self.recorder is recorder:
-            self._training.recorder = None
+            self.training.recorder = None
 
     def group_options(self) -> list[dict[str, Any]]:
         """The groups of the optimizers, one after another: their options, and under `params` the parameters' names."""
@@ -344,7 +253,7 @@ class Engine:
         Raises:
             StateError: it is not bound.
         """
-        binding = self._training.bound(optimizer, "state")
+        binding = self.training.optimizers.bound(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
     def _optimizer_states(self) -> list[OptimizerPieces]:
@@ -417,7 +326,7 @@ class Engine:
             with contextlib.suppress(ZeroError):  # a step that broke: everything is written anew
                 unit.finish_step()
         with contextlib.suppress(ZeroError):  # what the folder does not have stays as it was written
-            self._training.writes.settle()
+            self.training.writes.settle()
         self.wait_for_save()
         load(
             self.sharded,
@@ -427,7 +336,7 @@ class Engine:
             verify=verify,
             strict=strict,
             optimizers=self._optimizer_states,
-            make_room=self.make_room,
+            make_room=self.training.optimizers.make_room,
             refresh=self.refresh,
             recover=self.offload.recover,
         )
@@ -457,22 +366,22 @@ class Engine:
         Args:
             using: compiles a function, instead of `torch.compile` with these options.
         """
-        blocks = [module for module in self._training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
+        blocks = [module for module in self.training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
         failed = Failures()
         for module in blocks:
             self._patches.method(module, "forward", Block(module, using or partial(torch.compile, **options), failed))
         if self.rank == 0:
-            count = len(self._training.blocks)
+            count = len(self.training.blocks)
             found = f"{count} blocks, each by itself" if count else "nothing: it has no blocks"
             print(f"hf_zero: torch.compile: {found}", file=sys.stderr)
 
     @property
     def is_compiled(self) -> bool:
-        return any(isinstance(module.__dict__.get("forward"), Block) for module in self._training.blocks)
+        return any(isinstance(module.__dict__.get("forward"), Block) for module in self.training.blocks)
 
     def outline(self) -> dict[str, Any]:
         """`model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
-        return self._training.state_dict_hooks.outline()
+        return self.training.state_dict_hooks.outline()
 
     def offload_states(self, include: Iterable[str] = STATES) -> None:
         """Move what rests on the device to host memory, until `reload_states`: for who shares the GPU with something else.
@@ -486,7 +395,7 @@ class Engine:
             ConfigError: another name; an optimizer that has parameters of true shape.
             StateError: states are away already.
         """
-        for binding in self._training.bindings:
+        for binding in self.training.optimizers.bindings:
             if isinstance(binding, WholeBinding):
                 raise ConfigError(
                     f"offload_states: {type(binding.optimizer).__name__} steps over whole parameters, whose state does not "
@@ -494,7 +403,7 @@ class Engine:
                 )
         self.sharded.refuse_unsharded("offload_states")
         with self._wire.watch.doing("Engine.offload_states"):
-            self.flush()
+            self.training.flush()
             self.quiesce()
             self.offload.leave(include, self.sharded.optimizer_of)
 
@@ -506,7 +415,7 @@ class Engine:
         """
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back(self.sharded.optimizer_of)
-            self._training.gradients.show_slices()
+            self.training.gradients.show_slices()
 
     @property
     def wire(self) -> SoloWire:
@@ -531,31 +440,15 @@ class Engine:
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
-        self._training.quiesce()
-
-    def settle(self, flats: Sequence[Flat] | None = None) -> None:
-        """See `Training.settle`."""
-        self._training.settle(flats)
+        self.training.quiesce()
 
     def finish_step(self) -> None:
         """See `Training.finish_step`."""
-        self._training.finish_step()
-
-    def make_room(self, marks: Mapping[str, str]) -> None:
-        """See `Training.make_room`."""
-        self._training.make_room(marks)
+        self.training.finish_step()
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self._training.refresh()
-
-    def flush(self, flats: Sequence[Flat] | None = None) -> None:
-        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any; see `Training.flush`."""
-        self._training.flush(flats)
-
-    def gradients_written(self) -> None:
-        """On every rank: norms that are known are not those of the gradients any more."""
-        self._training.gradients.wrote()
+        self.training.refresh()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -574,7 +467,7 @@ class Engine:
             self.quiesce()
             if self.schedule.order.preemption is not None:
                 self.schedule.order.preemption.close()
-            bindings = self._training.bindings
+            bindings = self.training.optimizers.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
                 self.recorder.close()
@@ -585,7 +478,7 @@ class Engine:
         self.model.__dict__.pop(_ENGINE, None)
         for binding, state in zip(bindings, states):
             binding.unbind(state)
-        self._training.bindings, self.sharded.optimizers = [], []
+        self.training.optimizers.bindings, self.sharded.optimizers = [], []
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
@@ -593,51 +486,6 @@ class Engine:
             self.schedule.order.preemption.close()
         made = self.schedule.order.preemption = Preemption(signals)
         return made
-
-
-def shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    config: ZeroConfig | None = None,
-    *,
-    mixed_precision: str | None = "no",
-    machine: Machine | None = None,
-    device: torch.device | None = None,
-    roads: Roads | None = None,
-) -> Engine:
-    """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
-
-    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Gradients
-    are averaged over ranks. A collective: every rank calls it with the same model, optimizer and config; rank 0's
-    parameter values are sent around when ranks differ.
-
-    Args:
-        model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
-        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
-            whole matrices (Adafactor, Muon) with its state in memory. Several in a list, each over parameters of its own:
-            `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`. None to evaluate only, or to `Engine.bind` one later.
-        mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
-        device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
-            does. None: where the model is.
-        machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
-        roads: what bytes move with, in place of the process group's own wire and the device's own link, and what else an engine
-            has from outside.
-
-    Raises:
-        ConfigError: settings; a model that is sharded already.
-        LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
-        UnsupportedOptimizerError: an optimizer that needs whole tensors.
-        RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
-    """
-    model, compile_ = take_wrapper_off(model)
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        optimizers = [] if optimizer is None else [optimizer]
-    else:
-        optimizers = list(optimizer)
-    engine = Engine(model, optimizers, config or ZeroConfig(), mixed_precision, machine, device, roads)
-    if compile_ is not None:
-        engine.compile(using=compile_)
-    return engine
 
 
 def on_preemption(

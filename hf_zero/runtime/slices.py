@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .gradients import Call, Keeper, Kind, StandIn, inside_backward, mapped
+from .gradients import Keeper
+from .stand_in import Call, Kind, StandIn, inside_backward, mapped
 
 
 class Slice(StandIn):

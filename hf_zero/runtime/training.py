@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import agree
 from ..comm.places import AFTER_STEP, NO_GRAD
-from ..core.layout import ParamSpec
-from ..errors import LayoutError, RankMismatchError, StallError, StateError
+from ..errors import LayoutError, StallError, StateError
 from ..plan.machine import Machine
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides
 from .autocast import Autocast
+from .bound_optimizers import BoundOptimizers
 from .buffers import Buffers
 from .build import Assembly, Groups
 from .checks import Checks
@@ -32,9 +31,8 @@ from .clipping import Overflow
 from .compiling import blocks_of
 from .flat_param import Flat
 from .gradient_ops import Gradients
-from .moves import Monitor
 from .offload import Offload
-from .optimizer import Binding, take_state
+from .optimizer import Binding
 from .reads import AsTheyAre
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
@@ -58,10 +56,10 @@ class Training:
         patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
 
     Attributes:
-        bindings: how the optimizers are bound, in the order of `Sharded.optimizers`.
         blocks: parts of the model that may be compiled by themselves.
         buffers: those that follow rank 0's.
         gradients: what parameters show as `.grad`.
+        optimizers: those that are bound.
         recorder: what measures every step, see `Engine.record`.
         schedule: hooks, gathers, reduces.
         state_dict_hooks: what makes `model.state_dict()` whole.
@@ -81,11 +79,7 @@ class Training:
         self.sharded, self.model, self.config, self.policy = sharded, sharded.model, sharded.config, sharded.policy
         self.precision, self.units, self._wire = sharded.precision, sharded.units, sharded.wire
         self.offload = offload
-        self._settle_states = offload.finish_before_a_look if self.config.offloads else None
         self._assembly, self._overflow, self._patches = assembly, overflow, patches
-        self._machine, self._mixed_precision = machine, mixed_precision
-        self.bindings: list[Binding] = []
-        self._taken: set[torch.optim.Optimizer] = set()  # whose methods are ours
         self._trains_unbound: bool | None = False
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
@@ -108,6 +102,20 @@ class Training:
                 patches.hooks(*self.state_dict_hooks.register(module))
         self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh)
         self._hook_model()
+        self.optimizers = BoundOptimizers(
+            sharded,
+            assembly,
+            offload,
+            self.schedule,
+            self.writes,
+            self.gradients,
+            machine,
+            mixed_precision,
+            held=self._held,
+            quiesce=self.quiesce,
+            flush=self.flush,
+            take_methods=self._take_methods,
+        )
         self._checks: Checks | None = None
         if self.config.debug:
             self._checks = Checks(sharded, self.buffers, offload, assembly.hosts)
@@ -117,11 +125,10 @@ class Training:
         self, optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], kinds: Sequence[type[Binding]]
     ) -> None:
         """After the hooks: bind the optimizers, and take over the model's methods. A collective."""
-        self._bind(optimizers, originals, kinds)
+        self.optimizers.take(optimizers, originals, kinds)
         overrides.put_on(self._patches, self.model, self._assembly, self.zero_grad, self.quiesce)
         if self._wire.size > 1 and (not self.policy.keep_full or self.buffers.watched):
             overrides.generate_together(self._patches, self.model, self.buffers.apart, self.releases, self._generates)
-        self._watch()
 
     def _hook_model(self) -> None:
         """Everything that hears of the model's forward, from the outside in.
@@ -160,196 +167,14 @@ class Training:
         # 5. Last: what any of these raised is explained.
         add(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
 
-    # The optimizer ----------------------------------------------------------------------------------------------------
-
-    def bind(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
-        """See `Engine.bind`."""
-        wanted = self._wanted(optimizers)
-        bound = [binding.optimizer for binding in self.bindings]
-        if _same(bound, wanted) and all(binding.is_current() for binding in self.bindings):
-            return
-        self.sharded.refuse_unsharded("Engine.bind")
-        with self._assembly.tried():
-            with agree.on_all_ranks(self._wire, "Engine.bind", kind=RankMismatchError):
-                kinds = self._assembly.kinds_of_binding(wanted)
-                for optimizer, kind in zip(wanted, kinds):
-                    binding = self.binding_of(optimizer)
-                    if binding is not None and type(binding) is not kind:
-                        raise LayoutError(
-                            f"a group that was added to {type(optimizer).__name__} makes it need whole matrices where it did "
-                            "not, or the other way round: build the optimizer anew with all its groups, and bind that"
-                        )
-                originals = self._assembly.originals(wanted, self.bindings)
-                specs = self._assembly.specs(originals)
-            agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
-        self.quiesce()
-        cuts_otherwise = self._assembly.cuts_otherwise(specs)
-        if cuts_otherwise and any(flat.grads() for flat in self.sharded.trained):
-            raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
-        kept = []
-        for binding in self.bindings:
-            if binding.optimizer in wanted:
-                binding.index = wanted.index(binding.optimizer)
-                kept.append(binding)
-            else:
-                binding.forget()
-        if cuts_otherwise:
-            self._recut(specs, wanted, kept)
-        self._bind(wanted, originals, kinds)
-        self._watch()
-
-    def _wanted(
-        self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-    ) -> list[torch.optim.Optimizer]:
-        """All that are to be bound. One alone joins those that are, in the place of those that have parameters of its."""
-        if not isinstance(optimizers, torch.optim.Optimizer):
-            return list(optimizers)
-        bound = [binding.optimizer for binding in self.bindings]
-        if any(each is optimizers for each in bound):
-            return bound
-        given = {param for group in optimizers.param_groups for param in group["params"]}
-        places = [
-            index
-            for index, binding in enumerate(self.bindings)
-            if any(param in given for params in binding.current_originals() for param in params)
-        ]
-        if not places:
-            return [*bound, optimizers]
-        return [optimizers if i == places[0] else each for i, each in enumerate(bound) if i not in places[1:]]
-
-    def binding_of(self, optimizer: torch.optim.Optimizer) -> Binding | None:
-        for binding in self.bindings:
-            if binding.optimizer is optimizer:
-                return binding
-        return None
-
-    def _recut(
-        self,
-        specs: list[list[ParamSpec]],
-        optimizers: Sequence[torch.optim.Optimizer],
-        bindings: Sequence[Binding],
-    ) -> None:
-        # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
-        self.writes.settle()
-        self.sharded.plan = self._assembly.plan(specs, optimizers, self._machine, self.offload.ranks_here)
-        self._assembly.recut(specs, bindings, self.sharded.plan.placements)
-        self.schedule.recut(self.units)
-        self.writes.restart()
-
-    def _part_spans(self) -> None:
-        """Before a step: parameters without a gradient leave the spans of those that have one, and are left alone."""
-        if self.config.step_in_backward or not any(binding.one_gradient for binding in self.bindings):
-            return
-        specs = self._assembly.parted(self._originals)
-        if specs is not None:
-            self._cut_anew(specs)
-
-    def _unfreeze(self) -> None:
-        """Parameters were frozen or unfrozen. Frozen ones keep their place and their state, and get no gradient; the first time
-        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step.
-        """
-        self.schedule.notice_again()
-        if not self._assembly.has_unfrozen:
-            return
-        originals = self._originals
-        specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self.config, self._mixed_precision, specs, originals, self.sharded.names)
-        self.flush()
-        self.quiesce()
-        self._cut_anew(specs)
-
-    def _cut_anew(self, specs: list[list[ParamSpec]]) -> None:
-        """Between passes: the same optimizers over other spans. A collective."""
-        bindings = self.bindings
-        with self._held:  # there is no way back half way
-            optimizers = [binding.optimizer for binding in bindings]
-            self._recut(specs, optimizers, bindings)
-            self._bind(optimizers, self._originals, [type(binding) for binding in bindings])
-            self.gradients.show()
-            self._watch()
-
-    @property
-    def _originals(self) -> list[Groups]:
-        return [binding.originals for binding in self.bindings]
-
-    def make_room(self, marks: Mapping[str, str]) -> None:
-        """Before optimizer state is loaded, on every rank with the same `marks`: by parameter, what of its state is one value.
-        See `Assembly.arranged`. A collective then.
-        """
-        if self.config.step_in_backward:
-            return
-        sharing = {p for each in self.bindings if each.one_gradient for params in each.originals for p in params}
-        names = {self.sharded.names[param][0] for param in sharing}
-        marks = {name: mark for name, mark in marks.items() if name in names}
-        specs = self._assembly.arranged(self._originals, marks) if marks else None
-        if specs is not None:
-            self.quiesce()
-            self._cut_anew(specs)
-
-    def _watch(self) -> None:
-        """Anew where units or optimizer are."""
-        if self.config.is_auto:
-            free = partial(self.offload.free_host_bytes, self.offload.ranks_here)
-            self.offload.monitor = Monitor(self.sharded, free)
-
-    def _bind(
-        self, optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], kinds: Sequence[type[Binding]]
-    ) -> None:
-        states = [take_state(optimizer, groups) for optimizer, groups in zip(optimizers, originals)]
-        for state in states:
-            agree.same_answer(
-                self._wire, state is not None, "whether the optimizer has state (has made steps) when it is bound"
-            )
-        self.bindings = []
-        self.sharded.optimizers = list(optimizers)
-        for index, (optimizer, groups, kind, state) in enumerate(zip(optimizers, originals, kinds, states)):
-            binding = kind(optimizer, self.units, self._wire, groups, index)
-            self.bindings.append(binding)
-            self.writes.counts_references = True
-            binding.keep_states(self._settle_states)
-            if state is not None:
-                binding.load_state_dict(state)
-            if optimizer not in self._taken:
-                self._taken.add(optimizer)
-                self._take_methods(optimizer)
-
     def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
         self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
         self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
         self._patches.hooks(AroundStep(optimizer, partial(self._step, optimizer), partial(self._computed, optimizer)))
         overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
         self._patches.method(optimizer, "zero_grad", partial(self._zero_grad_of, optimizer))
-        self._patches.method(optimizer, "state_dict", partial(self._optimizer_state_dict, optimizer))
-        self._patches.method(optimizer, "load_state_dict", partial(self._optimizer_load_state_dict, optimizer))
-
-    def bound(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        """Raises:
-        StateError: another optimizer has taken its place.
-        """
-        binding = self.binding_of(optimizer)
-        if binding is None:
-            raise StateError(
-                f"{type(optimizer).__name__}.{what}: another optimizer was bound in its place, and it has no parameters of "
-                "this model any more: use that one, or call engine.bind(optimizer)"
-            )
-        return binding
-
-    def _quiet_binding(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        binding = self.bound(optimizer, what)
-        self.quiesce()
-        return binding
-
-    def _optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return self._quiet_binding(optimizer, "state_dict()").state_dict()
-
-    def _optimizer_load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        binding = self._quiet_binding(optimizer, "load_state_dict()")
-        if binding.one_gradient:
-            what = "the optimizer's load_state_dict()"
-            with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
-                report.mine = binding.marks(state_dict, self.sharded.names)
-            self.make_room(report.everyone[0])
-        self._quiet_binding(optimizer, "load_state_dict()").load_state_dict(state_dict)
+        self._patches.method(optimizer, "state_dict", partial(self.optimizers.state_dict, optimizer))
+        self._patches.method(optimizer, "load_state_dict", partial(self.optimizers.load_state_dict, optimizer))
 
     def _step_unit(self, unit: Unit) -> None:
         """With `step_in_backward`, of the one optimizer there is."""
@@ -369,12 +194,13 @@ class Training:
             )
         self.offload.refuse_while_away("forward")
         self.offload.check()
-        for binding in self.bindings:
+        for binding in self.optimizers.bindings:
             if not binding.is_current():
-                self.bind(binding.optimizer)
+                self.optimizers.bind(binding.optimizer)
                 break  # that was all of them
         if self._assembly.look_at_flags():
-            self._unfreeze()
+            self.schedule.notice_again()
+            self.optimizers.unfreeze()
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
         self.buffers.before_forward()
@@ -408,12 +234,12 @@ class Training:
         self.offload.agree_on_reads()
         if self.schedule.sync:
             self.offload.land()
-        if not self.bindings and self._trains_unbound is False:
+        if not self.optimizers.bindings and self._trains_unbound is False:
             self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.sharded.layout.shards > 1)
         self.gradients.show()
-        for binding in self.bindings:
+        for binding in self.optimizers.bindings:
             binding.show_grads()
         if self._checks is not None:
             self._checks.after_backward(reduced=self.schedule.sync or self.policy.reduce_each_backward)
@@ -421,7 +247,7 @@ class Training:
         for index in [*self._lost]:
             if index not in self._uncleared:  # nothing else was lost with a backward that raised before this one
                 del self._lost[index]
-        self._uncleared.update(range(max(1, len(self.bindings))))
+        self._uncleared.update(range(max(1, len(self.optimizers.bindings))))
         self._stepped.clear()
         self._wire.watch.phase = "what follows the backward"
 
@@ -432,7 +258,7 @@ class Training:
         self.offload.backward_broke_off()
         if self._checks is not None:
             self._checks.broke_off()
-        for index in range(max(1, len(self.bindings))):
+        for index in range(max(1, len(self.optimizers.bindings))):
             earlier = ", and those of earlier backwards of this step with them" if index in self._uncleared else ""
             self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"
 
@@ -447,7 +273,7 @@ class Training:
         self.writes.optimizer_wrote = True
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        attempt, binding = self._attempts.get(optimizer), self.bound(optimizer, "step()")
+        attempt, binding = self._attempts.get(optimizer), self.optimizers.bound(optimizer, "step()")
         if attempt is not None:
             attempt.is_complete = False
         self.sharded.refuse_unsharded("optimizer.step()")
@@ -473,10 +299,10 @@ class Training:
         self.gradients.settle()
         self.writes.before_step(in_backward=self.config.step_in_backward)
         self._assembly.check()
-        self._part_spans()
-        binding = self.bound(optimizer, "step()")  # spans may have been cut anew
+        self.optimizers.part_spans()
+        binding = self.optimizers.bound(optimizer, "step()")  # spans may have been cut anew
         self._hide_slices(binding)
-        binding.keep_states(self._settle_states)
+        binding.keep_states(self.optimizers.settle_states)
         if self._checks is not None:
             has_closure = arguments is not None and not self.config.offloads
             self._checks.before_update(optimizer, binding.index, has_closure=has_closure)
@@ -527,12 +353,12 @@ class Training:
                 self.offload.fail(f"{reason}; {written} had been written")
         self.offload.show_grads()
         self.gradients.show_slices()
-        for binding in self.bindings:
+        for binding in self.optimizers.bindings:
             binding.show_grads()
         self._wire.watch.phase = "what follows a step that raised"
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        attempt, binding = self._attempts.get(optimizer), self.bound(optimizer, "step()")
+        attempt, binding = self._attempts.get(optimizer), self.optimizers.bound(optimizer, "step()")
         if attempt is not None:
             attempt.depth -= 1
             attempt.is_computed, attempt.is_committing = False, True
@@ -573,8 +399,8 @@ class Training:
 
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         """Of one of several: its gradients, and those that no optimizer has."""
-        binding = self.bound(optimizer, "zero_grad()")
-        self._zero_grad(binding if len(self.bindings) > 1 else None, set_to_none)
+        binding = self.optimizers.bound(optimizer, "zero_grad()")
+        self._zero_grad(binding if len(self.optimizers.bindings) > 1 else None, set_to_none)
 
     def _zero_grad(self, binding: Binding | None, set_to_none: bool) -> None:
         """`binding`: of the optimizer whose gradients are meant; None: all."""
@@ -600,7 +426,7 @@ class Training:
             return
         if self._checks is not None and not self._uncleared:
             self._checks.cleared()
-        for each in self.bindings:
+        for each in self.optimizers.bindings:
             each.show_grads()
 
     def quiesce(self) -> None:
@@ -679,7 +505,3 @@ class Training:
     def _generates(self) -> None:
         with self._wire.watch.doing("generate()"):
             self._wire.exchange(None)
-
-
-def _same(one: Sequence[torch.optim.Optimizer], other: Sequence[torch.optim.Optimizer]) -> bool:
-    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other))

@@ -18,7 +18,9 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.params.init import EXTENSIONS, birth_of, born, entered, slice_bounds
+from hf_zero.params import EXTENSIONS
+from hf_zero.params.init import entered
+from hf_zero.runtime.deferred import birth_of, born, slice_bounds
 from tests.kit.common import VOCAB, batch, gpt2, optimizer_for
 from tests.kit.pool import RankPool
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.huggingface.stock import Trace
+from hf_zero.huggingface.trace import Trace
 
 Code = Callable[[Tensor, Tensor], Tensor]
 

@@ -1,0 +1,146 @@
+"""`shard(model, optimizer, config) -> Engine`: puts layout, units, schedule and optimizer together; no algorithm here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..comm import agree
+from ..comm.codec import CODECS
+from ..comm.hybrid import in_replicas
+from ..config import ZeroConfig
+from ..core.precision import Precision, gathered_as
+from ..errors import ConfigError, RankMismatchError
+from ..plan.machine import Machine
+from ..plan.plan import Drafter
+from ..tiers.fingerprint import fingerprint
+from ..tiers.host import keep_freed
+from ..tiers.tier import Tier
+from . import deferred_hooks
+from . import instance_methods as overrides
+from .build import Assembly, device_of
+from .clipping import Overflow
+from .compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
+from .engine import Engine, engine_of
+from .offload import Offload
+from .ownership import refuse_owned
+from .sharded import Sharded
+from .training import Training
+from .transports import Roads
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    config: ZeroConfig | None = None,
+    *,
+    mixed_precision: str | None = "no",
+    machine: Machine | None = None,
+    device: torch.device | None = None,
+    roads: Roads | None = None,
+) -> Engine:
+    """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
+
+    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Gradients
+    are averaged over ranks. A collective: every rank calls it with the same model, optimizer and config; rank 0's
+    parameter values are sent around when ranks differ.
+
+    Args:
+        model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
+        optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
+            whole matrices (Adafactor, Muon) with its state in memory. Several in a list, each over parameters of its own:
+            `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`. None to evaluate only, or to `Engine.bind` one later.
+        mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
+        device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
+            does. None: where the model is.
+        machine: measured speeds, for `auto`; `hf-zero probe` makes one. Without, typical ones order the choices.
+        roads: what bytes move with, in place of the process group's own wire and the device's own link, and what else an engine
+            has from outside.
+
+    Raises:
+        ConfigError: settings; a model that is sharded already.
+        LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
+        UnsupportedOptimizerError: an optimizer that needs whole tensors.
+        RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
+    """
+    model, compile_ = take_wrapper_off(model)
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        optimizers = [] if optimizer is None else [optimizer]
+    else:
+        optimizers = list(optimizer)
+    config, roads, machine = config or ZeroConfig(), roads or Roads(), machine or Machine()
+    precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
+    wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
+    patches = overrides.Patches()
+
+    with wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
+        wire.start(config.stall_s)
+    # What this rank would refuse, all ranks refuse, before anything has changed; then, what they must have alike.
+    with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
+        if engine_of(model) is not None:
+            raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
+        refuse_compiled(model)
+        stay_out_of_graphs()
+        config.check_world_size(wire.size)
+        wire.codec = CODECS.get(config.wire)
+        wire = in_replicas(wire, config.replicas)
+        policy = config.policy_for(wire.size)
+        # First: it refuses models that have nothing to shard.
+        drafter = Drafter(model, precision, roads.limits)
+        where = device_of(model, device)
+        sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
+        assembly = Assembly(sharded, drafter, roads.plan)
+        names = sharded.names
+        refuse_owned(names)
+        overflow = Overflow(model, precision, wire, where)
+        originals = assembly.originals(optimizers, ())
+        kinds = assembly.kinds_of_binding(optimizers)
+        specs = assembly.specs(originals)
+    agree.same_structure(wire, config, mixed_precision, specs, originals, names)
+    wire.open_groups()
+    agree.same_values(wire, assembly.local_values(), fingerprint)
+
+    # The plan needs to know what the tiers have room for, and may be refused as well.
+    offload = Offload(config, wire, where, sharded.units, roads)
+    sharded.storage = offload.storage
+    offload.storage.wide = overflow.possible
+    with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
+        sharded.plan = assembly.plan(specs, optimizers, machine, offload.ranks_here)
+        offload.settle(sharded.plan.placements, sharded.plan.memory.at_rest(Tier.DISK))
+        if config.step_in_backward and overflow.possible:
+            raise ConfigError(
+                "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
+                "bf16, or turn it off"
+            )
+
+    in_memory = config.offload_optimizer == config.offload_params == "none"
+    if where.type == "cpu" and wire.size > 1 and policy.keep_full and in_memory:
+        keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
+
+    # From here on the model changes.
+    assembly.build(specs, sharded.plan.placements)
+    deferred_hooks.take_off(model)
+    overrides.move_buffers(model, lambda buffer: buffer.to(where))
+    training = Training(sharded, assembly, offload, overflow, patches, machine, mixed_precision)
+    training.adopt(optimizers, originals, kinds)
+    engine = Engine(training, assembly, patches)
+    offload.explain_with(sharded.advice)
+    if wire.rank == 0:
+        _print_summary(training)
+    if compile_ is not None:
+        engine.compile(using=compile_)
+    return engine
+
+
+def _print_summary(training: Training) -> None:
+    sharded, config, size = training.sharded, training.config, training.sharded.wire.size
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    if config.replicas > 1:
+        ranks += f" in {config.replicas} replicas"
+    print(f"hf_zero: stage {config.stage} on {ranks}; {sharded.precision}", file=sys.stderr)
+    if training.autocast is not None and sharded.precision.autocast_dtype is not None:
+        cast = gathered_as([*training.autocast.cast.values()], len(sharded.names), sharded.precision.autocast_dtype)
+        print(f"hf_zero: gathered {cast}; ZeroConfig.full_precision names others", file=sys.stderr)
