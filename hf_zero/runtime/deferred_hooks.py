@@ -18,7 +18,7 @@ from ..comm.wire import SoloWire
 from ..errors import StateError
 from .deferred import Birth, birth_of, no_pickle, opening_mode
 from .instance_methods import RESIZE, strip, wrapped
-from .state_dict import StateDictHooks, elsewhere
+from .state_dict import StateDictHooks
 
 
 class DeferredHooks(StateDictHooks):
@@ -87,8 +87,10 @@ class DeferredHooks(StateDictHooks):
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
         birth = _birth(param)
         with wire.watch.doing("state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
+            if first:
+                self.agree_on_room(wire)
             whole = birth.read(param.shape)
-            return {param: whole.cpu() if wire.rank == 0 else elsewhere(whole.to("meta"))}
+            return {param: self.given(whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta"), wire)}
 
     def open(self, param: nn.Parameter) -> Tensor:
         _birth(param).open(param, fill=False)

@@ -106,6 +106,20 @@ class Lender(Protocol):
         ...
 
 
+def name_of(func: Any) -> str:
+    """A torch function's; of an attribute that gives elements or a view of them the attribute's, else `__get__`."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", "data")
+        name = name if name in _VALUE_ATTRIBUTES else "__get__"
+    return name
+
+
+def needs_values(func: Any) -> bool:
+    """Whether a torch function looks at elements."""
+    return name_of(func) not in _NEED_NO_VALUES
+
+
 class ReleasedParameter(nn.Parameter):
     """A parameter while its unit is released: a torch function that needs its values has the unit gathered first.
 
@@ -123,10 +137,7 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(func.__self__, "__name__", "data")
-            name = name if name in _VALUE_ATTRIBUTES else "__get__"
+        name = name_of(func)
         if name == "__repr__":
             return f"Parameter(released: it has values in a forward, shape={_described(args[0])})"
         if name != _DIFFERENTIATES:

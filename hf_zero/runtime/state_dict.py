@@ -1,14 +1,16 @@
 """`state_dict()` and `load_state_dict()` of modules whose values are elsewhere, through torch's public per-module hooks.
 
 `state_dict()` is a collective, on the model or any part of it: rank 0 gets full CPU tensors in the parameters' own types
-(from the masters, never from a low-precision copy), the other ranks meta tensors of the same shapes (`Elsewhere`), so that
-code which only looks at keys, shapes and types runs everywhere. Tied parameters are one tensor object within a call.
-`load_state_dict` takes that, or values on every rank. Inside `zero.unsharded` it is torch's own: the parameters' values, on
-every rank.
+(from the masters, never from a low-precision copy), the other ranks meta tensors of the same shapes, so that code which
+only looks at keys, shapes and types runs everywhere; who computes with them finds values, see `Elsewhere`. Tied parameters
+are one tensor object within a call. `load_state_dict` takes that, or values on every rank. Inside `zero.unsharded` it is
+torch's own: the parameters' values, on every rank.
 """
 
 from __future__ import annotations
 
+import copy
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,54 +26,67 @@ from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
+from ..plan.machine import free_host_bytes
 from .flat_param import Flat, joined
-from .reads import Unmasked
+from .reads import Unmasked, needs_values
 from .sharded import Sharded
+
+_SHARE = 8
+"""Ranks other than 0 keep a state dict's values where these are at most this part of the host memory that is free."""
 
 
 class Elsewhere(Tensor):
-    """A value of a state dict on a rank that does not have it: a meta tensor, as is all that is made of it.
+    """An entry of a state dict on a rank other than 0: a meta tensor to whoever looks at it, with values for who computes.
+
+    Programs use a state dict on every rank (moving averages, target networks: `twin.load_state_dict(model.state_dict())`).
+
+    Attributes:
+        held: the values; None where host memory has no room for them on every rank.
 
     Raises:
-        StateError: its elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some). Programs that compute
-            with a state dict on every rank (moving averages) would end on this rank in an error of torch's about devices.
+        StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
     """
+
+    held: Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
-            raise StateError(
-                f"{getattr(func, '__name__', func)} of a value of state_dict(): every rank but 0 has its shape and type alone "
-                f"({_shapes((args, kwargs))}). Compute with it on rank 0, or make the state dict and what reads it inside "
-                "`with zero.unsharded(model):`, where all ranks have all values"
-            ) from error
-        return tree_map_only(
-            Tensor, lambda made: elsewhere(made) if type(made) is Tensor and made.is_meta else made, result
-        )
+        given = (args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if not needs_values(func):
+                return func(*args, **given[1])
+            mine = [each for each in tree_leaves(given) if isinstance(each, Elsewhere)]
+            if all(each.held is not None for each in mine):
+                args, kwargs = tree_map_only(Elsewhere, lambda each: each.held, given)
+                return func(*args, **kwargs)
+            try:
+                result = func(*args, **given[1])
+            except (RuntimeError, TypeError) as error:
+                shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in mine)
+                raise StateError(
+                    f"{getattr(func, '__name__', func)} of a value of state_dict(): every rank but 0 has its shape and type "
+                    f"alone ({shapes}), since the model's values on every rank take more than 1/{_SHARE} of the host memory "
+                    "that is free. Compute with it on rank 0, or make the state dict and what reads it inside `with "
+                    "zero.unsharded(model):`, where all ranks have all values on the device"
+                ) from error
+        return tree_map_only(Tensor, lambda made: elsewhere(made) if made.is_meta else made, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return elsewhere(torch.empty_like(self))
+        return elsewhere(torch.empty_like(self), copy.deepcopy(self.held, memo))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a file or another process has a plain meta tensor
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def elsewhere(value: Tensor) -> Tensor:
-    """A meta tensor as `Elsewhere`."""
-    return value.as_subclass(Elsewhere)
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a file or another process has a plain tensor
+        return (self.as_subclass(Tensor) if self.held is None else self.held).__reduce_ex__(protocol)
 
 
-def _shapes(given: Any) -> str:
-    with torch._C.DisableTorchFunctionSubclass():
-        return ", ".join(
-            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}"
-            for each in tree_leaves(given)
-            if isinstance(each, Elsewhere)
-        )
+def elsewhere(like: Tensor, held: Tensor | None = None) -> Tensor:
+    """
+    Args:
+        like: a meta tensor.
+        held: values of the same shape and type.
+    """
+    made = like.as_subclass(Elsewhere)
+    made.held = held
+    return made
 
 
 class StateDictHooks(ABC):
@@ -80,6 +95,9 @@ class StateDictHooks(ABC):
     def __init__(self) -> None:
         self._depth = 0
         self._values: dict[nn.Parameter, Tensor] = {}
+        self._module: nn.Module | None = None  # the outermost
+        self.everywhere = False
+        """In this call: every rank has values."""
         self._unmasked: list[Unmasked] = []  # of the modules that torch is at, innermost last
         self._loading = 0
         self._wire = SoloWire()  # of the call
@@ -136,6 +154,7 @@ class StateDictHooks(ABC):
         if not prefix:  # outermost; a call that raised may have left its traces
             self._depth = 0
             self._values.clear()
+            self._module = module
             while self._unmasked:
                 self._unmasked.pop().end()
         self._depth += 1
@@ -157,6 +176,28 @@ class StateDictHooks(ABC):
         self._depth -= 1
         if self._depth == 0:
             self._values.clear()
+            self._module = None
+
+    def agree_on_room(self, wire: SoloWire, *, alone: bool = False) -> None:
+        """Whether host memory has room for a call's values on every rank. A collective.
+
+        Args:
+            alone: the call sends nothing, and this rank decides by itself.
+        """
+        params = () if self._module is None else self._module.parameters()
+        needed_bytes = _SHARE * sum(param.numel() * param.element_size() for param in params)
+        if alone:
+            self.everywhere = needed_bytes <= free_host_bytes(wire.size)
+            return
+        told = wire.exchange((socket.gethostname(), free_host_bytes()))
+        hosts = [host for host, _ in told]
+        self.everywhere = all(needed_bytes * hosts.count(host) <= free_bytes for host, free_bytes in told)
+
+    def given(self, values: Tensor, wire: SoloWire) -> Tensor:
+        """Values on the CPU or, where this rank has none, a meta tensor: as an entry of a state dict."""
+        if wire.rank == 0:
+            return values
+        return elsewhere(values.to("meta"), None if values.is_meta else values)
 
     # Loading --------------------------------------------------------------------------------------------------------
 
@@ -259,7 +300,10 @@ class ShardedHooks(StateDictHooks):
         if not self._outlining:
             self._settle([flat])  # not all of them: this is called for each span
             with wire.watch.doing("state_dict()") if first and flat.needs_all_ranks else nullcontext():
-                full = joined(flat, wire, read(wire, flat.values, may_fail=flat.storage.uses_disk))
+                if first:
+                    self.agree_on_room(wire, alone=not flat.needs_all_ranks)
+                own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
+                full = joined(flat, wire, own, everywhere=self.everywhere)
         found = {}
         for slot, each in zip(flat.span.slots, flat.params):
             dtype = dtype_of(slot.spec.dtype)
@@ -267,7 +311,7 @@ class ShardedHooks(StateDictHooks):
                 found[each] = torch.empty(slot.spec.shape, dtype=dtype, device="meta")
             else:
                 value = full[slot.offset : slot.stop].view(slot.spec.shape).to(dtype, copy=True)
-                found[each] = elsewhere(value) if value.is_meta else value
+                found[each] = self.given(value, wire)
         return found
 
     def outline(self) -> dict[str, Any]:
