@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..config import parse_bytes
 from ..core.layout import Extent
+from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from . import FORMATS
 from .files import inside, read_json
@@ -159,7 +160,7 @@ class StateDictFormat:
             else:
                 done.add(first)
                 runs = (Extent(first, 0, 0, value.numel()),)
-            entries.append(Entry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), runs))
+            entries.append(Entry(key, dtype_name(value.dtype), tuple(value.shape), runs))
         files = split_files(self._stem, entries, max_shard_size)
         if len(files) > 1:
             where = {entry.key: file.name for file in files for entry in file.entries}

@@ -23,8 +23,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from ..checkpoint.fields import Field
-from ..checkpoint.files import read_json
+from ..checkpoint.files import Field, read_json
 from ..checkpoint.folder import naming
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import check_version

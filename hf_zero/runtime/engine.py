@@ -24,8 +24,8 @@ from ..plan.record import Recorder
 from ..plan.report import Report
 from . import instance_methods as overrides
 from . import weighing
+from .autocast import shown_in
 from .build import Assembly
-from .casting import shown_in
 from .checkpoints import Behind, load, save
 from .clipping import clip_norm, clip_values
 from .compiling import Block, Compile, Failures

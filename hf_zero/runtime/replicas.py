@@ -129,16 +129,14 @@ class Options:
                     out["option", f"{key!r} of the optimizer's group {index}{which}"] = plain[0]
         return out
 
-    def _written(self) -> dict[Named, Any]:
-        return {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
-
     def explain(self, wire: SoloWire) -> NoReturn:
         """Ranks have other options, edits or numbers of steps; all know. A collective.
 
         Raises:
             RankMismatchError: with the first difference.
         """
-        told = wire.exchange((wire.watch.step, self.named() | self._written()))
+        written = {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
+        told = wire.exchange((wire.watch.step, self.named() | written))
         steps = [step for step, _ in told]
         if len(set(steps)) > 1:
             raise RankMismatchError(
