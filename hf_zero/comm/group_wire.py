@@ -94,9 +94,9 @@ class GroupWire(SoloWire):
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
 
-    def _call(self, call: Callable[..., object], *arguments: Any, kind: str = "other") -> None:
+    def _call(self, call: Callable[..., object], *arguments: Any) -> None:
         """Make a synchronous call that waits for other ranks."""
-        Wait(partial(call, *arguments), self.traffic, self.watch, kind, -1).wait()
+        Wait(partial(call, *arguments), self.traffic, self.watch, "other", -1).wait()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.element_size() * (self.size - 1))

@@ -50,15 +50,15 @@ class ParameterPieces:
         return self._places[name][1].spec
 
     def written(self, rank: int, size: int) -> Iterator[Held]:
-        for unit in self._units:
-            for flat in unit.flats:
-                for shard, piece in extents(_parts_written(flat, rank, size), flat.shards):
-                    yield _held(piece, shard.values)
+        return self._pieces(lambda flat: _parts_written(flat, rank, size))
 
     def held(self) -> Iterator[Held]:
+        return self._pieces(lambda flat: flat.span.overlaps(flat.rank))
+
+    def _pieces(self, parts_of: Callable[[Flat], Iterable[Extent[Slot]]]) -> Iterator[Held]:
         for unit in self._units:
             for flat in unit.flats:
-                for shard, piece in extents(flat.span.overlaps(flat.rank), flat.shards):
+                for shard, piece in extents(parts_of(flat), flat.shards):
                     yield _held(piece, shard.values)
 
     def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
