@@ -10,15 +10,9 @@ from typing import Any
 from .errors import ConfigError
 
 _DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "torch.float32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "torch.float16": "float16",
+    alias: name
+    for name, short in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))
+    for alias in (name, short, f"torch.{name}")
 }
 DTYPES = tuple(dict.fromkeys(_DTYPES.values()))
 """Types of weights, gradients and files that settings name."""

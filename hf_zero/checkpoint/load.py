@@ -21,8 +21,7 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
-from .fields import Field
-from .files import read_json
+from .files import Field, read_json
 from .folder import recover
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
 from .pieces import MASTER, OptimizerState, Parameters, ParameterState

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import Extent
-from ..core.precision import dtype_of
+from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
 from ..version import __version__
 from .folder import Staging, naming
@@ -369,7 +369,7 @@ def scalar(name: str, value: Any) -> Any:
             raise CheckpointError(
                 f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)}: it has no place"
             )
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
     if isinstance(value, (tuple, list)):
         return [scalar(name, item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..config import parse_bytes
 from ..core.layout import Extent
+from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from . import FORMATS
 from .files import inside, read_json
@@ -133,9 +134,8 @@ def format_of(model: nn.Module) -> WeightFormat:
 class StateDictFormat:
     """The names of `state_dict()`, in `model.safetensors`; tied parameters under their first name only."""
 
-    def __init__(self, model: nn.Module, stem: str = "model") -> None:
-        self._stem = stem
-        self.stems = {stem: ""}
+    def __init__(self, model: nn.Module) -> None:
+        self.stems = {"model": ""}
         self._names = names_of(model)
         self._shapes = {key: tuple(param.shape) for key, param in model.named_parameters(remove_duplicate=False)}
         buffers = persistent_buffers(model)
@@ -159,12 +159,12 @@ class StateDictFormat:
             else:
                 done.add(first)
                 runs = (Extent(first, 0, 0, value.numel()),)
-            entries.append(Entry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), runs))
-        files = split_files(self._stem, entries, max_shard_size)
+            entries.append(Entry(key, dtype_name(value.dtype), tuple(value.shape), runs))
+        files = split_files("model", entries, max_shard_size)
         if len(files) > 1:
             where = {entry.key: file.name for file in files for entry in file.entries}
             numel, size_bytes = sum(entry.numel for entry in entries), sum(entry.size_bytes for entry in entries)
-            (folder / f"{self._stem}.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
+            (folder / "model.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
         return Drawing(tuple(files), values)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:

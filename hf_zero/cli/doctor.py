@@ -49,6 +49,11 @@ class Check:
     advice: str = ""
 
 
+def _noted(what: str, found: str, advice: str) -> Check:
+    """In order, or to be noted where there is advice."""
+    return Check(what, found, NOTE if advice else GOOD, advice)
+
+
 def run(options: DoctorOptions) -> int:
     """Prints all checks; status 1 where one is wrong."""
     found = list(checks(options.offload_dir))
@@ -74,7 +79,7 @@ def checks(offload_dir: str | None) -> Iterator[Check]:
     yield from _environment()
     path = kept(cache_folder())
     advice = "" if path.exists() else "without it plans have no times: hf-zero probe"
-    yield Check("measured speeds", str(path) if path.exists() else "none kept", GOOD if path.exists() else NOTE, advice)
+    yield _noted("measured speeds", str(path) if path.exists() else "none kept", advice)
 
 
 def _versions() -> Iterator[Check]:
@@ -111,7 +116,7 @@ def _devices() -> Iterator[Check]:
         built = torch.version.cuda or torch.version.hip
         advice = "torch is built for GPUs and sees none: driver, CUDA_VISIBLE_DEVICES" if built else ""
         cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} processors"
-        yield Check("devices", f"no GPU; CPU ranks over gloo, {cores}", NOTE if built else GOOD, advice)
+        yield _noted("devices", f"no GPU; CPU ranks over gloo, {cores}", advice)
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))
     yield Check("backend", f"NCCL {version}, CUDA {torch.version.cuda}", GOOD)
@@ -121,14 +126,14 @@ def _devices() -> Iterator[Check]:
         is_taken = free < (1 - TAKEN) * about.total_memory
         advice = "another program uses its memory (nvidia-smi)" if is_taken else ""
         found = f"{about.name}: {size_text(free)} of {size_text(about.total_memory)} free"
-        yield Check(f"GPU {index}", found, NOTE if is_taken else GOOD, advice)
+        yield _noted(f"GPU {index}", found, advice)
 
 
 def _memory() -> Check:
     free, total = free_host_bytes(), psutil.virtual_memory().total
     limited = free < psutil.virtual_memory().available * (1 - TAKEN)
     advice = "a control group or ulimit allows less than the machine has" if limited else ""
-    return Check("host memory", f"{size_text(free)} of {size_text(total)} free", NOTE if limited else GOOD, advice)
+    return _noted("host memory", f"{size_text(free)} of {size_text(total)} free", advice)
 
 
 def _disk(offload_dir: str | None) -> Check:
@@ -143,16 +148,13 @@ def _disk(offload_dir: str | None) -> Check:
     if kind in MEMORY_FILE_SYSTEMS:
         advice = f"{kind} is memory: offloading there saves none; give --zero-offload-dir a folder on a disk"
         return Check(what, found, BAD if offload_dir else NOTE, advice)
-    return Check(what, found, NOTE if free < LITTLE_BYTES else GOOD, "little space" if free < LITTLE_BYTES else "")
+    return _noted(what, found, "little space" if free < LITTLE_BYTES else "")
 
 
 def _busy() -> Check:
     share, load = busy_share(), os.getloadavg()[0]
     found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
-    is_busy = share > BUSY
-    return Check(
-        "other programs", found, NOTE if is_busy else GOOD, "probe and benchmark when it is idle" if is_busy else ""
-    )
+    return _noted("other programs", found, "probe and benchmark when it is idle" if share > BUSY else "")
 
 
 def _accelerate() -> Check:

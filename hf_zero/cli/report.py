@@ -255,13 +255,12 @@ def throughput(runs: Sequence[Run]) -> dict[str, Any]:
     share = int(runs[0].facts["world_size"]) / len(runs)
     out: dict[str, Any] = {"is_estimate": share != 1}
     for name in ("samples", "tokens"):
-        rates = [statistics.median(_rate(step, name) for step in run.usual) for run in runs]
+        rates = [
+            statistics.median(step.get(name, 0) / step["seconds"] if step["seconds"] else 0.0 for step in run.usual)
+            for run in runs
+        ]
         out[f"{name}_per_s"] = sum(rates) * share or None
     return out
-
-
-def _rate(step: Mapping[str, Any], name: str) -> float:
-    return float(step.get(name, 0) / step["seconds"]) if step["seconds"] else 0.0
 
 
 def median_parts(run: Run) -> dict[str, float]:

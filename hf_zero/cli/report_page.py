@@ -216,12 +216,10 @@ def _medians(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
             labels.append(f"{prefixes[place]}rank {run.rank}")
             parts.append(median_parts(run))
     traces = []
-    for name, color in _colors(parts):
-        values = [part[name] for part in parts]
-        if any(values):
-            hover = f"%{{x:.4g}} s {name}<extra>%{{y}}</extra>"
-            bar = {"type": "bar", "orientation": "h", "x": values, "y": labels, "name": name, "hovertemplate": hover}
-            traces.append({**bar, "marker": {"color": color}})
+    for name, color, values in _drawn_parts(parts):
+        hover = f"%{{x:.4g}} s {name}<extra>%{{y}}</extra>"
+        bar = {"type": "bar", "orientation": "h", "x": values, "y": labels, "name": name, "hovertemplate": hover}
+        traces.append({**bar, "marker": {"color": color}})
     layout = {
         "barmode": "stack",
         "xaxis": {"title": {"text": "seconds"}},
@@ -232,9 +230,12 @@ def _medians(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
     return Chart("parts", "Where a step's time goes", about, traces, layout)
 
 
-def _colors(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
-    """Every part of a step has its colour, the same in every chart."""
-    return zip(parts[0], COLORS)
+def _drawn_parts(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str, list[float]]]:
+    """Parts of a step that took any time, each with its colour, the same in every chart, and its values."""
+    for name, color in zip(parts[0], COLORS):
+        values = [part[name] for part in parts]
+        if any(values):
+            yield name, color, values
 
 
 def _steps(run: Run, prefix: str, place: int) -> Chart:
@@ -243,12 +244,10 @@ def _steps(run: Run, prefix: str, place: int) -> Chart:
     parts = [parts_of(step) for step in steps]
     numbers = [step["step"] for step in steps]
     traces = []
-    for name, color in _colors(parts):
-        values = [part[name] for part in parts]
-        if any(values):
-            hover = f"step %{{x}}: %{{y:.4g}} s<extra>{name}</extra>"
-            bar = {"type": "bar", "x": numbers, "y": values, "name": name, "hovertemplate": hover}
-            traces.append({**bar, "marker": {"color": color, "line": {"width": 0}}})
+    for name, color, values in _drawn_parts(parts):
+        hover = f"step %{{x}}: %{{y:.4g}} s<extra>{name}</extra>"
+        bar = {"type": "bar", "x": numbers, "y": values, "name": name, "hovertemplate": hover}
+        traces.append({**bar, "marker": {"color": color, "line": {"width": 0}}})
     usual = [step["seconds"] for step in run.usual]
     middle = statistics.median(usual)
     median = _line([numbers[0], numbers[-1]], [middle] * 2, "median", COLORS[-1], "%{y:.4g} s", line={"dash": "dash"})

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from . import coded
-from .codec import Codec
+from .codec import Codec, fits, gather_coded, reduce_coded
 from .inflight import DONE, Inflight
 from .watch import Watch, Watcher
 from .wire import Cuts, SoloWire, Wait, land
@@ -87,7 +86,7 @@ class GroupWire(SoloWire):
         raise NotImplementedError
 
     def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
-        return coded.gather(self, codec, full, own, tag)
+        return gather_coded(self, codec, full, own, tag)
 
     def take_number(self) -> None:
         """The engine has its number: what tells its messages apart follows."""
@@ -95,9 +94,9 @@ class GroupWire(SoloWire):
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
 
-    def _call(self, call: Callable[..., object], *arguments: Any, kind: str = "other") -> None:
+    def _call(self, call: Callable[..., object], *arguments: Any) -> None:
         """Make a synchronous call that waits for other ranks."""
-        Wait(partial(call, *arguments), self.traffic, self.watch, kind, -1).wait()
+        Wait(partial(call, *arguments), self.traffic, self.watch, "other", -1).wait()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.element_size() * (self.size - 1))
@@ -314,8 +313,8 @@ class PairWire(GroupWire):
         numel = out.numel()
         if numel == 0 and not cuts:
             return DONE
-        if self.codec is not None and not cuts and coded.fits(self.codec, numel, source.dtype):
-            return coded.reduce(self, self.codec, source, out, tag)
+        if self.codec is not None and not cuts and fits(self.codec, numel, source.dtype):
+            return reduce_coded(self, self.codec, source, out, tag)
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         mine = source[cuts[self.rank] : cuts[self.rank + 1]]
         self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
@@ -397,8 +396,8 @@ class CollectiveWire(GroupWire):
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         if out.numel() == 0 and not cuts:
             return DONE
-        if self.codec is not None and not cuts and coded.fits(self.codec, out.numel(), source.dtype):
-            return coded.reduce(self, self.codec, source, out, tag)
+        if self.codec is not None and not cuts and fits(self.codec, out.numel(), source.dtype):
+            return reduce_coded(self, self.codec, source, out, tag)
         sent = (source.numel() - out.numel()) * source.element_size() if cuts else _others(source, self.size)
         self.traffic.moved(self.reduce_kind, sent)
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from . import coded
-from .codec import Codec
+from .codec import Codec, fits
 from .group_wire import GroupWire
 from .inflight import Count, Inflight
 from .wire import Cuts, SoloWire
@@ -89,7 +88,7 @@ class HybridWire(SoloWire):
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         """Where a replica is one rank: what plain data parallel does, over all of them."""
         across = self._across()
-        if not coded.fits(across.codec, -(-out.numel() // self.replicas), source.dtype):
+        if not fits(across.codec, -(-out.numel() // self.replicas), source.dtype):
             return across.average(source, out, tag)
 
         def finish() -> None:
@@ -108,7 +107,7 @@ class HybridWire(SoloWire):
         if not numel:
             return
         part = -(-numel // self.replicas)
-        codec = across.codec if coded.fits(across.codec, part, sent_as) else None
+        codec = across.codec if fits(across.codec, part, sent_as) else None
         if codec is not None:
             sent_as = out.dtype  # what is coded
         total = out

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -172,25 +172,30 @@ def _cause(places: Sequence[Place | None]) -> str:
     return "every rank makes the same calls in the same order"
 
 
+def _main_frames() -> Iterator[FrameType]:
+    """Of the main thread, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def user_code() -> str:
     """File, line and function of the main thread's innermost frame that is the user's."""
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame, innermost = main, main
-    while frame is not None:
-        if _is_users(frame):
-            innermost = frame
-            break
-        frame = frame.f_back
-    if innermost is None:
+    frame = next(filter(_is_users, _main_frames()), None) or next(_main_frames(), None)
+    if frame is None:
         return "an unknown place"
-    code = innermost.f_code
-    return f"{code.co_filename}:{innermost.f_lineno} in {code.co_name}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def torch_wait() -> str:
     """The call of torch.distributed that the main thread is in, if it is the program's own."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inside = frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+    frame = next(_main_frames(), None)
+    inside = frame is not None and _module(frame).startswith("torch.distributed")
     return f"torch.distributed, in {frame.f_code.co_name}" if frame is not None and inside else ""
 
 
@@ -201,7 +206,7 @@ def last_error() -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    package = _module(frame).partition(".")[0]
     return package not in _LIBRARIES and not frame.f_code.co_filename.startswith((_STANDARD, "<"))
 
 
@@ -210,12 +215,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 def is_debugged() -> bool:
     """Whether a debugger holds the main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(_module(frame).partition(".")[0] in _DEBUGGERS for frame in _main_frames())
 
 
 @dataclass(frozen=True)

@@ -92,20 +92,19 @@ class _Recorded(GroupWire):
         self.traffic.last = []  # type: ignore[attr-defined]
         return self.traffic.last  # type: ignore[attr-defined]
 
-    def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1) -> list[int]:
+    def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1) -> Callable[[], None]:
+        """What is returned tells that the results are needed."""
         unit, phase = self.watch.units.get(tag, ""), self.watch.phase
-        return [self.listener.issued(kind, bytes_, unit, phase, self.size, self.stride) for kind, bytes_ in moved]
+        numbers = [self.listener.issued(kind, bytes_, unit, phase, self.size, self.stride) for kind, bytes_ in moved]
 
-    def _heard(self, moved: Sequence[tuple[str, int]], inner: Inflight, tag: int) -> Inflight:
-        numbers = self._tell(moved, tag)
-        if not numbers:
-            return inner
-
-        def tell() -> None:
+        def waited() -> None:
             for number in numbers:
                 self.listener.waited(number)
 
-        return _Heard(inner, tell)
+        return waited
+
+    def _heard(self, moved: Sequence[tuple[str, int]], inner: Inflight, tag: int) -> Inflight:
+        return _Heard(inner, self._tell(moved, tag)) if moved else inner
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         moved = self._begin()
@@ -122,25 +121,22 @@ class _Recorded(GroupWire):
     def sum_scalar(self, value: Tensor) -> Tensor:
         moved = self._begin()
         total = super().sum_scalar(value)
-        for number in self._tell(moved):
-            self.listener.waited(number)
+        self._tell(moved)()
         return total
 
     def max_scalar(self, value: Tensor) -> Tensor:
         moved = self._begin()
         found = super().max_scalar(value)
-        for number in self._tell(moved):
-            self.listener.waited(number)
+        self._tell(moved)()
         return found
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         moved = self._begin()
         answer = super().start_maximum(values, at_end=at_end)
-        numbers = self._tell(moved)
+        waited = self._tell(moved)
 
         def told() -> list[int]:
-            for number in numbers:
-                self.listener.waited(number)
+            waited()
             return answer()
 
         return told

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, Protocol
 
@@ -413,6 +413,7 @@ class _Lane:
         return [Place.of_json(store.get(key)) if store.check([key]) else None for key in keys]
 
 
+@dataclass
 class _Heard:
     """What one rank has heard of another.
 
@@ -421,10 +422,9 @@ class _Heard:
         answered: when it last answered.
     """
 
-    def __init__(self, place: Place | None, moved: float, answered: float) -> None:
-        self.place = place
-        self.moved = moved
-        self.answered = answered
+    place: Place | None
+    moved: float
+    answered: float
 
     def hear(self, place: Place | None, now: float, silent_after_s: float) -> Place | None:
         before, self.place = self.place, place

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
@@ -33,7 +33,7 @@ from ..runtime.shard import shard
 from ..runtime.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
 from .checkpoints import bare_optimizer
-from .stock import replaced
+from .stock import AcceleratorBase, replaced
 
 
 def _probed() -> Machine | None:
@@ -50,15 +50,7 @@ def adopt_calling_trainer() -> None:
         adopt_trainer()
 
 
-# ---- the accelerator -------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator as _AcceleratorBase
-else:
-    _AcceleratorBase = object
-
-
-class ZeroAcceleratorMixin(ZeroStateMixin, _AcceleratorBase):
+class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
     """What differs from the stock Accelerator. Everything else (data, metrics, schedulers, tracking) is inherited."""
 
     zero_config: ZeroConfig

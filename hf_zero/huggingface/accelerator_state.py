@@ -45,15 +45,10 @@ from .checkpoints import (
     put_as,
     put_whole,
 )
-from .stock import replaced, serving, stand_in_state
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator as _AcceleratorBase
-else:
-    _AcceleratorBase = object
+from .stock import AcceleratorBase, replaced, serving, stand_in_state
 
 
-class ZeroStateMixin(SavesBehind, _AcceleratorBase):
+class ZeroStateMixin(SavesBehind, AcceleratorBase):
     """Files. Every method is a collective: call it on every rank."""
 
     _optimizers: list[Any]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -25,25 +25,20 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
+from ..checkpoint.files import is_number
 from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..errors import ConfigError
 from ..plan import screen
 from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
 from ..runtime.usage import limits
-from .stock import put_in_front
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-    from transformers import TrainerCallback as _CallbackBase
-else:
-    _TrainerBase = _CallbackBase = object
+from .stock import CallbackBase, TrainerBase, put_in_front
 
 PREFIX = "zero/"
 """Of what is measured, among the names of a log."""
 
 
-class MeasuredLogs(_TrainerBase):
+class MeasuredLogs(TrainerBase):
     """A Trainer whose logs have what is measured before any reporter is called, whatever the order of its callbacks."""
 
     model: Any
@@ -63,7 +58,7 @@ def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float
     return measured
 
 
-class ShortLines(_CallbackBase):
+class ShortLines(CallbackBase):
     """In front of a callback that prints logs as a line: what is measured goes to trackers, and a line stays a line."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -157,7 +152,7 @@ class ZeroCallback(TrainerCallback):
         if measured and state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(measured)
         if engine is not None and engine.recorder is not None and state.is_world_process_zero:
-            numbers = {name: float(value) for name, value in logs.items() if _is_number(value)}
+            numbers = {name: float(value) for name, value in logs.items() if is_number(value)}
             engine.recorder.log({name: value for name, value in numbers.items() if not name.startswith(PREFIX)})
 
     def on_train_end(
@@ -204,10 +199,6 @@ def _say(text: str) -> None:
 
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class PreemptionCallback(TrainerCallback):

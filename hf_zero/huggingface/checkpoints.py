@@ -45,7 +45,7 @@ class SavesBehind:
     def _zero_commit(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
         """Commit, now or behind training as the configuration says; `then` runs on every rank once that is done."""
         if engine.config.async_save:
-            engine.save_behind(saving)
+            engine.saves.write_behind(saving)
             self._zero_pending = engine, then
         else:
             saving.commit()

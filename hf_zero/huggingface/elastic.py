@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
@@ -24,12 +24,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
 from ..errors import ConfigError
-from .stock import replaced
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object
+from .stock import TrainerBase, replaced
 
 LATEST = "latest"
 """`resume_from_checkpoint="latest"`: the newest whole checkpoint of the output folder, a new start where there is none."""
@@ -138,7 +133,7 @@ def difference(was: Batches, now: Batches) -> str:
     return text
 
 
-class KeepsBatches(_TrainerBase):
+class KeepsBatches(TrainerBase):
     """A Trainer that knows what its steps take, writes it into its checkpoints, and keeps it on other numbers of ranks."""
 
     args: Any

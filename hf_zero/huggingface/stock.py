@@ -13,15 +13,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.weights import Drawing, Entry, WeightFile, names_of, persistent_buffers
+from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainerCallback
+
+    AcceleratorBase = Accelerator
+    TrainerBase = Trainer
+    CallbackBase = TrainerCallback
+else:
+    AcceleratorBase = TrainerBase = CallbackBase = object
+"""What a class that is put in front of another (`put_in_front`) has for its base where types are checked."""
 
 # Attributes that are others for a while ------------------------------------------------------------------------------
 
@@ -161,7 +173,7 @@ class Record:
             entries = []
             for key, tensor in tensors.items():
                 runs = tuple((self.trace.pieces(tensor) if tensor.is_meta else None) or ())
-                entries.append(Entry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), runs))
+                entries.append(Entry(key, dtype_name(tensor.dtype), tuple(tensor.shape), runs))
                 if not runs:
                     other = values.get(key, computed.get(key))
                     if other is not None and other is not tensor:

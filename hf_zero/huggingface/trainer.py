@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from transformers.utils.hub import hf_api
 
-from ..checkpoint.fields import Field
+from ..checkpoint.files import Field
 from ..checkpoint.folder import SUFFIX, Occupancy, recover
 from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
@@ -43,7 +43,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, ConfigError
-from ..runtime.casting import shown_in
+from ..runtime.autocast import shown_in
 from ..runtime.checkpoints import load_state
 from ..runtime.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
@@ -61,19 +61,13 @@ from .checkpoints import (
     put_as,
 )
 from .elastic import LATEST, KeepsBatches
-from .stock import put_in_front, replaced
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object
-
+from .stock import TrainerBase, put_in_front, replaced
 
 # Older releases of transformers (5.17 is one) do not let other ranks than the writing one into `_save`.
 _WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
 
 
-class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, _TrainerBase):
+class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
     """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: `save_model` must be called on every rank (as the stock Trainer's documentation

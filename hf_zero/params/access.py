@@ -25,7 +25,7 @@ from ..tiers.fingerprint import fingerprint
 Quantity = Literal["parameter", "gradient", "optimizer_state"]
 
 
-class Held(NamedTuple):
+class HeldParameter(NamedTuple):
     """A parameter of a sharded model."""
 
     place: Place
@@ -44,7 +44,7 @@ class Held(NamedTuple):
         self.engine.training.settle(self.place.unit.flats)
 
 
-def holder_of(param: nn.Parameter) -> Held | Birth | None:
+def holder_of(param: nn.Parameter) -> HeldParameter | Birth | None:
     """Who has the parameter's values; None for a plain one."""
     owner = owner_of(param)
     if not isinstance(owner, Sharded):
@@ -52,10 +52,10 @@ def holder_of(param: nn.Parameter) -> Held | Birth | None:
     engine = engine_of(owner.model)
     if engine is None:
         raise StateError(f"the model of {owner.places[param].slot.spec.name!r} is not sharded any more")
-    return Held(owner.places[param], engine)
+    return HeldParameter(owner.places[param], engine)
 
 
-def _checked_holder(param: nn.Parameter, quantity: Quantity, what: str) -> Held | Birth:
+def _checked_holder(param: nn.Parameter, quantity: Quantity, what: str) -> HeldParameter | Birth:
     """Who has the values; one that has such a quantity, or the error that says why not."""
     holder = holder_of(param)
     if holder is None:
@@ -84,7 +84,9 @@ def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -
         return _read(holder, param, quantity, whole, name)
 
 
-def _read(holder: Held | Birth, param: nn.Parameter, quantity: Quantity, whole: bool, name: str) -> Tensor | None:
+def _read(
+    holder: HeldParameter | Birth, param: nn.Parameter, quantity: Quantity, whole: bool, name: str
+) -> Tensor | None:
     if isinstance(holder, Birth):
         return holder.whole(param) if whole else holder.slice_of(param).clone()
     place, engine = holder
@@ -124,7 +126,13 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
 
 
 def _write(
-    holder: Held | Birth, param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, name: str, what: str
+    holder: HeldParameter | Birth,
+    param: nn.Parameter,
+    quantity: Quantity,
+    whole: bool,
+    value: Tensor,
+    name: str,
+    what: str,
 ) -> None:
     if isinstance(holder, Birth):
         if whole:
@@ -162,7 +170,7 @@ def _write(
             _set_state(holder, name, part)
 
 
-def _set_state(held: Held, name: str, part: Tensor) -> None:
+def _set_state(held: HeldParameter, name: str, part: Tensor) -> None:
     optimizer = held.engine.sharded.optimizer_of(held.place.flat)
     value, sliced = held.place.state(optimizer, name)
     if held.place.flat.wholes is not None:

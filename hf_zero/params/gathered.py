@@ -21,7 +21,7 @@ from ..runtime.engine import engine_of
 from ..runtime.ownership import owner_of
 from ..runtime.sharded import Place, master_of
 from ..tiers.fingerprint import fingerprint
-from .access import Held, holder_of
+from .access import HeldParameter, holder_of
 
 
 class GatheredParameters:
@@ -69,7 +69,7 @@ class GatheredParameters:
                         self._check_rank(holder.wire)
                         with holder.wire.watch.doing("GatheredParameters"):
                             self._gathered.append(_Gathered(param, holder))
-                    elif isinstance(holder, Held) and holder.engine.sharded.is_unsharded:
+                    elif isinstance(holder, HeldParameter) and holder.engine.sharded.is_unsharded:
                         self._shared.append((param, holder.wire))
             except BaseException:
                 self._discard()
@@ -123,7 +123,7 @@ class GatheredParameters:
         for gathered, edit in zip(self._gathered, everyone[allowed]):
             if edit:
                 gathered.keep(allowed)
-                if isinstance(gathered.holder, Held):
+                if isinstance(gathered.holder, HeldParameter):
                     written[id(gathered.holder.place.unit)] = gathered.holder.place
         for place in written.values():
             place.written()
@@ -135,7 +135,7 @@ _VALUES = "other values"
 class _Gathered:
     """One parameter that a `GatheredParameters` has made whole."""
 
-    def __init__(self, param: nn.Parameter, holder: Held | Birth) -> None:
+    def __init__(self, param: nn.Parameter, holder: HeldParameter | Birth) -> None:
         self.param = param
         self.holder = holder
         self.done = False
@@ -232,7 +232,7 @@ def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[N
         yield
 
 
-def _is_gathered(holder: Held | Birth) -> bool:
+def _is_gathered(holder: HeldParameter | Birth) -> bool:
     if isinstance(holder, Birth):
         return holder.pins > 0
     return holder.engine.sharded.is_unsharded or holder.place.at in holder.place.flat.pinned

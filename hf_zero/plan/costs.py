@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..comm.coded import gather_codec
+from ..comm.codec import gather_codec
 from ..config import StagePolicy
 from ..core.layout import Layout, Span, UnitLayout, Visit, itemsize
 from ..tiers.pool import KEPT_BUFFERS

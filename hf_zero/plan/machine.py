@@ -264,11 +264,11 @@ def probe(
     return Machine.least(Machine.of(each, "a rank") for each in wire.exchange(found.to_dict()))
 
 
-def busy_share(interval_s: float = 0.2) -> float:
+def busy_share() -> float:
     """Part of this machine's processors, 0 to 1, that are in use, this process (which only waits meanwhile) left out."""
     import psutil
 
-    return float(psutil.cpu_percent(interval=interval_s)) / 100
+    return float(psutil.cpu_percent(interval=0.2)) / 100
 
 
 def host_name() -> str:

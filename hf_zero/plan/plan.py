@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.coded import gather_codec
+from ..comm.codec import gather_codec
 from ..config import ZeroConfig, size_text
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..comm.codec import CODECS
-from ..comm.coded import fits, gather_codec
+from ..comm.codec import CODECS, fits, gather_codec
 from ..core.layout import Layout, Span, itemsize
 from ..core.precision import dtype_of
 from ..tiers.tier import Tier

@@ -1,4 +1,4 @@
-"""Autocast around every entry into a model: its forward, and any part of it that is called by itself.
+"""The type that a model computes in: autocast around every entry; a model evaluated in another type than it is trained in.
 
 Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast: the model's
 own forward, and as much the encoder that `generate` calls, `get_image_features`, a value head, a bare block. An entry is a
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.precision import Precision, dtype_name, dtype_of, patterns_of
 from .sharded import Sharded
+from .unit import Unit
 
 _CALL = "_compiled_call_impl"  # what nn.Module's __call__ goes to, where an instance has it
 
@@ -175,3 +177,45 @@ class Uses(TorchFunctionMode):
             f"parallel's by that rounding. To keep them: ZeroConfig(full_precision=({shown},))",
             stacklevel=4,
         )
+
+
+# Another type for a while ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shown_in(
+    model: nn.Module, dtype: torch.dtype, units: Sequence[Unit] = (), quiesce: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Inside, everything of `model` that is floating is of this type, as after `model.to(dtype)`. For forwards without a graph.
+
+    `module.to(dtype)` would round what is trained. Here a unit that is gathered shows its parameters cast, one unit at a time;
+    where whole parameters stay (stages 0 to 2), and in a model that is not sharded, all of them are shown as cast copies.
+
+    Args:
+        units: of a sharded model; without them the model is a plain one, whole on this rank.
+        quiesce: returns when nothing is gathered. A collective where that is one.
+    """
+    quiesce()
+    owned = {param for unit in units for flat in unit.flats for param in flat.params}
+    plain = [(param, param.data) for param in model.parameters() if param not in owned and param.is_floating_point()]
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        for unit in units:
+            unit.show_in(dtype)
+        for param, data in plain:
+            param.data = data.to(dtype)
+        for table, buffers in tables:
+            table.update({name: _cast(buffer, dtype) for name, buffer in buffers.items()})
+        yield
+    finally:
+        quiesce()
+        for unit in units:
+            unit.show_in(None)
+        for param, data in plain:
+            param.data = data
+        for table, buffers in tables:
+            table.update(buffers)
+
+
+def _cast(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return buffer.to(dtype) if buffer is not None and buffer.is_floating_point() else buffer

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.wire import SoloWire
+from ..core.precision import dtype_name
 from ..tiers.fingerprint import fingerprint
 from .saved_tensors import in_backward_of_any
 
@@ -227,7 +228,7 @@ class Buffers:
 
 
 def _sign(buffer: Tensor) -> Sign:
-    return tuple(buffer.shape), str(buffer.dtype).removeprefix("torch.")
+    return tuple(buffer.shape), dtype_name(buffer.dtype)
 
 
 def _nbytes(sign: Sign) -> int:

@@ -23,8 +23,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from ..checkpoint.fields import Field
-from ..checkpoint.files import read_json
+from ..checkpoint.files import Field, read_json
 from ..checkpoint.folder import naming
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import check_version
@@ -248,6 +247,39 @@ class Behind:
             if isinstance(failure, ZeroError):
                 raise failure
             raise CheckpointError(f"the save to {self.target}, written behind, failed: {failure}") from failure
+
+
+class Saves:
+    """Of one engine, written behind training, one at a time.
+
+    Attributes:
+        pending: the one under way.
+    """
+
+    def __init__(self, wire: SoloWire) -> None:
+        self._wire = wire
+        self._side: SoloWire | None = None
+        self._slab: Tensor | None = None  # host memory, kept for the next one
+        self.pending: Behind | None = None
+
+    def side_wire(self) -> SoloWire:
+        """For a thread that communicates while training goes on; made once, a collective then."""
+        if self._side is None:
+            self._side = self._wire.side()
+        return self._side
+
+    def write_behind(self, saving: Saving) -> None:
+        """Commit a save that has all its parts. A collective."""
+        self.wait()  # it still reads the slab, and talks over the side wire
+        self.pending = Behind(saving, self.side_wire(), self._slab)
+        self._slab = self.pending.slab
+
+    def wait(self) -> None:
+        """See `Engine.wait_for_save`."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            with self._wire.watch.doing(f"waiting for the save to {pending.target}"):
+                pending.wait()
 
 
 _UNREPORTED: list[Behind] = []

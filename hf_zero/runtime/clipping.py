@@ -48,7 +48,10 @@ def clip_norm(
     """
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
-    spans = [grads_to_read(flat) if pieces is None else _of(flat, pieces) for flat in flats]
+    spans = [
+        grads_to_read(flat) if pieces is None else [piece for shard in flat.shards for piece in pieces[shard]]
+        for flat in flats
+    ]
     if math.isinf(norm_type):
         local = power_sum([part for parts in spans for part in parts], norm_type, device)
     else:  # span by span: the last bit of the norm, and so of a clipped run, follows the order of these sums
@@ -121,10 +124,6 @@ def _pieces(
                 if id(piece.source) in chosen:
                     out[shard].append(grad[piece.here])
     return out
-
-
-def _of(flat: Flat, pieces: dict[Shard, list[Tensor]]) -> list[Tensor]:
-    return [piece for shard in flat.shards for piece in pieces[shard]]
 
 
 # Norms --------------------------------------------------------------------------------------------------------------
@@ -245,8 +244,9 @@ class Overflow:
         )
 
     def look(self) -> None:
-        """Before a forward: an autocast region of the user's own may be on."""
-        if not self.possible and _computes_in_float16(self._device):
+        """Before a forward: an autocast region of the user's own may be on with float16, where gradients may overflow."""
+        kind = self._device.type
+        if not self.possible and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             self.possible = True
 
     def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
@@ -284,11 +284,6 @@ class Overflow:
                 if grad.numel():  # an element to carry it: the padding of a span will do
                     grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
                     break
-
-
-def _computes_in_float16(device: torch.device) -> bool:
-    """Whether an autocast region of the user's own is on with float16: gradients may overflow then."""
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
 
 
 def _any_infinite(tensors: Sequence[Tensor]) -> Tensor:

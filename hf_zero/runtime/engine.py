@@ -24,9 +24,9 @@ from ..plan.record import Recorder
 from ..plan.report import Report
 from . import instance_methods as overrides
 from . import weighing
+from .autocast import shown_in
 from .build import Assembly
-from .casting import shown_in
-from .checkpoints import Behind, load, save
+from .checkpoints import Saves, load, save
 from .clipping import clip_norm, clip_values
 from .compiling import Block, Compile, Failures
 from .offload import STATES
@@ -48,6 +48,7 @@ class Engine:
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, the first of several, or None.
         optimizers: all of them.
+        saves: those that are written behind training.
         layout: where each element lives.
         traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`;
             with replicas also `across`).
@@ -60,11 +61,7 @@ class Engine:
         self.units, self.offload = self.sharded.units, training.offload
         self.buffers, self.schedule = training.buffers, training.schedule
         self._wire = self.sharded.wire
-        self._side: SoloWire | None = None
-        self.pending_save: Behind | None = None
-        """The save that is being written behind training."""
-        self.save_slab: Tensor | None = None
-        """Host memory of asynchronous saves, kept for the next one."""
+        self.saves = Saves(self._wire)
         patches.method(self.model, "compile", self.compile)
         self.model.__dict__[_ENGINE] = self
 
@@ -295,7 +292,7 @@ class Engine:
             outline=self.outline,
             optimizers=self._optimizer_states() if save_optimizer else (),
             objects=objects,
-            finish=self.save_behind if async_save else Saving.commit,
+            finish=self.saves.write_behind if async_save else Saving.commit,
         )
 
     def load(
@@ -341,22 +338,13 @@ class Engine:
             recover=self.offload.recover,
         )
 
-    def save_behind(self, saving: Saving) -> None:
-        """Commit a save that has all its parts, behind training. A collective."""
-        self.wait_for_save()  # it still reads the slab, and talks over the side wire
-        behind = Behind(saving, self.side_wire(), self.save_slab)
-        self.pending_save, self.save_slab = behind, behind.slab
-
     def wait_for_save(self) -> None:
         """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise.
 
         Raises:
             CheckpointError: it failed, here or on another rank.
         """
-        pending, self.pending_save = self.pending_save, None
-        if pending is not None:
-            with self._wire.watch.doing(f"waiting for the save to {pending.target}"):
-                pending.wait()
+        self.saves.wait()
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
         """`torch.compile` block by block; also what `model.compile(...)` does. Gathers and releases stay outside of the graphs.
@@ -420,12 +408,6 @@ class Engine:
     @property
     def wire(self) -> SoloWire:
         return self._wire
-
-    def side_wire(self) -> SoloWire:
-        """For a thread that communicates while training goes on; made once, a collective then."""
-        if self._side is None:
-            self._side = self._wire.side()
-        return self._side
 
     def exchange(self, value: Any) -> list[Any]:
         """Small Python values of all ranks, in rank order; a collective."""

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..core.layout import Span
 from ..errors import StateError
-from .stand_in import OPERATIONS, Call, Kind, StandIn, inside_backward, is_tensors, plain_of
+from .saved_tensors import in_backward_of_any
+from .stand_in import OPERATIONS, Call, Kind, StandIn, is_tensors, plain_of
 
 
 class Accumulated(Protocol):
@@ -122,7 +123,7 @@ class Gradient(StandIn):
     @classmethod
     def run(cls, call: Call, kind: Kind | None) -> Any:
         first = call.first
-        if isinstance(first, Gradient) and not first.chain and call.name in ("add", "add_") and inside_backward():
+        if isinstance(first, Gradient) and not first.chain and call.name in ("add", "add_") and in_backward_of_any():
             return first.accumulate(call.args[1], in_place=call.name == "add_")
         if kind is Kind.LIKE:
             return call.run(Gradient.empty, Gradient)
@@ -153,7 +154,7 @@ class Gradient(StandIn):
             raise StateError(
                 f"{what} was kept from an earlier step and has been cleared since: keep `param.grad.clone()` instead"
             )
-        if inside_backward():
+        if in_backward_of_any():
             raise StateError(
                 f"{what} was used by {name} inside a backward, before all ranks' parts are there: use it when backward has "
                 "ended"

@@ -252,7 +252,7 @@ class Monitor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Resting:
     """Of one span: where `own` rests, and each shard."""
 
     unit: Unit
@@ -264,7 +264,7 @@ class Place:
 class Arrangement:
     """The places of all spans at one time. Moves are made between steps, with nothing gathered or under way."""
 
-    def __init__(self, places: list[Place]) -> None:
+    def __init__(self, places: list[Resting]) -> None:
         self._places = places
         self._gradients: list[tuple[Flat, int, Tensor]] = []
 
@@ -272,7 +272,7 @@ class Arrangement:
     def of(units: Iterable[Unit]) -> Arrangement:
         return Arrangement(
             [
-                Place(unit, flat, flat.rest, tuple(shard.tier for shard in flat.shards))
+                Resting(unit, flat, flat.rest, tuple(shard.tier for shard in flat.shards))
                 for unit in units
                 for flat in unit.flats
             ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoint.pieces import MASTER, Held, ParameterState
 from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
-from ..core.precision import dtype_of
+from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, StateError
 from ..tiers.array import OnDisk, Values
 from .flat_param import Flat
@@ -50,15 +50,15 @@ class ParameterPieces:
         return self._places[name][1].spec
 
     def written(self, rank: int, size: int) -> Iterator[Held]:
-        for unit in self._units:
-            for flat in unit.flats:
-                for shard, piece in extents(_parts_written(flat, rank, size), flat.shards):
-                    yield _held(piece, shard.values)
+        return self._pieces(lambda flat: _parts_written(flat, rank, size))
 
     def held(self) -> Iterator[Held]:
+        return self._pieces(lambda flat: flat.span.overlaps(flat.rank))
+
+    def _pieces(self, parts_of: Callable[[Flat], Iterable[Extent[Slot]]]) -> Iterator[Held]:
         for unit in self._units:
             for flat in unit.flats:
-                for shard, piece in extents(flat.span.overlaps(flat.rank), flat.shards):
+                for shard, piece in extents(parts_of(flat), flat.shards):
                     yield _held(piece, shard.values)
 
     def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
@@ -132,7 +132,7 @@ class OptimizerPieces:
         for flat in self._flats:
             for shard in flat.shards:
                 for state, value in self._sliced(flat, shard).items():
-                    dtypes.setdefault(state, _name_of(value.dtype))
+                    dtypes.setdefault(state, dtype_name(value.dtype))
         out: dict[str, ParameterState] = {}
         for flat in self._flats:
             shard = flat.shards[0]  # all of them have made the same steps
@@ -145,7 +145,7 @@ class OptimizerPieces:
                 arrays = {state: (dtypes[state], spec.shape) for state in sliced}
                 for state, value in whole.items():
                     if _is_array(value):
-                        arrays[state] = (_name_of(value.dtype), tuple(value.shape))
+                        arrays[state] = (dtype_name(value.dtype), tuple(value.shape))
                 scalars = {key: value for key, value in whole.items() if not _is_array(value)}
                 out[spec.name] = ParameterState(spec.shape, arrays, scalars)
         return out
@@ -315,10 +315,6 @@ def _master_of(flat: Flat, part: Extent[Slot]) -> Tensor:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _only_master(state: ParameterState) -> ParameterState:

@@ -108,7 +108,7 @@ class Reference:
             parts = [theirs[name] for theirs in everyone if name in theirs]
             if name in grads and parts and problem is None:
                 problem = self._off_mean(place, grads[name], parts)
-        self._refuse(problem)
+        _raise_first(self._sharded.wire.exchange(problem))
 
     def _off_mean(self, place: Place, before: Tensor, parts: Sequence[Tensor]) -> str | None:
         """`parts`: of the ranks that have a gradient of it."""
@@ -233,9 +233,6 @@ class Reference:
         return None
 
     # Both -------------------------------------------------------------------------------------------------------------
-
-    def _refuse(self, problem: str | None) -> None:
-        _raise_first(self._sharded.wire.exchange(problem))
 
     def _say(self, why: str) -> None:
         if why not in self._said and self._sharded.wire.rank == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -80,30 +80,23 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class Optimized(Protocol):
-    """What has optimizers, or none: a sharded model."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
-
-
 class Options:
     """The options of the optimizers' groups that are plain values or short tensors in host memory: `lr`, `betas`, …
 
     Args:
-        of: whose optimizers, which may be others later.
+        sharded: whose optimizers, which may be others later.
         edits: what programs have written to parameters: part of the mark.
     """
 
-    def __init__(self, of: Optimized, edits: Edits) -> None:
-        self._of, self._edits = of, edits
+    def __init__(self, sharded: Sharded, edits: Edits) -> None:
+        self._sharded, self._edits = sharded, edits
         self._seen: list[Any] = []
         self._mark = 0
         self._again = True  # some may change in place
 
     def mark(self) -> int:
         """A number: other options or edits give another. In every backward: a few calls where nothing has changed."""
-        optimizers, edits = self._of.optimizers, self._edits.mark
+        optimizers, edits = self._sharded.optimizers, self._edits.mark
         if not optimizers:
             return edits
         now = [v for each in optimizers for group in each.param_groups for v in group.values() if type(v) in _PLAIN]
@@ -114,7 +107,7 @@ class Options:
 
     def named(self) -> dict[Named, Any]:
         out: dict[Named, Any] = {}
-        optimizers = self._of.optimizers
+        optimizers = self._sharded.optimizers
         groups = [(n, i, group) for n, each in enumerate(optimizers) for i, group in enumerate(each.param_groups)]
         for number, index, group in groups:
             which = f" of optimizer {number}" if len(optimizers) > 1 else ""
@@ -129,16 +122,14 @@ class Options:
                     out["option", f"{key!r} of the optimizer's group {index}{which}"] = plain[0]
         return out
 
-    def _written(self) -> dict[Named, Any]:
-        return {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
-
     def explain(self, wire: SoloWire) -> NoReturn:
         """Ranks have other options, edits or numbers of steps; all know. A collective.
 
         Raises:
             RankMismatchError: with the first difference.
         """
-        told = wire.exchange((wire.watch.step, self.named() | self._written()))
+        written = {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
+        told = wire.exchange((wire.watch.step, self.named() | written))
         steps = [step for step, _ in told]
         if len(set(steps)) > 1:
             raise RankMismatchError(

@@ -125,9 +125,7 @@ class Place(NamedTuple):
         """The master is new: whole parameters follow, where the stage keeps them. A collective there."""
         self.unit.release()
         self.unit.updated()
-        if self.unit.policy.keep_full:
-            self.unit.gather()
-            self.unit.wait()
+        self.unit.gather_if_kept()
 
     def state(self, optimizer: torch.optim.Optimizer | None, name: str) -> tuple[Any, bool]:
         """One shard's value of an optimizer state (None: there is none), and whether `state_of` gives it by element."""

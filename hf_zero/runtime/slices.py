@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import StateError
 from .gradients import Keeper
-from .stand_in import Call, Kind, StandIn, inside_backward, mapped
+from .saved_tensors import in_backward_of_any
+from .stand_in import Call, Kind, StandIn, mapped
 
 
 class Slice(StandIn):
@@ -126,7 +127,7 @@ class Slice(StandIn):
         return Slice(self.keeper, self, root=self.origin)
 
     def norm_over_all(self, order: float) -> Tensor:
-        if inside_backward():
+        if in_backward_of_any():
             raise StateError("the norm of a gradient of the optimizer's groups: ask for it when backward has ended")
         if self.origin.shard is None or self.owner is None:  # the latter says that it has been cleared
             return self.keeper.norm_over_ranks(self.plain(), order)

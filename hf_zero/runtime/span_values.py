@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.coded import gather_codec
+from ..comm.codec import gather_codec
 from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
 from ..config import StagePolicy

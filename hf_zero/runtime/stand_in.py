@@ -130,7 +130,7 @@ class StandIn(Tensor):
         if isinstance(first, StandIn):
             if kind is Kind.ALIAS:
                 return first.alias()
-            if kind is Kind.NORM and _is_over_all(first, call.argument("dim")):
+            if kind is Kind.NORM and len(call.argument("dim") or ()) in (0, first.dim()):
                 norm = first.norm_over_all(_order(call))
                 if norm is not None:
                     norm = norm.to(_norm_type(first, call))
@@ -216,16 +216,8 @@ def _norm_type(grad: StandIn, call: Call) -> torch.dtype:
     return wanted or torch.promote_types(torch.float32, grad.dtype.to_real())
 
 
-def _is_over_all(grad: Tensor, dims: Any) -> bool:
-    return not dims or len(dims) == grad.dim()
-
-
 def plain_of(tensor: Tensor) -> Tensor:
     return tensor.plain() if isinstance(tensor, StandIn) else tensor
-
-
-def inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def mapped(values: Any, change: Callable[[Any], Any], kind: type[Tensor]) -> Any:

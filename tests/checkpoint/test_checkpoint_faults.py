@@ -502,7 +502,7 @@ def behind(rank: int, world: int, place: Path) -> None:
     for nexts in (job.engine.wait_for_save, lambda: job.save(place / "c", 4), lambda: job.engine.load(place / "a")):
         with calls(fail_at(2, errno.EIO) if rank == 1 else lambda *_: None):
             job.save(place / "b", 5, async_save=True)
-            while not job.engine.pending_save.done:  # not `wait`, which would tell
+            while not job.engine.saves.pending.done:  # not `wait`, which would tell
                 time.sleep(0.01)
         with pytest.raises(zero.CheckpointError, match=r"exp_avg_sq|model\.safetensors|Input/output"):
             nexts()
@@ -527,7 +527,7 @@ def behind_another(rank: int, world: int, place: Path) -> None:
             job.paint(version)
             saving = Saving(job.engine.wire, place / str(version))
             put_weights(saving, job.engine.sharded, job.engine.outline, "50GB")
-            job.engine.save_behind(saving)
+            job.engine.saves.write_behind(saving)
         second.set()
         job.engine.wait_for_save()
     for version in (2, 3):

@@ -12,8 +12,7 @@ import transformers
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
-from hf_zero.cli.simulate import recorded_step
-from hf_zero.cli.valueless import Valueless
+from hf_zero.cli.simulate import Valueless, recorded_step
 from hf_zero.comm.recorded import absent_ranks
 
 CASES = [(1, "no", 1), (1, "bf16", 2), (2, "no", 2), (2, "bf16", 1), (3, "no", 1), (3, "bf16", 2)]

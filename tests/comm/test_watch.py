@@ -299,7 +299,7 @@ def late(rank: int, world: int, case: str) -> tuple[str, str]:
     side = None
     if case == "behind":
         model = gpt2()
-        side = zero.shard(model, None, zero.ZeroConfig(stage=3, stall_s=0.3)).side_wire()
+        side = zero.shard(model, None, zero.ZeroConfig(stage=3, stall_s=0.3)).saves.side_wire()
     if rank == 0:
         with contextlib.redirect_stderr(said):
             try:
