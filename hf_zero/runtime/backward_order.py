@@ -20,7 +20,7 @@ class BackwardOrder:
     """Of one schedule.
 
     Args:
-        ask, after_reduce, options: see `schedule.Callbacks`.
+        ask, after_reduce, options: see `graph_hooks.Callbacks`.
 
     Attributes:
         answered: whether `ask` was true on any rank.

@@ -219,11 +219,11 @@ class Engine:
         Stages 0 and 1: gradients add up on this rank and travel once, with the first backward outside (or at the step).
         Stages 2 and 3: they still go to their owners each time, which is what keeps them sharded.
         """
-        before, self.schedule.sync = self.schedule.sync, False
+        before, self.schedule.backward.sync = self.schedule.backward.sync, False
         try:
             yield
         finally:
-            self.schedule.sync = before
+            self.schedule.backward.sync = before
 
     def total_weight(self, weight: float | Tensor) -> float:
         """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.
@@ -559,7 +559,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
-        self.schedule.reset()
+        self.schedule.backward.reset()
 
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
@@ -572,8 +572,8 @@ class Engine:
         self.sharded.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
-            if self.schedule.order.preemption is not None:
-                self.schedule.order.preemption.close()
+            if self.schedule.backward.order.preemption is not None:
+                self.schedule.backward.order.preemption.close()
             bindings = self._training.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
@@ -589,9 +589,9 @@ class Engine:
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
-        if self.schedule.order.preemption is not None:
-            self.schedule.order.preemption.close()
-        made = self.schedule.order.preemption = Preemption(signals)
+        if self.schedule.backward.order.preemption is not None:
+            self.schedule.backward.order.preemption.close()
+        made = self.schedule.backward.order.preemption = Preemption(signals)
         return made
 
 
