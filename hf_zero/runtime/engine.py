@@ -213,17 +213,23 @@ class Engine:
         self._training.bind(optimizer)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last of a step.
+    def no_sync(self, *, defer: bool = False) -> Iterator[None]:
+        """Backwards inside are not the last of a step. The same on every rank.
 
         Stages 0 and 1: gradients add up on this rank and travel once, with the first backward outside (or at the step).
         Stages 2 and 3: they still go to their owners each time, which is what keeps them sharded.
+
+        Args:
+            defer: also at stages 2 and 3 they add up on this rank and travel once, as under DDP: of k micro-batches, 1/k of
+                the bytes that are reduced, for a whole local gradient in device memory (4 bytes per trained parameter).
         """
-        before, self.schedule.backward.sync = self.schedule.backward.sync, False
+        backward = self.schedule.backward
+        before = backward.sync, backward.defers
+        backward.sync, backward.defers = False, backward.defers or defer
         try:
             yield
         finally:
-            self.schedule.backward.sync = before
+            backward.sync, backward.defers = before
 
     def total_weight(self, weight: float | Tensor) -> float:
         """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.

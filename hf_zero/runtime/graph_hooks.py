@@ -102,7 +102,9 @@ class Backward:
     """The backwards of one schedule, as their graphs tell of them.
 
     Attributes:
-        sync: False inside `no_sync`.
+        sync: False inside `no_sync`. `defers`: gradients of backwards in there stay on this rank.
+        sends: those of the backward under way, or of the last one, leave it.
+        puts_off: those of the last backward inside `no_sync` did not.
         unsynced: some local gradients wait for a reduce. The same on every rank, as `no_sync` is.
         lead: what graphs that are made now refer to.
         touched: uses whose backward is under way. `task`: autograd's number of that backward.
@@ -111,9 +113,9 @@ class Backward:
 
     def __init__(self, current: Pass, wire: SoloWire, callbacks: Callbacks) -> None:
         self.current, self.wire, self.callbacks = current, wire, callbacks
-        self.sync, self.unsynced = True, False
-        # Alone, a reduce is an addition in place: nothing to put off.
-        self._defers = any(not t.unit.policy.reduce_each_backward for t in current.traces) and wire.size > 1
+        self.sync, self.sends, self.unsynced = True, True, False
+        self.puts_off = False
+        self.defers = any(not t.unit.policy.reduce_each_backward for t in current.traces)
         self._seen = False  # since the last step
         self._again = False  # the backward under way makes a graph itself
         self.task = -1
@@ -139,7 +141,6 @@ class Backward:
             callbacks.after_reduce,
             callbacks.options,
             frees=current.frees,
-            defers=self._defers,
         )
         return current.order
 
@@ -191,8 +192,12 @@ class Backward:
         self.current.in_backward = self._seen = True
         self.task = torch._C._current_graph_task_id()
         self._again = torch.is_grad_enabled()
+        # Alone, a reduce is an addition in place: nothing to put off.
+        self.sends = self.sync or not self.defers or self.wire.size == 1
+        if not self.sync:
+            self.puts_off = not self.sends
         self.callbacks.before_backward()
-        self.order.begin(self.sync)
+        self.order.begin(self.sync, self.sends)
         if self._again and self.current.frees:  # what it saves of parameters is not told to `Pass.saved`
             for trace in self.current.traces:
                 if trace.uses or trace.kept or trace.noted:
@@ -233,7 +238,7 @@ class Backward:
 
     def passed(self, trace: Trace) -> None:
         """Backward has come to where this unit was first used: its gradients are complete, and those of all used after it."""
-        if not self.sync and self._defers:
+        if not self.sends and not self.current.frees:
             trace.unit.hold()
         elif self.wire.size == 1:
             with AsTheyAre():
@@ -254,13 +259,11 @@ class Backward:
                 trace.held = 0
             if self.current.frees and trace.unit.state is not State.SHARDED:
                 trace.release()
-        if self._defers and not self.sync:
-            for trace in self.current.traces:
-                trace.local = trace.local or trace.unit.has_grads()
-                trace.unit.hold()
-        else:
-            with AsTheyAre():
+        with AsTheyAre():
+            if self.sends:
                 self.order.finish()
+            else:
+                self.order.finish_locally()
         for trace in self.current.traces:
             trace.noted = trace.noted if self._again else 0
         self.current.learning = max(0, self.current.learning - 1)
@@ -269,10 +272,12 @@ class Backward:
             if not use.done:
                 use.finish()
         self.touched.clear()
-        self.unsynced = self._defers and (not self.sync)
+        self.unsynced = not self.sends
         self.callbacks.after_backward()
         self.current.in_backward = False  # not before: what is interrupted in there is a backward that broke off
-        blind, self.order.blind = self.order.blind, None
+        blind = None
+        if self.sends:  # else it is this rank's own finding
+            blind, self.order.blind = self.order.blind, None
         if blind is not None:
             raise StateError(
                 f"the gradients of unit {blind.unit.name!r} are NaN: a backward came to it by a way that hf_zero did not "
@@ -293,13 +298,14 @@ class Backward:
         if not self.unsynced and not missed:
             return
         self.unsynced, self._seen = False, True
-        sync, self.sync = self.sync, True
+        sync, self.sync, self.sends = self.sync, True, True
         try:
-            for trace in self.current.traces:
-                trace.local = trace.local or trace.unit.has_grads()
-            self.order.begin(self.sync)
-            self.order.skip_gathers()
-            self.order.finish()
+            with AsTheyAre():
+                for trace in self.current.traces:
+                    trace.local = trace.local or trace.unit.has_grads()
+                self.order.begin(self.sync, self.sends)
+                self.order.skip_gathers()
+                self.order.finish()
         finally:
             self.sync = sync
         self.callbacks.after_backward()

@@ -400,7 +400,7 @@ class Training:
         self._wire.watch.phase = "backward"
         if self.config.step_in_backward:
             self.writes.before_backward()
-        if self.schedule.backward.sync or self.policy.reduce_each_backward:
+        if self.schedule.backward.sends:
             self.gradients.hide()
 
     def _after_backward(self) -> None:
@@ -417,7 +417,7 @@ class Training:
         for binding in self.bindings:
             binding.show_grads()
         if self._checks is not None:
-            self._checks.after_backward(reduced=self.schedule.backward.sync or self.policy.reduce_each_backward)
+            self._checks.after_backward(reduced=self.schedule.backward.sends)
         self._passes += 1
         for index in [*self._lost]:
             if index not in self._uncleared:  # nothing else was lost with a backward that raised before this one
