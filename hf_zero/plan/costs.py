@@ -59,6 +59,19 @@ class Setup:
     """Of the blocks and records that the engine works in."""
     wire: str = "none"
     """Format of codes in which gradients travel."""
+    defers: bool = False
+    """All micro-batches of a step but its last are inside `no_sync(defer=True)`."""
+
+    @property
+    def reduces_once(self) -> bool:
+        """Gradients of a step's backwards wait on this rank for the last of them."""
+        if self.world_size == 1 or self.backward_per_step == 1:
+            return False
+        return self.defers or not self.policy.reduce_each_backward
+
+    @property
+    def reduces_per_step(self) -> int:
+        return self.backward_per_step if self.policy.reduce_each_backward and not self.reduces_once else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +258,7 @@ class _UnitBytes:
     kept: int
     """At rest on the device."""
     held: int
-    """Local gradients between backwards, where a stage sends them with the last one only."""
+    """Local gradients between backwards, where they are sent with the last one only."""
     tied: int
     """Fresh gradients that autograd keeps until it has those of an embedding with the same weights."""
     reads: int
@@ -311,7 +324,7 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], set
     events += [(-use.first, gradients, place) for place, (use, unit) in enumerate(units) if unit.fresh or unit.held]
     following = dict(zip(walk, walk[1:]))
     there = ahead = waiting = moving = coming = 0
-    adds = setup.backward_per_step > 1 and not _defers(setup)
+    adds = setup.backward_per_step > 1 and not setup.reduces_once
     kept = sum(unit.kept for _, unit in units) if adds else 0
     held = sum(unit.held for _, unit in units)
 
@@ -368,11 +381,6 @@ def _neighbours(items: Sequence[T]) -> Iterator[tuple[T, T]]:
     return zip(items, [*items[1:], *items[-1:]])
 
 
-def _defers(setup: Setup) -> bool:
-    """Gradients of several backwards stay on this rank until the last one."""
-    return setup.world_size > 1 and not setup.policy.reduce_each_backward and setup.backward_per_step > 1
-
-
 def _unit_bytes(unit: UnitLayout, use: Use, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
     moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
     on_disk = [span for span in moved if placements[span.index].parameters is Tier.DISK]
@@ -384,7 +392,7 @@ def _unit_bytes(unit: UnitLayout, use: Use, placements: Sequence[Placement], set
     for span, nbytes in zip(trained, own):
         placement, master = placements[span.index], itemsize(span.spec.master_dtype)
         bucket = copies = _bucket_bytes(span, placement, setup)
-        if not _defers(setup):
+        if not setup.reduces_once:
             fresh += nbytes
         elif span.spec.compute_dtype == span.spec.master_dtype:  # they add up in place
             held += nbytes
@@ -429,7 +437,7 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
     arriving = itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
     below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
-    adds = setup.backward_per_step > 1 and not _defers(setup)
+    adds = setup.backward_per_step > 1 and not setup.reduces_once
     return [
         numel * arriving
         for tier, numel in below

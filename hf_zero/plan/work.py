@@ -137,7 +137,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     if not span.is_updated:
         return work
 
-    sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
+    sends = setup.reduces_per_step
     reduced = itemsize(wire_dtype(span, setup))
     if span.shards > 1:
         if span.cuts:  # of any length, and not coded
@@ -176,7 +176,7 @@ def across_bytes(span: Span, setup: Setup) -> float:
     replicas = setup.world_size // span.shards
     if not span.is_updated or replicas == 1 or not setup.policy.shard:
         return 0
-    sends = setup.backward_per_step if setup.policy.reduce_each_backward else 1
+    sends = setup.reduces_per_step
     part = -(-span.slice_numel // replicas)
     if span.shards == 1 and not _is_coded(part, span, setup):  # an all-reduce
         return sends * 2 * (replicas - 1) / replicas * span.numel * itemsize(wire_dtype(span, setup))

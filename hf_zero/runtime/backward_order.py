@@ -15,12 +15,15 @@ from .replicas import Options
 from .unit import State, Unit
 from .uses import Trace
 
+_WAITS = 0x2AAAAAAA  # far from any number of steps
+"""What ranks whose gradients wait add to what all ranks must have alike."""
+
 
 class BackwardOrder:
     """Of one schedule.
 
     Args:
-        ask, after_reduce, options: see `schedule.Callbacks`.
+        ask, after_reduce, options: see `graph_hooks.Callbacks`.
 
     Attributes:
         answered: whether `ask` was true on any rank.
@@ -38,14 +41,13 @@ class BackwardOrder:
         options: Options,
         *,
         frees: bool,
-        defers: bool,
     ) -> None:
-        self._traces, self._wire, self._frees, self._defers = traces, wire, frees, defers
+        self._traces, self._wire, self._frees = traces, wire, frees
         self._ask, self._after_reduce, self._options = ask, after_reduce, options
         self.answered = False
         self.preemption: Preemption | None = None
         self.blind: Trace | None = None
-        self._sync = True
+        self._sync = self._sends = True
         self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
         self.reducing: Trace | None = None
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
@@ -54,13 +56,14 @@ class BackwardOrder:
         self._walk: list[Trace] = []  # and of their gathers, where units are released
         self._turn = self._walked = 0  # how far these have come
 
-    def begin(self, sync: bool) -> None:
+    def begin(self, sync: bool, sends: bool) -> None:
         """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
 
         Args:
-            sync: gradients are reduced in this backward.
+            sync: it is the last backward of a step.
+            sends: gradients are reduced in it; else they wait on this rank for one that does.
         """
-        self._sync = sync
+        self._sync, self._sends = sync, sends
         for trace in self._traces:
             trace.reduced = trace.stepped = False
             # Kept from forward, on every rank: it is not gathered again.
@@ -69,7 +72,7 @@ class BackwardOrder:
         self._turn = self._walked = 0
         self._order, self._walk = [], []
         self._unseen = None
-        if not self._frees and (self._wire.size == 1 or (self._defers and not sync)):
+        if not self._frees and (self._wire.size == 1 or not sends):
             self._agreement = None
             return
         waiting = any(trace.uses or trace.noted or trace.local for trace in self._traces)
@@ -89,8 +92,9 @@ class BackwardOrder:
         numbers += [latest and latest - base for latest in lasts]
         numbers += passes
         numbers += [int(not first) for first in firsts]
-        # Steps made, and the optimizer's options: whether all ranks have the same of both is one maximum and one minimum.
-        alike = (self._wire.watch.step + self._options.mark()) & 0x7FFFFFFF
+        # Steps made, the optimizer's options, what is sent: whether all ranks have the same of these is one maximum and one
+        # minimum.
+        alike = (self._wire.watch.step + self._options.mark() + (0 if sends else _WAITS)) & 0x7FFFFFFF
         numbers += (alike, -alike)
         self._agreement = self._wire.start_maximum(numbers)
 
@@ -100,7 +104,7 @@ class BackwardOrder:
         if answer is not None:
             numbers, count = answer(), len(self._traces)
             if numbers[-2] != -numbers[-1]:
-                self._options.explain(self._wire)
+                self._options.explain(self._wire, self._sends)
             first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
             used = [trace for trace in self._traces if first[trace.at]]
             for trace in used:
@@ -178,10 +182,12 @@ class BackwardOrder:
             trace = self._order[self._turn]
             self._turn += 1
             trace.in_backward = trace.in_open = False
-            if trace.unit.trained and (self._wire.size > 1 or trace.unit.has_grads()):
+            if not trace.unit.trained or (self._wire.size == 1 and not trace.unit.has_grads()):
+                trace.release()
+            elif self._sends:
                 self.reduce(trace)
             else:
-                trace.release()
+                self._wait(trace)
 
     def reduce(self, trace: Trace) -> None:
         """Its backward is over: its parameters leave, its gradients are on their way."""
@@ -197,6 +203,15 @@ class BackwardOrder:
                 self._late.append(previous)
         trace.unit.reduce()
         trace.reduced, trace.stepped = True, False
+
+    def _wait(self, trace: Trace) -> None:
+        """Its backward is over: its parameters leave, its gradients wait on this rank for a backward that sends."""
+        if self._frees:
+            self._suspect(trace)
+        trace.local = trace.local or trace.unit.has_grads()
+        if self._frees:
+            trace.release()
+        trace.unit.hold()
 
     def _suspect(self, trace: Trace) -> None:
         """Gradients of a unit that was not there in this backward: where NaN follow, they were made of its released values."""
@@ -226,6 +241,16 @@ class BackwardOrder:
             self._finish_reduce(trace)
         if late:  # all gradients are at rest now
             late[-1].unit.look()
+
+    def finish_locally(self) -> None:
+        """The end of a backward that sends nothing: what no hook has come to, and gathers that other ranks may need."""
+        if self._frees:
+            self.agreed()
+            while self._walked < len(self._walk):
+                self._stand_in(self._walk[self._walked])
+        for trace in self._traces:
+            if trace.unit.trained:
+                self._wait(trace)
 
     def finish(self) -> None:
         """What no hook has sent. Then: which parameters have a gradient on any rank, and what came after its turn."""

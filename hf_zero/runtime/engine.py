@@ -119,17 +119,23 @@ class Engine:
         self.training.optimizers.bind(optimizer)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last of a step.
+    def no_sync(self, *, defer: bool = False) -> Iterator[None]:
+        """Backwards inside are not the last of a step. The same on every rank.
 
         Stages 0 and 1: gradients add up on this rank and travel once, with the first backward outside (or at the step).
         Stages 2 and 3: they still go to their owners each time, which is what keeps them sharded.
+
+        Args:
+            defer: also at stages 2 and 3 they add up on this rank and travel once, as under DDP: of k micro-batches, 1/k of
+                the bytes that are reduced, for a whole local gradient in device memory (4 bytes per trained parameter).
         """
-        before, self.schedule.sync = self.schedule.sync, False
+        backward = self.schedule.backward
+        before = backward.sync, backward.defers
+        backward.sync, backward.defers = False, backward.defers or defer
         try:
             yield
         finally:
-            self.schedule.sync = before
+            backward.sync, backward.defers = before
 
     def total_weight(self, weight: float | Tensor) -> float:
         """The sum of all ranks' `weight`, for `weigh`; one scalar all-reduce. A collective: ranks without samples give 0.
@@ -434,7 +440,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
-        self.schedule.reset()
+        self.schedule.backward.reset()
 
     def detach(self) -> None:
         """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
@@ -447,8 +453,8 @@ class Engine:
         self.sharded.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
-            if self.schedule.order.preemption is not None:
-                self.schedule.order.preemption.close()
+            if self.schedule.backward.order.preemption is not None:
+                self.schedule.backward.order.preemption.close()
             bindings = self.training.optimizers.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
@@ -464,9 +470,9 @@ class Engine:
 
     def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
         """See `on_preemption`."""
-        if self.schedule.order.preemption is not None:
-            self.schedule.order.preemption.close()
-        made = self.schedule.order.preemption = Preemption(signals)
+        if self.schedule.backward.order.preemption is not None:
+            self.schedule.backward.order.preemption.close()
+        made = self.schedule.backward.order.preemption = Preemption(signals)
         return made
 
 

@@ -87,7 +87,7 @@ class GatherOnRead(ParameterDict):
 
 
 class Lender(Protocol):
-    """Who brings units in, see `schedule.Lead`."""
+    """Who brings units in, see `lending.Loans`."""
 
     def lend(self, owners: Sequence[weakref.ref[Any]], *, graph: bool) -> None:
         """The parameters of these units have their values afterwards.

@@ -122,22 +122,29 @@ class Options:
                     out["option", f"{key!r} of the optimizer's group {index}{which}"] = plain[0]
         return out
 
-    def explain(self, wire: SoloWire) -> NoReturn:
-        """Ranks have other options, edits or numbers of steps; all know. A collective.
+    def explain(self, wire: SoloWire, sends: bool) -> NoReturn:
+        """Ranks have other options, edits or numbers of steps, or only some reduce gradients; all know. A collective.
 
         Raises:
             RankMismatchError: with the first difference.
         """
         written = {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
-        told = wire.exchange((wire.watch.step, self.named() | written))
-        steps = [step for step, _ in told]
+        told = wire.exchange((wire.watch.step, self.named() | written, sends))
+        steps = [step for step, *_ in told]
         if len(set(steps)) > 1:
             raise RankMismatchError(
                 f"ranks average the gradients of different steps: rank {wire.rank} has made {wire.watch.step} optimizer steps, "
                 f"others from {min(steps)} to {max(steps)}. Call optimizer.step() on every rank or on none, and use "
                 "no_sync for the same micro-batches; their parameters may differ now, so go on from the last checkpoint"
             )
-        refuse_difference([named for _, named in told], wire.watch.step)
+        waiting = [rank for rank, (*_, each) in enumerate(told) if not each]
+        if 0 < len(waiting) < len(told):
+            raise RankMismatchError(
+                f"ranks disagree in no_sync: this backward of step {wire.watch.step} leaves its gradients on rank(s) "
+                f"{', '.join(map(str, waiting))}, inside no_sync(defer=True), and sends them on the others. Use no_sync, with "
+                "the same `defer`, for the same micro-batches on every rank"
+            )
+        refuse_difference([named for _, named, _ in told], wire.watch.step)
         raise RankMismatchError("ranks have other options in their optimizer's groups: set the same on every rank")
 
 

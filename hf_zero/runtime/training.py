@@ -31,12 +31,13 @@ from .clipping import Overflow
 from .compiling import blocks_of
 from .flat_param import Flat
 from .gradient_ops import Gradients
+from .graph_hooks import Callbacks
 from .offload import Offload
 from .optimizer import Binding
 from .reads import AsTheyAre
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
-from .schedule import Callbacks, Schedule
+from .schedule import Schedule
 from .sharded import Sharded
 from .state_dict import ShardedHooks
 from .transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
@@ -199,7 +200,7 @@ class Training:
                 self.optimizers.bind(binding.optimizer)
                 break  # that was all of them
         if self._assembly.look_at_flags():
-            self.schedule.notice_again()
+            self.schedule.backward.notice_again()
             self.optimizers.unfreeze()
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
         self._overflow.look()
@@ -215,7 +216,7 @@ class Training:
             self.offload.monitor.expect(args, kwargs)
 
     def _after_forward(self, *_: Any) -> None:
-        self.buffers.after_forward(self.schedule.sync)
+        self.buffers.after_forward(self.schedule.backward.sync)
         # Not after a recomputation; something may have been read.
         if not in_backward_of_any() and not self.sharded.is_unsharded:
             self.offload.agree_on_reads()
@@ -225,24 +226,24 @@ class Training:
         self._wire.watch.phase = "backward"
         if self.config.step_in_backward:
             self.writes.before_backward()
-        if self.schedule.sync or self.policy.reduce_each_backward:
+        if self.schedule.backward.sends:
             self.gradients.hide()
 
     def _after_backward(self) -> None:
-        if self.schedule.sync and self.buffers.watched:
-            self.buffers.agree(changed=self.schedule.order.answered)
+        if self.schedule.backward.sync and self.buffers.watched:
+            self.buffers.agree(changed=self.schedule.backward.order.answered)
         self.offload.agree_on_reads()
-        if self.schedule.sync:
+        if self.schedule.backward.sync:
             self.offload.land()
         if not self.optimizers.bindings and self._trains_unbound is False:
             self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
         storage = self.offload.storage if self.config.offloads else None
-        self._overflow.show(self.units, storage, reduced=self.schedule.sync and self.sharded.layout.shards > 1)
+        self._overflow.show(self.units, storage, reduced=self.schedule.backward.sync and self.sharded.layout.shards > 1)
         self.gradients.show()
         for binding in self.optimizers.bindings:
             binding.show_grads()
         if self._checks is not None:
-            self._checks.after_backward(reduced=self.schedule.sync or self.policy.reduce_each_backward)
+            self._checks.after_backward(reduced=self.schedule.backward.sends)
         self._passes += 1
         for index in [*self._lost]:
             if index not in self._uncleared:  # nothing else was lost with a backward that raised before this one
@@ -292,7 +293,7 @@ class Training:
             )
         if self._checks is not None:
             self._checks.before_step()
-        self.schedule.flush()
+        self.schedule.backward.flush()
         self.schedule.quiesce()
         if binding.index in self._lost:
             self._refuse_lost("optimizer.step()", self._lost[binding.index])
@@ -368,7 +369,7 @@ class Training:
         self.offload.end_step(binding.index)
         self._assembly.regather()
         self.writes.optimizer_wrote = False
-        self.schedule.stepped()
+        self.schedule.backward.stepped()
         self._passes += 1
         if attempt is not None:
             attempt.before, attempt.is_committing, attempt.is_complete = None, False, True
@@ -404,7 +405,7 @@ class Training:
 
     def _zero_grad(self, binding: Binding | None, set_to_none: bool) -> None:
         """`binding`: of the optimizer whose gradients are meant; None: all."""
-        self.schedule.recover()
+        self.schedule.backward.recover()
         index = None if binding is None else binding.index
         if index is None:
             self._uncleared.clear()
@@ -421,7 +422,7 @@ class Training:
             with AsTheyAre():
                 for unit in self.units:
                     unit.drop_grads(True, index)
-        self.schedule.unsynced = self.schedule.unsynced and bool(self._uncleared)
+        self.schedule.backward.unsynced = self.schedule.backward.unsynced and bool(self._uncleared)
         if not set_to_none:
             return
         if self._checks is not None and not self._uncleared:
@@ -466,7 +467,7 @@ class Training:
         Args:
             flats: whose gradients are to be what the parameters' `.grad` say; None: all.
         """
-        self.schedule.flush()
+        self.schedule.backward.flush()
         if self._lost:
             self._refuse_lost("gradients", next(iter(self._lost.values())))
         self.finish_step()

@@ -377,8 +377,13 @@ class Unit:
     @torch.no_grad()
     def hold(self) -> None:
         """The end of a backward inside `no_sync`, where nothing is sent."""
-        for flat in self.trained:
-            flat.hold()
+        if self.policy.keep_full:
+            for flat in self.trained:
+                flat.hold()
+        else:
+            with AsTheyAre():  # released by now, maybe
+                for flat in self.trained:
+                    flat.hold()
 
     def count_local(self) -> None:
         """The ledger has what backward has just left on the parameters, while what it left before is still on its way."""

@@ -39,6 +39,7 @@ from ..version import __version__
 from .flat_param import Flat
 from .offload import Offload
 from .optimizer import state_tensors
+from .schedule import Schedule
 from .sharded import Sharded
 from .unit import Unit
 
@@ -70,6 +71,8 @@ class Measurable(Protocol):
     def offload(self) -> Offload: ...
     @property
     def traffic(self) -> Counts: ...
+    @property
+    def schedule(self) -> Schedule: ...
 
 
 # Bytes now ----------------------------------------------------------------------------------------------------------
@@ -287,6 +290,7 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         frozenset(_names_in_files(engine)),
         engine.offload.storage.sizes,
         engine.config.wire,
+        engine.schedule.backward.puts_off,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
     traffic = Traffic.of(work, across_in_total(plan.layout, setup))

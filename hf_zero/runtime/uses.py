@@ -75,7 +75,7 @@ class Use:
     """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
 
     Attributes:
-        trace: weakly, see `Lead`.
+        trace: weakly, see `graph_hooks.Lead`.
         first: when it began.
         events: hosts of it whose post-backward will come; `left` of them in the backward under way.
         is_open: it has a host whose post-backward will not come, its inputs need no gradient.

@@ -13,7 +13,7 @@ from tests.kit.common import batch, bert, gpt2, optimizer_for
 pytestmark = pytest.mark.gloo
 
 
-def count(rank: int, world: int, stage: int, micros: int) -> dict:
+def count(rank: int, world: int, stage: int, micros: int, defer: bool = False) -> dict:
     model = gpt2(n_layer=4)
     optimizer = optimizer_for(model, 1)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
@@ -26,7 +26,7 @@ def count(rank: int, world: int, stage: int, micros: int) -> dict:
         engine.traffic.reset()
         for micro in range(micros):
             ids = batch(step, micro, rank)
-            with engine.no_sync():
+            with engine.no_sync(defer=defer):
                 if micro < micros - 1:
                     model(input_ids=ids, labels=ids).loss.backward()
             if micro == micros - 1:
@@ -65,6 +65,16 @@ def test_counts_and_bytes(pools, world, stage, micros):
         assert traffic["other"]["calls"] == 0
     # The padding itself stays below one alignment per unit and rank.
     assert out["numel"] - out["used"] < units * world * 32
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deferred_gradients_travel_once(two, stage):
+    """The reduces of one micro-batch for four of them; all else as without `defer`."""
+    deferred, sent, single = (two.run(count, stage, *args)[0] for args in ((4, True), (4,), (1,)))
+    for step in (0, 1, 2):
+        assert deferred[step]["reduce"] == single[step]["reduce"]
+        for kind in ("gather", "scalar", "other"):
+            assert deferred[step][kind] == sent[step][kind], kind
 
 
 def frozen_base(rank: int, world: int, stage: int) -> None:

@@ -347,14 +347,14 @@ def test_gradients_of_different_steps_are_not_averaged(pool):
     assert "rank 1 has made 2 optimizer steps" in second[0]
 
 
-def disagreeing(rank: int, world: int, stage: int) -> str:
+def disagreeing(rank: int, world: int, stage: int, defer: bool = False) -> str:
     """Rank 0 alone leaves two micro-batches of three in no_sync: rank 1 sends gradients that nobody waits for."""
     loop = Loop(rank, stage, Path())
     loop.train(0)
     told = ""
     try:
         for micro in range(3):
-            with loop.engine.no_sync() if rank == 0 and micro < 2 else contextlib.nullcontext():
+            with loop.engine.no_sync(defer=defer) if rank == 0 and micro < 2 else contextlib.nullcontext():
                 loop.loss(1 + micro).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -366,13 +366,15 @@ def disagreeing(rank: int, world: int, stage: int) -> str:
 
 def test_ranks_that_disagree_in_no_sync():
     """Where gradients add up locally in no_sync; the others send them in every backward, and nothing diverges."""
-    zeroth, first, second = side_by_side(disagreeing, [(0,), (1,), (2,)])
-    for answers in (zeroth, first):
+    zeroth, first, second, deferred, at_once = side_by_side(disagreeing, [(0,), (1,), (2,), (2, True), (3, True)])
+    for answers in (zeroth, first, deferred):
         for told in answers:
             assert re.match(r"(?s)RankMismatchError: .*no_sync|StallError: .*has made 1 optimizer step fewer", told), (
                 told
             )
     assert second == ["", ""]
+    for told in at_once:  # stage 3 agrees in every backward: the first one is refused
+        assert "ranks disagree in no_sync: this backward of step 1 leaves its gradients on rank(s) 0," in told, told
 
 
 def slow(rank: int, world: int, how: str) -> tuple[int, str]:

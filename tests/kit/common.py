@@ -75,6 +75,7 @@ class Case:
     replicas: int = 1
     wire: str = "none"
     sizes: Sizes = SIZES
+    defer: bool = False
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
         return zero.ZeroConfig(
@@ -179,7 +180,7 @@ def train_engine(
     for step in range(case.steps):
         for micro in range(case.accumulation):
             last = micro == case.accumulation - 1
-            with contextlib.nullcontext() if last else engine.no_sync():
+            with contextlib.nullcontext() if last else engine.no_sync(defer=case.defer):
                 ids = batch(step, micro, rank)
                 loss = model(input_ids=ids, labels=ids).loss / case.accumulation
                 scaler.scale(loss).backward()

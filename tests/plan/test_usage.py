@@ -32,20 +32,21 @@ def build(**settings: Any) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
     return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
 
 
-def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int = 1) -> None:
+def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int = 1, *, defer: bool = False) -> None:
     for micro in range(micros):
-        with contextlib.nullcontext() if micro == micros - 1 else engine.no_sync():
+        with contextlib.nullcontext() if micro == micros - 1 else engine.no_sync(defer=defer):
             ids = batch(step, micro, rank)
             model(input_ids=ids, labels=ids).loss.backward()
 
 
 def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[str, Any]:
     """Bytes between the last backward and its step, the last step's traffic, peaks; and what the plan says of each."""
+    defer = settings.pop("defer", False)
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
     for step in range(4):
         before = _across(engine)
-        backward(model, engine, rank, step, micros)
+        backward(model, engine, rank, step, micros, defer=defer)
         now = usage.measure(engine)
         optimizer.step()
         engine.finish_step()
@@ -83,6 +84,7 @@ def _home(tier: usage.Tier) -> usage.Tier:
 NONE: dict[str, Any] = {}
 CPU = {"offload_optimizer": "cpu"}
 DISK = {"offload_optimizer": "disk"}
+DEFER = {"defer": True}
 CUT = {"limits": Limits(unit_bytes=150_000)}  # attention | MLP
 CASES = [
     (2, 2, {"wire": "int8"}, 2), (4, 3, {"replicas": 2, "wire": "int4"}, 1), (2, 3, {"replicas": 2, "wire": "fp8"}, 2),
@@ -92,6 +94,8 @@ CASES = [
     (2, 1, {**CPU, "dtype": "bf16"}, 1), (2, 2, DISK, 1), (2, 3, {**CPU, "offload_params": "cpu", "dtype": "bf16"}, 1),
     (2, 3, {**DISK, "offload_params": "disk"}, 1), (2, 3, {**CPU, "offload_params": "disk", "dtype": "bf16"}, 2),
     (1, 3, {**CPU, "offload_params": "cpu"}, 1), (1, 2, {**DISK, "dtype": "bf16"}, 1), (1, 1, {"dtype": "bf16"}, 2),
+    (2, 3, DEFER, 3), (2, 2, {**DEFER, "dtype": "bf16"}, 2), (4, 3, {**DEFER, "replicas": 2}, 2),
+    (2, 3, {**DEFER, **CPU, "offload_params": "cpu", "dtype": "bf16"}, 2), (2, 2, {**DEFER, **DISK}, 2),
     (2, 3, CUT, 1), (2, 3, {**CUT, **CPU, "offload_params": "disk", "dtype": "bf16"}, 2), (2, 2, CUT, 1),
 ]  # fmt: skip
 

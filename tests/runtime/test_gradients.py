@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +243,19 @@ def test_assigned_gradients_count(pools, tmp_path, world, stage):
     pools[world].run(everywhere, tmp_path, stage, replacing, timeout_s=100)
 
 
-def accumulating(pair: Pair) -> None:
+def accumulating(pair: Pair, defer: bool = False) -> None:
     """Several backwards, some inside no_sync; stand-ins are added to, also with a graph."""
     for _ in range(2):
         pair.backward()
-        with pair.engine.no_sync():
+        with pair.engine.no_sync(defer=defer):
             pair.backward()
         pair.backward()
         pair.both(lambda m: clip(m.parameters(), 1.0))
         pair.step()
-    with pair.engine.no_sync():
+    with pair.engine.no_sync(defer=defer):
         pair.backward()
+    if defer:  # what has not travelled is the rank's own; asked for whole gradients, all ranks reduce
+        pair.engine.clip_grad_norm_(float("inf"))
     mine = [p.grad for p in pair.model.parameters()]
     assert all(grad is not None for grad in mine)
     pair.both(lambda m: [p.grad.mul_(0.5) for p in m.parameters()])
@@ -272,11 +275,17 @@ def test_backwards_add_up(pools, tmp_path, world, stage):
     pools[world].run(everywhere, tmp_path, stage, accumulating, timeout_s=100)
 
 
-def local_inside_no_sync(rank: int, world: int, dtype: str, folder: Path) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(2, 2), (2, 3), (3, 3)])
+def test_deferred_backwards_add_up(pools, tmp_path, world, stage):
+    """Beside others that travel at once, in one step."""
+    pools[world].run(everywhere, tmp_path, stage, partial(accumulating, defer=True), timeout_s=100)
+
+
+def local_inside_no_sync(rank: int, world: int, dtype: str, folder: Path, stage: int) -> None:
     """As under DDP: gradients that have not travelled are this rank's own."""
-    pair = Pair(rank, world, dtype, folder, stage=1)
+    pair = Pair(rank, world, dtype, folder, stage=stage)
     inputs = pair.inputs()
-    with pair.engine.no_sync():
+    with pair.engine.no_sync(defer=True):
         pair.model(inputs[rank]).square().sum().backward()
     with autocast(dtype):
         pair.plain(inputs[rank]).square().sum().backward()
@@ -287,9 +296,10 @@ def local_inside_no_sync(rank: int, world: int, dtype: str, folder: Path) -> Non
     pair.engine.detach()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["no", "bf16"])
-def test_gradients_in_no_sync_are_the_ranks_own(two, tmp_path, dtype):
-    two.run(local_inside_no_sync, dtype, tmp_path, timeout_s=60)
+def test_gradients_in_no_sync_are_the_ranks_own(two, tmp_path, dtype, stage):
+    two.run(local_inside_no_sync, dtype, tmp_path, stage, timeout_s=60)
 
 
 def refusals(rank: int, world: int, folder: Path) -> list[str]:

@@ -63,7 +63,7 @@ def train(
         engine.offload.storage.meter.reset()
         engine.traffic.reset()
         for micro in range(case.accumulation):
-            engine.schedule.sync = micro == case.accumulation - 1
+            engine.schedule.backward.sync = micro == case.accumulation - 1
             ids = batch(step, micro, rank)
             model(input_ids=ids, labels=ids).loss.backward()
         finish(engine, case)
@@ -248,7 +248,7 @@ def off_plan(rank: int, world: int, cases: list[Case], folder: str) -> list[str]
         engine.record()
         for step in range(STEPS):
             for micro in range(case.accumulation):
-                engine.schedule.sync = micro == case.accumulation - 1
+                engine.schedule.backward.sync = micro == case.accumulation - 1
                 ids = batch(step, micro, rank)
                 model(input_ids=ids, labels=ids).loss.backward()
             resting = engine.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -130,3 +131,35 @@ def test_collective_wire(pools, world):
     for stage, dtype, largest, rms in pools[world].run(collective)[0]:
         assert rms < (2e-5 if dtype == "no" else 1e-4), (stage, dtype, rms)
         assert largest < 1e-2, (stage, dtype, largest)
+
+
+_OFFLOADED = {"offload_optimizer": "cpu", "offload_params": "cpu"}
+DEFERRED = [
+    *(Case(stage=stage, dtype=dtype, accumulation=3) for stage in (2, 3) for dtype in ("no", "bf16", "fp16")),
+    Case("bert", stage=3, accumulation=3, checkpointing=True, groups=2),  # some of it frozen
+    *(Case(stage=2, dtype=dtype, accumulation=3, offload_optimizer="cpu") for dtype in ("no", "bf16")),
+    *(Case(stage=3, dtype=dtype, accumulation=3, **_OFFLOADED) for dtype in ("no", "bf16")),
+    Case(stage=3, dtype="bf16", accumulation=2, offload_optimizer="mixed", offload_params="disk"),
+    Case(stage=3, dtype="bf16", accumulation=2, step_in_backward=True, **_OFFLOADED),
+    Case(stage=3, accumulation=2, debug=True),
+    Case(stage=3, dtype="bf16", accumulation=2, replicas=2),
+]
+
+
+def deferred(rank: int, world: int, folder: str) -> list[str]:
+    wrong = []
+    for case in (replace(each, defer=True, steps=CLIPPED_STEPS) for each in DEFERRED):
+        ours, engine = train_engine(rank, world, case, folder)
+        engine.detach()
+        if rank != 0:
+            continue
+        reference = train_reference(world, case, average_first=False)
+        largest, _ = differences(ours, reference)
+        if largest or ours.losses != reference.losses or ours.scale != reference.scale:
+            wrong.append(f"{case}: {largest:.2e}")
+    return wrong
+
+
+def test_deferred_gradients_are_those_of_no_sync_in_data_parallel(two, tmp_path):
+    """`no_sync(defer=True)`: added up on each rank, averaged once."""
+    assert two.run(deferred, str(tmp_path), timeout_s=240)[0] == []

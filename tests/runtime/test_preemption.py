@@ -123,3 +123,23 @@ def test_signals_that_cannot_be_heard_are_refused_and_the_others_given_back(last
 def test_a_model_that_is_not_sharded_is_refused():
     with pytest.raises(zero.ConfigError, match="is not sharded"):
         zero.on_preemption(gpt2())
+
+
+def test_spans_that_are_cut_anew_forget_no_signal():
+    """A parameter without a gradient leaves its span before the first step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    ends = zero.on_preemption(engine, [signal.SIGUSR1])
+    before = len(engine.layout.units[0].spans)
+    for signalled in (False, True):
+        if signalled:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        model[1](torch.ones(2, 4)).sum().backward()
+        model[0].bias.sum().backward()
+        assert ends() is signalled
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(engine.layout.units[0].spans) != before, "no span was cut anew"
+    engine.detach()
