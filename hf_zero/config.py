@@ -137,7 +137,8 @@ class ZeroConfig:
     device_memory: int | str | None = field(
         default=None,
         metadata={
-            "help": "Device memory that auto may use per rank, such as 24GiB. Default: what is free, less a margin."
+            "help": "Device memory per rank, such as 24GiB: what auto may use (default: what is free, less a margin). Without "
+            "auto, stage 3 keeps units gathered from forward to backward where it has room to spare (default: no budget)."
         },
     )
     host_memory: int | str | None = field(

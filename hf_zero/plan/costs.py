@@ -7,7 +7,7 @@ tiers are equal, `own` is the master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +61,8 @@ class Setup:
     """Format of codes in which gradients travel."""
     defers: bool = False
     """All micro-batches of a step but its last are inside `no_sync(defer=True)`."""
+    kept: frozenset[int] = frozenset()
+    """Units, by their place in the layout, that stay gathered between a forward and its backward."""
 
     @property
     def reduces_once(self) -> bool:
@@ -295,35 +297,40 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     units = [_unit_bytes(unit, use, placements, setup) for unit, use in zip(layout.units, uses)]
     out = Passing()
     used = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
-    _look_at_forward(out, [(uses[at], units[at]) for at in used])
-    _look_at_backward(out, [(uses[at], units[at]) for at in reversed(used)], setup)
+    _look_at_forward(out, [(uses[at], units[at]) for at in used], {n for n, at in enumerate(used) if at in setup.kept})
+    used.reverse()
+    kept = {n for n, at in enumerate(used) if at in setup.kept}
+    _look_at_backward(out, [(uses[at], units[at]) for at in used], kept, setup)
     _look_at_host(out, [units[at] for at in used], setup)
     return out
 
 
-def _look_at_forward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]]) -> None:
-    """Units in the order of their first uses."""
+def _look_at_forward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], stay: Set[int]) -> None:
+    """Units in the order of their first uses; places of those that stay until their backward."""
     events = [(use.first, True, place) for place, (use, _) in enumerate(units)]
     events += [(use.last, False, place) for place, (use, _) in enumerate(units)]
     there = 0
     for _, begins, place in sorted(events):
         full = units[place][1].full
-        there += full if begins else -full
+        there += full if begins else 0 if place in stay else -full
         ahead = units[place + 1][1].full if begins and place + 1 < len(units) else 0
         out.gathered = max(out.gathered, there + ahead)
     out.moment = out.gathered
 
 
-def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], setup: Setup) -> None:
-    """Units in the order of their reduces: those used first last."""
+def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], stayed: Set[int], setup: Setup) -> None:
+    """Units in the order of their reduces: those used first last; places of those that are there from the forward."""
     alone = setup.world_size == 1
     walk = sorted((place for place, (use, _) in enumerate(units) if use.is_reached), key=lambda at: -units[at][0].last)
     enter, gradients, leave = 0, 1, 2
     events = [(-units[place][0].last, enter, place) for place in walk]
     events += [(-units[place][0].read, leave, place) for place in walk]
     events += [(-use.first, gradients, place) for place, (use, unit) in enumerate(units) if unit.fresh or unit.held]
-    following = dict(zip(walk, walk[1:]))
-    there = ahead = waiting = moving = coming = 0
+    next_of = {
+        place: next((later for later in walk[n + 1 :] if later not in stayed), None) for n, place in enumerate(walk)
+    }
+    there, ahead = sum(units[place][1].full for place in stayed), 0
+    waiting = moving = coming = 0
     adds = setup.backward_per_step > 1 and not setup.reduces_once
     kept = sum(unit.kept for _, unit in units) if adds else 0
     held = sum(unit.held for _, unit in units)
@@ -341,8 +348,9 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], set
     for _, what, place in sorted(events):
         use, unit = units[place]
         if what == enter:
-            there += unit.full
-            ahead = units[following[place]][1].full if place in following else 0
+            there += 0 if place in stayed else unit.full
+            following = next_of[place]
+            ahead = 0 if following is None else units[following][1].full
             look(moving + waiting)
         elif what == leave:
             there -= unit.full

@@ -21,7 +21,8 @@ from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
 from .activations import Batch
-from .costs import KINDS, TIERS, Memory, Placement
+from .costs import KINDS, TIERS, Memory, Placement, memory_of
+from .keeping import candidates, keeps, kept_units
 from .machine import Machine
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
 from .work import Traffic, across_in_total, seconds, step_seconds, work_in_total
@@ -47,6 +48,8 @@ class Plan:
     """Predicted seconds of a step; None where a part is not known."""
     shortfall: str = ""
     """What is missing, and what would fit; empty where everything fits."""
+    kept: tuple[int, ...] = ()
+    """Places in the layout of units that stay gathered from forward to backward, those used last first."""
 
     @property
     def layout(self) -> Layout:
@@ -97,6 +100,7 @@ class Plan:
             "traffic": {road: getattr(self.traffic, road) for road in Traffic.__slots__},
             "step_s": self.step_s,
             "parts_s": dict(self.parts),
+            "kept": [self.layout.units[at].name for at in self.kept],
             "optimizer_share": {tier.value: self.share(tier) for tier in TIERS},
             "fits": self.fits,
             "shortfall": self.shortfall,
@@ -120,17 +124,20 @@ def plan(inputs: PlanInputs) -> Plan:
     )
     if placements is None:
         raise ConfigError(_shortfall(inputs))
-    memory = inputs.memory(placements)
-    work = work_in_total(inputs.layout, placements, inputs.setup)
+    kept = kept_units(inputs, placements)
+    setup = replace(inputs.setup, kept=frozenset(kept))
+    memory = memory_of(inputs.layout, placements, setup, inputs.activations)
+    work = work_in_total(inputs.layout, placements, setup)
     parts = seconds(work, inputs.machine, inputs.compute_s)
     return Plan(
         inputs,
         placements,
         memory,
-        Traffic.of(work, across_in_total(inputs.layout, inputs.setup)),
+        Traffic.of(work, across_in_total(inputs.layout, setup)),
         {" ".join(key): value for key, value in parts.items()},
-        step_seconds(parts, inputs.machine, inputs.setup),
+        step_seconds(parts, inputs.machine, setup),
         _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
+        kept,
     )
 
 
@@ -274,6 +281,8 @@ def _reasons(made: Plan) -> Iterator[str]:
                 f"gradients of offloaded state rest on the host in float32: sums over {setup.world_size} rank(s) and "
                 f"{setup.backward_per_step} backward(s) per step keep their last bits"
             )
+    if keeps(config, made.world_size) and (order := candidates(made.layout, made.placements, setup)):
+        yield _kept(made, len(order))
     for name, tiers, limit in made.budgets.rows():
         peak = sum(memory.at_peak(tier) for tier in tiers)
         yield f"{NAMES[name].rstrip(',')}: {size_text(peak)} at peak of {size_text(limit)}"
@@ -292,6 +301,20 @@ def _reasons(made: Plan) -> Iterator[str]:
     unknown = [name for name, value in made.parts.items() if value is None]
     if unknown:
         yield f"step time is not predicted: no speed is known for {', '.join(unknown)} (hf-zero probe measures them)"
+
+
+def _kept(made: Plan, candidates: int) -> str:
+    """One line on units that stay gathered, of so many that could."""
+    layout = made.layout
+    names = [layout.units[at].name for at in made.kept]
+    which = f" ({names[-1]} to {names[0]})" if len(names) > 1 else f" ({names[0]})" if names else ""
+    without = Traffic.of(work_in_total(layout, made.placements, made.inputs.setup))
+    saved = size_text(without.gather + without.up - made.traffic.gather - made.traffic.up)
+    nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
+    return (
+        f"{len(names)} of {candidates} units{which} stay gathered from forward to backward, the last ones, as many as "
+        f"device_memory has room for: {nbytes} for {saved} less to bring in per step"
+    )
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:

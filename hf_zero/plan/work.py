@@ -100,11 +100,12 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     """How often a step brings each unit in, where it is released between its uses.
 
     As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
-    begins, and an embedding's backward needs no weights.
+    begins, as are those that are kept, and an embedding's backward needs no weights.
     """
     of = uses_of(layout)
     end = max((use.last for use in of), default=0)
-    return [setup.backward_per_step * (1 + (use.is_reached and use.last < end)) if use.first else 0 for use in of]
+    again = [use.is_reached and use.last < end and at not in setup.kept for at, use in enumerate(of)]
+    return [setup.backward_per_step * (1 + more) if use.first else 0 for use, more in zip(of, again)]
 
 
 def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from ..comm.wire import SoloWire
 from .preemption import Preemption
 from .replicas import Options
+from .spare_room import SpareRoom
 from .unit import State, Unit
 from .uses import Trace
 
@@ -23,7 +24,7 @@ class BackwardOrder:
     """Of one schedule.
 
     Args:
-        ask, after_reduce, options: see `graph_hooks.Callbacks`.
+        ask, after_reduce, options, spare: see `graph_hooks.Callbacks`.
 
     Attributes:
         answered: whether `ask` was true on any rank.
@@ -39,11 +40,12 @@ class BackwardOrder:
         ask: Callable[[], bool],
         after_reduce: Callable[[Unit], None] | None,
         options: Options,
+        spare: SpareRoom | None,
         *,
         frees: bool,
     ) -> None:
         self._traces, self._wire, self._frees = traces, wire, frees
-        self._ask, self._after_reduce, self._options = ask, after_reduce, options
+        self._ask, self._after_reduce, self._options, self._spare = ask, after_reduce, options, spare
         self.answered = False
         self.preemption: Preemption | None = None
         self.blind: Trace | None = None
@@ -92,6 +94,8 @@ class BackwardOrder:
         numbers += [latest and latest - base for latest in lasts]
         numbers += passes
         numbers += [int(not first) for first in firsts]
+        if self._spare is not None:
+            numbers += (-self._spare.room(),)
         # Steps made, the optimizer's options, what is sent: whether all ranks have the same of these is one maximum and one
         # minimum.
         alike = (self._wire.watch.step + self._options.mark() + (0 if sends else _WAITS)) & 0x7FFFFFFF
@@ -115,6 +119,10 @@ class BackwardOrder:
             self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
             for place, trace in enumerate(self._order):
                 trace.place = place
+            if self._spare is not None:  # from the next forward on
+                kept = self._spare.first(-numbers[-3])
+                for trace in self._traces:
+                    trace.keeps = trace.at in kept
             if self._frees:
                 self._walk = sorted(used, key=attrgetter("agreed_latest"), reverse=True)
                 for step, trace in enumerate(self._walk):
@@ -183,7 +191,7 @@ class BackwardOrder:
             self._turn += 1
             trace.in_backward = trace.in_open = False
             if not trace.unit.trained or (self._wire.size == 1 and not trace.unit.has_grads()):
-                trace.release()
+                trace.leave()
             elif self._sends:
                 self.reduce(trace)
             else:
@@ -194,7 +202,7 @@ class BackwardOrder:
         if self._frees:
             self._suspect(trace)
         trace.unit.count_local()  # before the parameters leave: both are there at this moment
-        trace.release()
+        trace.leave()
         previous, self.reducing = self.reducing, trace
         if previous is not None:
             if previous.everywhere:
@@ -210,7 +218,7 @@ class BackwardOrder:
             self._suspect(trace)
         trace.local = trace.local or trace.unit.has_grads()
         if self._frees:
-            trace.release()
+            trace.leave()
         trace.unit.hold()
 
     def _suspect(self, trace: Trace) -> None:

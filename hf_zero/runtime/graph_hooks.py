@@ -35,6 +35,7 @@ from .pass_state import LEARNING, Pass
 from .reads import AsTheyAre
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
+from .spare_room import SpareRoom
 from .unit import State, Unit
 from .uses import Order, Trace, Use
 
@@ -52,6 +53,7 @@ class Callbacks:
         after_backward: every owner's gradients are complete, and everything is released.
         broke_off: a backward was left by an exception, maybe a while ago; a part of its gradients is with their owners.
         options: of the optimizer; the ranks agree on them at the start of a backward.
+        spare: for how many units there is room from a forward to its backward; None: no budget was given.
     """
 
     options: Options
@@ -61,6 +63,7 @@ class Callbacks:
     ask: Callable[[], bool] = lambda: False
     after_backward: Callable[[], None] = lambda: None
     broke_off: Callable[[], None] = lambda: None
+    spare: SpareRoom | None = None
 
 
 class Lead:
@@ -140,6 +143,7 @@ class Backward:
             callbacks.ask,
             callbacks.after_reduce,
             callbacks.options,
+            callbacks.spare,
             frees=current.frees,
         )
         return current.order
@@ -234,7 +238,7 @@ class Backward:
         trace.in_backward = trace.in_open = False
         if self.current.in_backward and not trace.pending:
             self.passed(trace)
-            trace.release()
+            trace.leave()
 
     def passed(self, trace: Trace) -> None:
         """Backward has come to where this unit was first used: its gradients are complete, and those of all used after it."""
@@ -254,7 +258,7 @@ class Backward:
         if self.current.looks:
             self.current.end_looks()
         for trace in self.current.traces:
-            trace.in_backward = trace.in_open = False
+            trace.in_backward = trace.in_open = trace.is_kept = False
             if not self._again:
                 trace.held = 0
             if self.current.frees and trace.unit.state is not State.SHARDED:
@@ -285,6 +289,11 @@ class Backward:
                 "ctx? use ctx.save_for_backward). Call zero_grad() and run the step again: from now on this unit stays "
                 "gathered until the end of backward"
             )
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Places of the units that stay gathered from the next forward to its backward."""
+        return frozenset(trace.at for trace in self.current.traces if trace.keeps)
 
     def stepped(self) -> None:
         """The optimizer has used this step's gradients."""
@@ -325,7 +334,7 @@ class Backward:
         self.current.learning = LEARNING  # the exception may have come from a way to a unit that nobody knew
         self.current.forward = Order()
         for trace in self.current.traces:
-            trace.in_backward = trace.in_open = trace.reduced = trace.local = False
+            trace.in_backward = trace.in_open = trace.reduced = trace.local = trace.is_kept = False
             trace.running = trace.held = trace.noted = 0
             trace.use = None
             trace.unit.settle()
@@ -399,7 +408,10 @@ def post_backward(lead: Lead, use: Use, *_: Any) -> None:
     if not use.is_open and not trace.pending:
         backward.passed(trace)
     if not trace.in_open and backward.current.frees and trace.unit.state is not State.SHARDED:
-        trace.release()
+        if trace.pending:
+            trace.release()
+        else:
+            trace.leave()
 
 
 def bring(lead: Lead, owner: weakref.ref[Trace]) -> None:

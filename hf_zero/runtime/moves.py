@@ -24,12 +24,13 @@ from torch import Tensor
 
 from ..config import size_text
 from ..errors import ConfigError, TierError
-from ..plan.activations import Architecture, Batch, activation_bytes
+from ..plan.activations import activation_bytes
 from ..plan.machine import MARGIN, free_device_bytes, free_disk_bytes
 from ..tiers.tier import Tier
 from .flat_param import Flat
 from .optimizer import state_tensors
 from .sharded import Sharded
+from .spare_room import BatchWatch
 from .unit import State, Unit
 
 
@@ -89,8 +90,7 @@ class Monitor:
         self.moves: list[str] = []
         self._refused: set[Tier] = set()
         config = sharded.config
-        names = (name for name, _ in sharded.model.named_parameters())
-        self._architecture = Architecture.of(getattr(sharded.model, "config", None), names)
+        self._watch = BatchWatch(sharded)
         self._activation_bytes = 0
         self._movable = [
             *(item for item in self._shards() if config.offload_optimizer == "auto"),
@@ -114,13 +114,9 @@ class Monitor:
     def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a forward with these inputs that backward follows: room for what it keeps, as far as anything may move now."""
         sharded = self._sharded
-        shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)
-        if shape is None or self._architecture is None:
+        batch = self._watch.batch(args, kwargs)
+        if batch is None:
             return
-        checkpointing = any(
-            getattr(module, "gradient_checkpointing", False) is True for module in sharded.model.modules()
-        )
-        batch = Batch(max(1, shape[0]), max(1, shape[1]), checkpointing, architecture=self._architecture)
         dtype = sharded.precision.autocast_dtype or next(flat for u in sharded.units for flat in u.flats).compute_dtype
         expected, _ = activation_bytes(batch, dtype.itemsize, sharded.precision.autocast_dtype is not None)
         if expected <= self._activation_bytes:

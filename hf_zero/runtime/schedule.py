@@ -223,6 +223,8 @@ class Schedule:
         if trace.in_backward:
             return
         if self._current.frees and not self._current.in_backward:
+            if trace.keeps and self._current.with_graph:
+                trace.is_kept = True
             trace.seen += 1
             if trace.seen >= trace.expected and not trace.running:
                 if self._current.tail is not None:
@@ -259,7 +261,7 @@ class Schedule:
             self._current.end_looks()
         self._current.look_over()
         for trace in self._current.traces:
-            trace.held = 0
+            trace.held, trace.is_kept = 0, False
             if self._current.frees and trace.unit.state is not State.SHARDED:
                 trace.unit.release()
             trace.unit.close()

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..comm.places import AFTER_STEP, NO_GRAD
 from ..errors import LayoutError, StallError, StateError
+from ..plan.keeping import keeps
 from ..plan.machine import Machine
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
@@ -39,6 +40,7 @@ from .replicas import Options
 from .saved_tensors import in_backward_of_any
 from .schedule import Schedule
 from .sharded import Sharded
+from .spare_room import SpareRoom
 from .state_dict import ShardedHooks
 from .transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
 from .unit import Unit
@@ -101,6 +103,7 @@ class Training:
         for module in self.model.modules():
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
                 patches.hooks(*self.state_dict_hooks.register(module))
+        self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
         self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh)
         self._hook_model()
         self.optimizers = BoundOptimizers(
@@ -157,10 +160,11 @@ class Training:
                 after_backward=self._after_backward,
                 broke_off=self._backward_broke_off,
                 options=Options(self.sharded, self.writes.edits),
+                spare=self._spare,
             ),
         )
         # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
-        if self.config.is_auto:
+        if self.config.is_auto or self._spare is not None:
             add(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
         # 4. After the schedule's: the forward has waited for its reads. Not after an exception: ranks do not share it.
         if self.offload.reads or self.buffers.watched:
@@ -211,9 +215,13 @@ class Training:
             self.recorder.forward(*batch_of(args, kwargs, getattr(self.model, "main_input_name", "input_ids")))
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.offload.monitor is not None and torch.is_grad_enabled() and not in_backward_of_any():
+        if not torch.is_grad_enabled() or in_backward_of_any():
+            return
+        if self.offload.monitor is not None:
             self.offload.refuse_while_away("forward")
             self.offload.monitor.expect(args, kwargs)
+        if self._spare is not None:
+            self._spare.expect(args, kwargs)
 
     def _after_forward(self, *_: Any) -> None:
         self.buffers.after_forward(self.schedule.backward.sync)

@@ -291,6 +291,7 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         engine.offload.storage.sizes,
         engine.config.wire,
         engine.schedule.backward.puts_off,
+        engine.schedule.backward.kept,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
     traffic = Traffic.of(work, across_in_total(plan.layout, setup))

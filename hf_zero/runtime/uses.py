@@ -119,12 +119,13 @@ class Trace:
         noted: the last pass it ran in, maybe without a graph of its own (reentrant checkpointing); 0 after the next backward.
         place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
         held: not released. 1: until the next forward or step, 2: until the end of a backward.
+        keeps: it is to stay gathered from a forward to its backward, on every rank; `is_kept`: it does.
     """
 
     __slots__ = (
         "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
-        "expected", "first", "held", "in_backward", "in_open", "joinable", "kept", "latest", "local", "modules",
-        "noted", "noticed", "opened", "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped",
+        "expected", "first", "held", "in_backward", "in_open", "is_kept", "joinable", "keeps", "kept", "latest", "local",
+        "modules", "noted", "noticed", "opened", "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped",
         "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
@@ -147,6 +148,7 @@ class Trace:
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
+        self.keeps = self.is_kept = False
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
         # In the backward under way:
         self.place = self.step = -1
@@ -162,10 +164,16 @@ class Trace:
         """What takes its place when the unit's spans are cut anew: it knows what was learnt, and none of the uses."""
         trace = Trace(unit, self.modules, self.at)
         trace.expected, trace.strict, trace.stays = self.expected, self.strict, self.stays
-        trace.opened, trace.noticed = self.opened, self.noticed
+        trace.opened, trace.noticed, trace.keeps = self.opened, self.noticed, self.keeps
         return trace
 
     def release(self) -> None:
-        """Unless it is held."""
+        """Unless it is held, or kept for its backward."""
+        if not self.held and not self.is_kept:
+            self.unit.release()
+
+    def leave(self) -> None:
+        """Its backward is over: as `release`, and it is kept no more."""
+        self.is_kept = False
         if not self.held:
             self.unit.release()

@@ -76,6 +76,7 @@ class Case:
     wire: str = "none"
     sizes: Sizes = SIZES
     defer: bool = False
+    device_memory: int | None = None
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
         return zero.ZeroConfig(
@@ -88,6 +89,7 @@ class Case:
             debug=self.debug,
             replicas=self.replicas,
             wire=self.wire,
+            device_memory=self.device_memory,
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import transformers
 
 import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
-from hf_zero.plan.costs import STATES, TIERS
+from hf_zero.plan.activations import Architecture, Batch
+from hf_zero.plan.costs import STATES, TIERS, memory_of
+from hf_zero.plan.keeping import candidates
 from hf_zero.plan.work import ROADS
 from hf_zero.runtime import usage
 from hf_zero.runtime.transports import Roads
@@ -41,7 +44,9 @@ def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int 
 
 def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[str, Any]:
     """Bytes between the last backward and its step, the last step's traffic, peaks; and what the plan says of each."""
-    defer = settings.pop("defer", False)
+    defer, share = settings.pop("defer", False), settings.pop("kept", None)
+    if share is not None:
+        settings["device_memory"], kept = budget(settings, share)
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
     for step in range(4):
@@ -52,6 +57,9 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         engine.finish_step()
         optimizer.zero_grad()
     memory, traffic = usage.predicted(engine, micros)
+    if share is not None:
+        assert kept
+        assert engine.schedule.backward.kept >= kept  # more, where one more takes nothing at the highest moment
     trained = [flat for unit in engine.units for flat in unit.trained]
     return {
         "now": now,
@@ -71,6 +79,18 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "passes": recorder.last["forwards"],
         "report": engine.report().to_dict(),
     }  # fmt: skip
+
+
+def budget(settings: dict[str, Any], share: float) -> tuple[int, frozenset[int]]:
+    """`device_memory` with room for a share of the units that could be kept, and for what a batch leaves; and these units."""
+    model, _, engine = build(**settings)
+    batch_of_2 = Batch(2, 8, architecture=Architecture.of(model.config))
+    inputs, placements = replace(engine.plan.inputs, batch=batch_of_2), engine.plan.placements
+    engine.detach()
+    order = candidates(inputs.layout, placements, inputs.setup)
+    kept = frozenset(order[: round(share * len(order))])
+    memory = memory_of(inputs.layout, placements, replace(inputs.setup, kept=kept), inputs.activations)
+    return memory.at_most(usage.Tier.DEVICE), kept
 
 
 def _across(engine: zero.Engine) -> int:
@@ -96,6 +116,10 @@ CASES = [
     (1, 3, {**CPU, "offload_params": "cpu"}, 1), (1, 2, {**DISK, "dtype": "bf16"}, 1), (1, 1, {"dtype": "bf16"}, 2),
     (2, 3, DEFER, 3), (2, 2, {**DEFER, "dtype": "bf16"}, 2), (4, 3, {**DEFER, "replicas": 2}, 2),
     (2, 3, {**DEFER, **CPU, "offload_params": "cpu", "dtype": "bf16"}, 2), (2, 2, {**DEFER, **DISK}, 2),
+    *((2, 3, {"kept": share, "layers": 8}, 1) for share in (0.4, 1.0)), (4, 3, {"kept": 0.5, "replicas": 2}, 1),
+    (2, 3, {**CUT, "kept": 0.5, "dtype": "bf16"}, 2), (2, 3, {"kept": 0.5, "wire": "int8"}, 1),
+    (2, 3, {**CPU, "offload_params": "cpu", "kept": 0.5, "dtype": "bf16", "layers": 6}, 1),
+    (1, 3, {**CPU, "offload_params": "disk", "kept": 0.5, "layers": 6}, 1), (2, 3, {**DEFER, "kept": 1.0}, 2),
     (2, 3, CUT, 1), (2, 3, {**CUT, **CPU, "offload_params": "disk", "dtype": "bf16"}, 2), (2, 2, CUT, 1),
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ import pytest
 
 from hf_zero.comm.group_wire import CollectiveWire
 from hf_zero.runtime.transports import Roads
+from hf_zero.tiers.tier import Tier
 from tests.kit.common import Case, differences, train_engine, train_reference
 
 pytestmark = pytest.mark.gloo
@@ -163,3 +164,33 @@ def deferred(rank: int, world: int, folder: str) -> list[str]:
 def test_deferred_gradients_are_those_of_no_sync_in_data_parallel(two, tmp_path):
     """`no_sync(defer=True)`: added up on each rank, averaged once."""
     assert two.run(deferred, str(tmp_path), timeout_s=240)[0] == []
+
+
+_PLENTY = 1 << 30
+KEPT = [
+    (Case(stage=3, accumulation=2), 300_000),
+    (Case(stage=3, dtype="bf16", accumulation=2, debug=True), _PLENTY),
+    (Case("bert", stage=3, dtype="fp16", checkpointing=True, groups=2), _PLENTY),
+    (Case(stage=3, accumulation=2, defer=True, clip=0.5), _PLENTY),
+    (Case(stage=3, dtype="bf16", offload_optimizer="cpu", offload_params="disk"), _PLENTY),
+    (Case(stage=3, step_in_backward=True, offload_optimizer="cpu", offload_params="cpu"), _PLENTY),
+]
+
+
+def kept(rank: int, world: int, folder: str) -> list[str]:
+    """With so much room beside what the plan takes; what is off."""
+    wrong = []
+    for case, room in ((replace(each, steps=CLIPPED_STEPS), room) for each, room in KEPT):
+        plain, engine = train_engine(rank, world, case, folder)
+        memory = engine.plan.memory.at_most(Tier.DEVICE) + room
+        engine.detach()
+        ours, engine = train_engine(rank, world, replace(case, device_memory=memory), folder)
+        count = len(engine.schedule.backward.kept)
+        engine.detach()
+        if count == 0 or (rank == 0 and differences(ours, plain)[0]) or ours.losses != plain.losses:
+            wrong.append(f"{case}: with {count} kept units")
+    return wrong
+
+
+def test_kept_units_change_no_bit(two, tmp_path):
+    assert two.run(kept, str(tmp_path), timeout_s=240) == [[], []]

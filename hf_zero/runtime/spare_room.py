@@ -1,0 +1,69 @@
+"""How many units may stay gathered from a forward to its backward: the plan's answer, with activations as batches show them.
+
+Activations are not known when the plan is made. They are estimated from the shape of the largest batch so far; each rank says
+at the start of a backward for how many units it has room, and the least of these numbers holds from the next forward on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..plan.activations import Architecture, Batch
+from ..plan.keeping import candidates, kept_units
+from ..plan.plan import Plan
+from .sharded import Sharded
+
+
+class BatchWatch:
+    """What the inputs of a model's forwards tell of activations; nothing where its architecture is not known."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._model = sharded.model
+        names = (name for name, _ in sharded.model.named_parameters())
+        self._architecture = Architecture.of(getattr(sharded.model, "config", None), names)
+
+    def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch | None:
+        """Of a forward with these inputs."""
+        if self._architecture is None:
+            return None
+        shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)
+        if shape is None:
+            return None
+        checkpointing = any(
+            getattr(module, "gradient_checkpointing", False) is True for module in self._model.modules()
+        )
+        return Batch(max(1, shape[0]), max(1, shape[1]), checkpointing, architecture=self._architecture)
+
+
+class SpareRoom:
+    """Of one sharded model for which `plan.keeping.keeps` is true."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self._watch = BatchWatch(sharded)
+        self._batch: Batch | None = None
+        self._of: tuple[Plan, Batch | None] | None = None
+        self._room = 0
+
+    def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward with these inputs begins that backward follows."""
+        batch = self._watch.batch(args, kwargs)
+        if batch is not None and (self._batch is None or batch.tokens > self._batch.tokens):
+            self._batch = batch
+
+    def room(self) -> int:
+        """For how many units, on this rank."""
+        plan = self._sharded.plan
+        if self._of is None or self._of[0] is not plan or self._of[1] is not self._batch:
+            self._of = plan, self._batch
+            self._room = len(kept_units(replace(plan.inputs, batch=self._batch), plan.placements))
+        return self._room
+
+    def first(self, count: int) -> frozenset[int]:
+        """So many units, by their places in the layout."""
+        plan = self._sharded.plan
+        return frozenset(candidates(plan.layout, plan.placements, plan.inputs.setup)[:count])
