@@ -15,7 +15,7 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..core.layout import Layout, ParamSpec, Span
 from ..core.precision import Precision, dtype_name, dtype_of
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan
@@ -80,7 +80,8 @@ class Assembly:
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
 
     def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
-        """With one owner for each parameter that its optimizer must have whole, where ranks share the model out."""
+        """With what a step costs over each parameter that its optimizer must have whole: where ranks share the model out it has
+        one owner, and where something rests elsewhere than on the device a step is over one after another."""
         if not any(self.step_costs):
             return specs
         costs = [self.step_costs[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
@@ -134,7 +135,14 @@ class Assembly:
         cuts = sharded.layout.shards > 1
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = [needs_wholes(each, sharded.names, cut=cuts, offloaded=offloaded) for each in optimizers]
-        self.step_costs = [partial(step_cost, each) if cuts and is_ else None for each, is_ in zip(optimizers, wholes)]
+        if sharded.config.offload_optimizer == "auto" and any(wholes):
+            kind = type(optimizers[wholes.index(True)]).__name__
+            raise UnsupportedOptimizerError(
+                f"{kind} steps over whole parameters, whose bytes offload_optimizer='auto' "
+                "cannot weigh yet: choose 'none', 'cpu' or 'disk'"
+            )
+        dealt = cuts or offloaded
+        self.step_costs = [partial(step_cost, each) if dealt and is_ else None for each, is_ in zip(optimizers, wholes)]
         return [WholeBinding if is_ else Binding for is_ in wholes]
 
     def originals(self, optimizers: Sequence[torch.optim.Optimizer], bound: Sequence[Binding]) -> list[Groups]:

@@ -47,7 +47,6 @@ from .sharded import Sharded
 from .training import Training
 from .transports import Roads
 from .usage import Usage, report
-from .whole_optimizer import WholeBinding
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -483,20 +482,15 @@ class Engine:
             include: of `parameters`, `gradients`, `optimizer` (masters and state, with their gradients).
 
         Raises:
-            ConfigError: another name; an optimizer that has parameters of true shape.
+            ConfigError: another name.
             StateError: states are away already.
         """
-        for binding in self._training.bindings:
-            if isinstance(binding, WholeBinding):
-                raise ConfigError(
-                    f"offload_states: {type(binding.optimizer).__name__} steps over whole parameters, whose state does not "
-                    "move: use an element-wise optimizer"
-                )
         self.sharded.refuse_unsharded("offload_states")
         with self._wire.watch.doing("Engine.offload_states"):
             self.flush()
             self.quiesce()
             self.offload.leave(include, self.sharded.optimizer_of)
+            self._training.show_grads()
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
@@ -507,6 +501,7 @@ class Engine:
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back(self.sharded.optimizer_of)
             self._training.gradients.show_slices()
+            self._training.show_grads()
 
     @property
     def wire(self) -> SoloWire:
@@ -614,7 +609,7 @@ def shard(
     Args:
         model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
         optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
-            whole matrices (Adafactor, Muon) with its state in memory. Several in a list, each over parameters of its own:
+            whole matrices (Adafactor, Muon), too. Several in a list, each over parameters of its own:
             `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`. None to evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
@@ -626,7 +621,7 @@ def shard(
     Raises:
         ConfigError: settings; a model that is sharded already.
         LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
-        UnsupportedOptimizerError: an optimizer that needs whole tensors.
+        UnsupportedOptimizerError: an optimizer that mixes parameters, or keeps them besides its groups.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     model, compile_ = take_wrapper_off(model)

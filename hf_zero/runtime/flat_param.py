@@ -18,7 +18,7 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -401,9 +401,7 @@ class Flat(SpanGradients):
         for shard in self.shards:
             if shard.aliased and self.own is self.place and isinstance(self.own, Tensor):
                 shard.rest_on(self.own[shard.start : shard.stop])
-        if self.wholes:
-            for index, place in self.own_wholes(self.shards[0].master.detach()):
-                self.wholes[index].data = place
+        self._point_wholes()
         for index, (param, address) in enumerate(zip(self.params, addresses)):
             if param.data_ptr() == address:
                 self.show(index, self.views[index])
@@ -541,9 +539,12 @@ class Flat(SpanGradients):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
             if tier is not shard.tier:
-                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias)
+                wholes = [*(self.wholes or {}).values()]
+                options = optimizer.param_groups[self.span.spec.group] if optimizer is not None and wholes else None
+                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias, wholes, options)
             elif moves:
                 shard.rest_on(alias)
+        self._point_wholes()
         if self.in_memory is False:
             self.give_bucket_up()
         if not moves:
@@ -601,13 +602,19 @@ class Flat(SpanGradients):
             )
 
     def make_wholes(self) -> None:
-        """No parameter of the span is cut: one shard, in the device's memory."""
-        if (self.span.shards > 1 and not self.span.cuts) or not self.in_memory:
+        """No parameter of the span is cut: one shard, in whatever tier."""
+        if (self.span.shards > 1 and not self.span.cuts) or len(self.shards) > 1:
             raise StateError(
                 f"the span of {self.span.spec.name!r} is cut: an optimizer cannot have its parameters whole"
             )
         master = self.shards[0].master.detach()
         self.wholes = {index: nn.Parameter(part) for index, part in self.own_wholes(master)}
+
+    def _point_wholes(self) -> None:
+        """The master's memory is another."""
+        if self.wholes:
+            for index, place in self.own_wholes(self.shards[0].master.detach()):
+                self.wholes[index].data = place
 
     def own_wholes(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Of values over the slice, which parameters are cut by no boundary: the place in `params` of each, and its view."""
@@ -618,7 +625,21 @@ class Flat(SpanGradients):
 
     def whole_entries(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
         """By place in `params`, the optimizer's state of this rank's wholes; nothing where there are none."""
-        return {index: optimizer.state.get(whole, {}) for index, whole in (self.wholes or {}).items()}
+        shard = self.shards[0]
+        return {index: shard.whole_entries(optimizer.state, whole) for index, whole in (self.wholes or {}).items()}
+
+    def put_whole(self, optimizer: torch.optim.Optimizer, index: int, entries: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state of one of them; values come from anywhere and rest where the shard does.
+
+        Raises:
+            TierError: there is no room.
+        """
+        whole, options = (self.wholes or {})[index], optimizer.param_groups[self.span.spec.group]
+        at_rest = self.shards[0].whole_at_rest(whole, entries, options)
+        if at_rest:
+            optimizer.state[whole] = at_rest
+        else:
+            optimizer.state.pop(whole, None)
 
     def settle_wholes(self) -> None:
         """A whole that was given other memory (`p.data = …`): its values are the master's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Offload:
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None
         self.monitor: Monitor | None = None
+        self.over_wholes: Mapping[int, bool] = {}
+        """Which optimizers step over parameters of true shape, and whether they change those without a gradient, too."""
         self._away: Arrangement | None = None
         self._stepped: set[Unit] = set()  # in this backward already
         self._before: Step | None = None  # the last of them
@@ -118,7 +120,7 @@ class Offload:
         mark, self._mark = self._mark, None
         if left:
             self._under_way.update(dict.fromkeys(left))
-            self._stepping().begin(left, optimizer, index, self._new_twin(optimizer), mark)
+            self._stepping().begin(left, optimizer, index, self._new_twin(optimizer, index), mark)
 
     def end_step(self, index: int) -> None:
         """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again.
@@ -184,7 +186,7 @@ class Offload:
                 "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit used in one pass only"
             )
         if not self._stepped or self._twin is None:
-            self._twin = self._new_twin(optimizer)
+            self._twin = self._new_twin(optimizer, 0)
         self._stepped.add(unit)
         unit.release()
         unit.close()
@@ -275,7 +277,9 @@ class Offload:
             self.stepper = Stepper(self.storage, None if self._device.type == "cpu" else share)
         return self.stepper
 
-    def _new_twin(self, optimizer: torch.optim.Optimizer) -> Twin:
+    def _new_twin(self, optimizer: torch.optim.Optimizer, index: int) -> Twin:
+        if index in self.over_wholes:
+            return Twin(optimizer, fuse=False, wholes=True, steps_without_gradient=self.over_wholes[index])
         # On a CPU device the in-memory run would not take the fused kernel either, and results are to be equal.
         return Twin(optimizer, fuse=self._device.type != "cpu")
 

@@ -1,8 +1,9 @@
 """Which optimizers can be bound, and to what: long flat spans, or parameters of true shape.
 
 * Element-wise ones (each element's update depends on that element alone) step over spans, cut or not, in any tier.
-* All others need **wholes**: parameters of true shape, in the device's memory. Where ranks share a model out, every whole has
-  one owner, which sees none but its own: that is for rules in which a parameter's update depends on that parameter alone.
+* All others need **wholes**: parameters of true shape. Where ranks share a model out, every whole has one owner, which sees
+  none but its own, and where state is offloaded they are stepped over one by one: that is for rules in which a parameter's
+  update depends on that parameter alone.
 """
 
 from __future__ import annotations
@@ -93,20 +94,26 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
         raise UnsupportedOptimizerError(f"{kind.__name__} cannot step over a sharded model: {reason}; use {_OTHERS}")
     if needs is Needs.ELEMENTS:
         return False
-    mixes = _mixes(optimizer) if cut else None
+    mixes = _mixes(optimizer) if cut or offloaded else None
+    if mixes is None and offloaded:
+        mixes = _count_of_its_own(optimizer)
     if mixes is not None:
+        places = ["where ranks share the parameters out, each with the whole of some"] if cut else []
+        places += ["where its state is offloaded and updated one parameter after another"] if offloaded else []
         where = "one rank" + (" with offload_optimizer='none'" if offloaded else "")
         raise UnsupportedOptimizerError(
-            f"{kind.__name__} cannot run where ranks share the parameters out, each with the whole of some: {reason}, and "
+            f"{kind.__name__} cannot run {', and '.join(places)}: {reason}, and "
             f"{mixes}. Use {_OTHERS}, or this one where every rank has all: "
             f"{'' if offloaded else 'ZeroConfig(stage=0) on any number of ranks, or '}{where}"
         )
-    if offloaded:
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} cannot run on stretches of offloaded state: {reason}. Use {_OTHERS}, or set "
-            "offload_optimizer='none', where it steps over whole parameters"
-        )
     return True
+
+
+def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step does something to a parameter that has no gradient; by trial. False where it cannot be tried."""
+    with suppress(Exception):
+        return any(trial.moves_without_gradient() for trial in _trials(optimizer))
+    return False
 
 
 def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
@@ -184,6 +191,13 @@ def _mixes(optimizer: torch.optim.Optimizer) -> str | None:
         return next((why for trial in _trials(optimizer) if (why := trial.why_not_alone())), None)
     except Exception as error:
         return f"it could not be tried on small examples ({type(error).__name__}: {error})"
+
+
+def _count_of_its_own(optimizer: torch.optim.Optimizer) -> str | None:
+    """What the optimizer counts besides each parameter's state: every parameter that is stepped by itself would count there."""
+    with suppress(Exception):
+        return next((why for trial in _trials(optimizer) if (why := trial.counted())), None)
+    return None
 
 
 def _odd_state(optimizer: torch.optim.Optimizer) -> tuple[Needs, str] | None:
@@ -271,6 +285,21 @@ class _Trial:
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != self._values[0].shape:
                 found = Needs.WHOLES, f"its state {state!r} has shape {tuple(value.shape)} ({self._tried})"
         return found
+
+    def moves_without_gradient(self) -> bool:
+        param = nn.Parameter(self._values[0].clone())
+        twin = self._stepped([[param]], [])
+        return param.grad is not None or bool(twin.state) or not torch.equal(param.detach(), self._values[0])
+
+    def counted(self) -> str | None:
+        """What a step changes of the optimizer's own numbers, or of its groups'."""
+        twin: Any = self._run(lambda tensor: tensor)[1]
+        before = {**self._optimizer.__dict__, **self._options}
+        after = {key: value for key, value in {**twin.__dict__, **twin.param_groups[0]}.items() if key != "params"}
+        for key, value in after.items():
+            if isinstance(value, (int, float, Tensor)) and key in before and repr(before[key]) != repr(value):
+                return f"it keeps {key!r} for all its parameters together, which a step changes"
+        return None
 
     def _run(
         self, cut: Callable[[Tensor], Tensor], watching: AbstractContextManager[object] | None = None

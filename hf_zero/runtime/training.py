@@ -45,6 +45,7 @@ from .transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closur
 from .unit import Unit
 from .unsharded import Unsharded
 from .usage import free_device_bytes
+from .whole_optimizer import WholeBinding
 from .writes import WriteWatch
 
 
@@ -312,6 +313,9 @@ class Training:
             if optimizer not in self._taken:
                 self._taken.add(optimizer)
                 self._take_methods(optimizer)
+        if self.config.offloads:
+            over_wholes = [binding for binding in self.bindings if isinstance(binding, WholeBinding)]
+            self.offload.over_wholes = {binding.index: binding.steps_without_gradient for binding in over_wholes}
 
     def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
         self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
@@ -600,6 +604,11 @@ class Training:
             self._checks.cleared()
         for each in self.bindings:
             each.show_grads()
+
+    def show_grads(self) -> None:
+        """What the optimizers' parameters have as gradients is what the spans have."""
+        for binding in self.bindings:
+            binding.show_grads()
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""

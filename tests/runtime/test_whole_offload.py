@@ -1,0 +1,170 @@
+"""Optimizers over whole matrices whose state rests in host memory or on disk: the numbers of one plain process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_zero as zero
+from tests.kit.deferred_wire import Mode
+from tests.runtime.test_models import token_loss
+from tests.runtime.test_ownership import plainly, trained
+from tests.runtime.test_whole_owners import (
+    ALONE,
+    around_the_step,
+    debugged,
+    deferred,
+    life,
+    pair,
+    same,
+    scaled,
+    written,
+)
+
+pytestmark = pytest.mark.gloo
+
+
+def equals_plain(rank: int, world: int, config: zero.ZeroConfig, names: list[str], folder: str) -> None:
+    for name in names:
+        (plain, reference), (model, opt) = pair(name), pair(name)
+        groups = list(opt.param_groups)
+        for step in range(2):  # warm
+            plainly(plain, reference, world, step)
+            plainly(model, opt, world, step)
+        engine = zero.shard(model, opt, config)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
+        expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.9)
+        for step in (2, 3):
+            trained(model, opt, rank, step)
+            plainly(plain, reference, world, step)
+            scheduler.step()
+            expected.step()
+        same(model, opt, plain, reference, name, rank)
+        # Its state, by torch's own pair of methods, by a checkpoint, and back in a plain optimizer.
+        opt.load_state_dict(opt.state_dict())
+        assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
+        where = f"{folder}/{name}"
+        engine.save(where)
+        trained(model, opt, rank, 9)
+        engine.load(where)
+        trained(model, opt, rank, 4)
+        plainly(plain, reference, world, 4)
+        same(model, opt, plain, reference, name, rank)
+        engine.detach()
+        plainly(model, opt, world, 5)
+        plainly(plain, reference, world, 5)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
+
+
+WHERE = [(2, 1, "cpu"), (3, 3, "disk")]
+OTHERS = [(world, stage, tier) for tier in ("cpu", "disk") for world, stage in ((1, 3), (2, 1), (2, 2), (3, 3))]
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "tier"),
+    [*WHERE, *(pytest.param(*place, marks=pytest.mark.slow) for place in OTHERS if place not in WHERE)],
+)
+def test_equals_the_plain_optimizer(pools, tmp_path, world, stage, tier):
+    params = tier if stage == 3 else "none"
+    config = zero.ZeroConfig(stage=stage, offload_optimizer=tier, offload_params=params, offload_dir=str(tmp_path))
+    pools[world].run(equals_plain, config, list(ALONE), str(tmp_path))
+
+
+TIERS = ["cpu", pytest.param("disk", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulation_clipping_and_accessors(two, stage, tier):
+    two.run(around_the_step, stage, tier)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_frozen_parameters_and_groups_in_bfloat16(two, tier):
+    two.run(life, 3 if tier == "cpu" else 1, tier)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_written_scaled_and_under_debug(pools, tier):
+    pools[2].run(written, 3, tier)
+    pools[2].run(scaled, 1, tier)
+    pools[3].run(debugged, 3, tier)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_bytes_under_way(pools, mode, tier):
+    pools[3].run(deferred, mode, tier)
+
+
+def saved(rank: int, world: int, config: zero.ZeroConfig, folder: str) -> None:
+    model, opt = pair("Shampoo")
+    engine = zero.shard(model, opt, config)
+    trained(model, opt, rank, 0, 1)
+    engine.save(folder)
+
+
+def resumed(rank: int, world: int, config: zero.ZeroConfig, folder: str) -> None:
+    """The state of a run on two ranks; steps on from there as one that was never elsewhere."""
+    plain, reference = pair("Shampoo")
+    plainly(plain, reference, 2, 0, 1)
+    with zero.Init():
+        model, opt = pair("Shampoo")
+    zero.shard(model, opt, config).load(folder)
+    same(model, opt, plain, reference, "Shampoo", rank)
+    trained(model, opt, rank, 2)
+    plainly(plain, reference, world, 2)
+    same(model, opt, plain, reference, "Shampoo", rank)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_resumed_on_other_numbers_of_ranks_and_in_other_tiers(pools, tmp_path, tier):
+    where, folder = str(tmp_path), str(tmp_path / "ck")
+    other = "disk" if tier == "cpu" else "none"
+    pools[2].run(saved, zero.ZeroConfig(stage=2, offload_optimizer=tier, offload_dir=where), folder)
+    zero.verify(folder)
+    pools[3].run(resumed, zero.ZeroConfig(stage=3, offload_optimizer=other, offload_dir=where), folder)
+    pools[1].run(resumed, zero.ZeroConfig(stage=1, offload_optimizer=tier, offload_dir=where), folder)
+
+
+def stepped_in_backward(rank: int, world: int, tier: str) -> None:
+    (plain, reference), (model, opt) = pair("layerwise"), pair("layerwise")
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=3, offload_optimizer=tier, step_in_backward=True))
+    for step in range(3):
+        with engine.no_sync():
+            token_loss(model, rank, step).backward()
+        trained(model, opt, rank, step + 7)
+        for r in range(world):
+            (token_loss(plain, r, step) / world).backward()
+            (token_loss(plain, r, step + 7) / world).backward()
+        reference.step()
+        reference.zero_grad()
+    for key, p in plain.named_parameters():
+        torch.testing.assert_close(zero.full_parameter(model.get_parameter(key)), p)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_stepped_in_backward(two, tier):
+    two.run(stepped_in_backward, tier)
+
+
+def narrow(rank: int, world: int, tier: str) -> None:
+    """bfloat16 on one rank: gradients rest in the type they come in; as in memory, with and without clipping."""
+    runs = []
+    for where in ("none", tier):
+        model, opt = pair("LARS")
+        model.bfloat16()
+        engine = zero.shard(model, opt, zero.ZeroConfig(stage=2, offload_optimizer=where))
+        for step in range(3):
+            token_loss(model, rank, step).backward()
+            if step == 1:
+                engine.clip_grad_norm_(0.05)
+            opt.step()
+            opt.zero_grad()
+        runs.append([zero.full_parameter(p) for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_low_precision_on_one_rank(pools, tier):
+    pools[1].run(narrow, tier)
