@@ -124,7 +124,7 @@ class Stepper:
         self._lanes: list[Tensor] = []
         self._lanes_made = 0
         self._current: Step | None = None
-        self._wholes = WholeSteps(storage, self, partial(self._drain, 0))
+        self._wholes = WholeSteps(storage, self, self._own, partial(self._drain, 0))
 
     def _own(self, nbytes: int) -> None:
         """Buffers were made; negative: given up."""
@@ -178,6 +178,7 @@ class Stepper:
         self._pool.shutdown(wait=True)
         self._slabs.clear()
         self._lanes.clear()
+        self._wholes.forget()
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
@@ -453,6 +454,7 @@ class Stepper:
             with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
                 read.close()
         self._reading.clear()
+        self._wholes.forget()
         # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.
         self._slabs.clear()
         self._lanes.clear()

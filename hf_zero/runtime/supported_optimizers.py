@@ -125,6 +125,39 @@ def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
     return numel * min(shape) if products and len(shape) > 1 and numel > 1 else numel
 
 
+def state_bytes(
+    optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Bytes of each array of the state that the optimizer makes of a parameter of this shape, in no order.
+
+    By a step on the meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a
+    step on a small tensor makes besides is taken to grow with the parameter.
+    """
+    options = {
+        key: value for key, value in optimizer.param_groups[group].items() if key not in ("params", "param_names")
+    }
+    param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    param.grad = torch.empty_like(param)
+    with torch.device("meta"):
+        twin = _copy_of(optimizer, [{"params": [param], **options}])
+        with suppress(Exception):
+            type(optimizer).step(twin)
+    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if _is_array(value)}
+    small = tuple(min(extent, 8) for extent in shape)
+    with suppress(Exception):
+        trial = _Trial(optimizer, options, small)
+        found: dict[str, Any] = next(iter(trial.stepped_once().state.values()), {})
+        scale = param.numel() / max(1, math.prod(small))
+        for key, value in found.items():
+            if _is_array(value) and str(key) not in made:
+                made[str(key)] = round(value.nbytes * scale)
+    return tuple(made.values())
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
 def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tuple[Needs, str]:
     """What it needs, and why: by name, else by trial."""
     kind = type(optimizer)
@@ -301,6 +334,10 @@ class _Trial:
                 return f"it keeps {key!r} for all its parameters together, which a step changes"
         return None
 
+    def stepped_once(self) -> torch.optim.Optimizer:
+        del self._values[2:]
+        return self._run(lambda tensor: tensor)[1]
+
     def _run(
         self, cut: Callable[[Tensor], Tensor], watching: AbstractContextManager[object] | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer]:
@@ -317,20 +354,25 @@ class _Trial:
     ) -> torch.optim.Optimizer:
         """The steps, over these parameters; each one's gradient from the trial's."""
         kind = type(self._optimizer)
-        twin = object.__new__(kind)
-        skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-        twin.__dict__.update({key: value for key, value in self._optimizer.__dict__.items() if key not in skipped})
-        options = [{"params": params, **self._options} for params in groups]
-        torch.optim.Optimizer.__init__(twin, options, dict(self._optimizer.defaults))
-        train = getattr(twin, "train", None)
-        if callable(train):  # schedule-free ones step in that mode only
-            train()
+        twin = _copy_of(self._optimizer, [{"params": params, **self._options} for params in groups])
         with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
                     param.grad = grad(value)
                 kind.step(twin)
         return twin
+
+
+def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Of the same class and settings over these groups, without state."""
+    twin = object.__new__(type(optimizer))
+    skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
+    torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
+    train = getattr(twin, "train", None)
+    if callable(train):  # schedule-free ones step in that mode only
+        train()
+    return twin
 
 
 def _has_place(value: Any) -> bool:

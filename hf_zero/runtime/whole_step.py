@@ -44,10 +44,10 @@ class _Whole:
     written: list[Tensor] = field(default_factory=list)
     """What the write reads from."""
 
-    def give_back(self, storage: Storage) -> None:
+    def give_back(self, buffers: list[Tensor]) -> None:
         self.written.clear()
         if self.buffer is not None:
-            storage.give_back(self.buffer)
+            buffers.append(self.buffer)
             self.buffer = None
 
 
@@ -55,11 +55,30 @@ class WholeSteps:
     """Steps over the wholes of one shard after another.
 
     Args:
+        own: told of bytes of host memory that are taken here; negative: given up.
         land: returns when nothing that was handed to `staging` is under way.
     """
 
-    def __init__(self, storage: Storage, staging: Staging, land: Callable[[], None]) -> None:
-        self._storage, self._staging, self._land = storage, staging, land
+    def __init__(
+        self, storage: Storage, staging: Staging, own: Callable[[int], None], land: Callable[[], None]
+    ) -> None:
+        self._storage, self._staging, self._own, self._land = storage, staging, own, land
+        self._buffers: list[Tensor] = []  # free ones; there are three at most, each as large as the largest needs
+        self._largest_bytes = 0
+
+    def forget(self) -> None:
+        """After an error, and at the end: what is free is not counted any more."""
+        self._buffers.clear()
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        while self._buffers:
+            buffer = self._buffers.pop()
+            if buffer.numel() >= self._largest_bytes:
+                return buffer
+            self._own(-buffer.numel())
+        self._own(self._largest_bytes)
+        return self._storage.link.empty(self._largest_bytes, torch.uint8)
 
     def update(
         self,
@@ -108,7 +127,7 @@ class WholeSteps:
             for whole in under_way:
                 with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
                     whole.move.close()
-                whole.give_back(self._storage)
+                whole.give_back(self._buffers)
             raise
 
     def _next(
@@ -135,7 +154,7 @@ class WholeSteps:
         stored = {key: value for key, value in at_rest.items() if isinstance(value, OnDisk)}
         if stored:
             need = sum(padded(value.numel() * value.element_size()) for value in stored.values())
-            whole.buffer = self._storage.scratch(need, torch.uint8)
+            whole.buffer = self._buffer(need)
         for key, value in at_rest.items():
             shape = param.shape if key == MASTER else value.shape
             if isinstance(value, OnDisk) and whole.buffer is not None:
@@ -227,5 +246,5 @@ class WholeSteps:
         whole.move.close()
         if whole.buffer is not None:
             self._land()  # values may still be on their way up from them
-        whole.give_back(self._storage)
+        whole.give_back(self._buffers)
         under_way.remove(whole)

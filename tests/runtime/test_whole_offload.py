@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.runtime.usage import at_rest
+from hf_zero.tiers.tier import Tier
 from tests.kit.deferred_wire import Mode
 from tests.runtime.test_models import token_loss
 from tests.runtime.test_ownership import plainly, trained
 from tests.runtime.test_whole_owners import (
     ALONE,
+    Shampoo,
     around_the_step,
     debugged,
     deferred,
@@ -168,3 +172,96 @@ def narrow(rank: int, world: int, tier: str) -> None:
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_low_precision_on_one_rank(pools, tier):
     pools[1].run(narrow, tier)
+
+
+# What it takes -----------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Blocks of matrices of unequal sizes, so that ranks own unequal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(96, width), nn.Tanh(), nn.Linear(width, 96)) for width in (64, 160, 96, 224)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def wide(rank: int, name: str, config: zero.ZeroConfig, batches: range) -> tuple[zero.Engine, list[Tensor]]:
+    torch.manual_seed(0)
+    model = Wide()
+    opts = [SPLIT[name]([p for p in model.parameters() if p.dim() == 2])]
+    opts.append(torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-2))
+    engine = zero.shard(model, opts, config)
+    for step in batches:
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return engine, [zero.full_parameter(p) for p in model.parameters()]
+
+
+SPLIT = {
+    "Muon": lambda params: torch.optim.Muon(params, lr=1e-2),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "Shampoo": Shampoo,
+}
+
+
+def planned(rank: int, world: int, tier: str, stage: int) -> None:
+    """State at rest is as planned to the byte, but for counts of steps; the highest of what comes and goes is no more."""
+    for name in SPLIT:
+        config = zero.ZeroConfig(stage=stage, offload_optimizer=tier)
+        engine, _ = wide(rank, name, config, range(2))
+        engine.finish_step()
+        plan, found = engine.plan.memory, at_rest(engine.sharded)
+        for where in Tier:
+            single = 4 * 16 if where is Tier.HOST or where.value == "device" else 0
+            expected = plan.rest[where]["optimizer"]
+            assert expected <= found[where.value]["optimizer"] <= expected + single, (name, where, found, plan.rest)
+        staging = engine.offload.storage.ledger.host
+        assert staging.peak["staging"] <= plan.peak[Tier.HOST]["staging"], (name, staging.peak, plan.peak[Tier.HOST])
+        assert (tier == "disk") is (staging.peak["staging"] > 0)
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
+def test_state_rests_as_planned(pools, tier):
+    pools[2].run(planned, tier, 2)
+    pools[1].run(planned, tier, 1)
+
+
+def weighed(rank: int, world: int, folder: str) -> None:
+    """`auto` within a budget that is too small for all of it: the same tiers on every rank, and the same numbers."""
+    for name in SPLIT:
+        all_, plain = wide(rank, name, zero.ZeroConfig(stage=3), range(3))
+        least, _ = wide(rank, name, zero.ZeroConfig(stage=3, offload_optimizer="cpu", offload_params="cpu"), range(0))
+        peaks = [engine.exchange(engine.plan.memory.at_most(Tier.DEVICE)) for engine in (all_, least)]
+        budget = (max(peaks[0]) + max(peaks[1])) // 2
+        config = zero.ZeroConfig(
+            stage=3,
+            offload_optimizer="auto",
+            offload_params="auto",
+            offload_dir=folder,
+            device_memory=budget,
+            host_memory="64MiB",
+        )
+        engine, found = wide(rank, name, config, range(3))
+        tiers = [(p.parameters.value, [tier.value for tier, _ in p.optimizer]) for p in engine.plan.placements]
+        assert all(other == tiers for other in engine.exchange(tiers))
+        assert len({tier for _, of in tiers for tier in of}) > 1, tiers
+        assert all(
+            len(shards) == 1 for flat in engine.sharded.trained if flat.wholes is not None for shards in [flat.shards]
+        )
+        assert engine.plan.memory.at_most(Tier.DEVICE) <= budget
+        assert all(torch.equal(p, q) for p, q in zip(found, plain, strict=True)), name
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_auto_weighs_whole_parameters(pools, tmp_path, world):
+    pools[world].run(weighed, str(tmp_path))
