@@ -121,7 +121,8 @@ class Assembly:
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
         """The layout that these specs make; nothing changes."""
-        return self._drafter.layout(specs, self.sharded.layout.shards).seen_from(self.sharded.wire.rank)
+        wire = self.sharded.wire
+        return self._drafter.layout(specs, self.sharded.layout.shards).seen_from((wire.shard_group or wire).rank)
 
     @contextmanager
     def tried(self) -> Iterator[None]:

@@ -123,7 +123,8 @@ class OptimizerPieces:
                 for state, value in entries.items():
                     if is_array(value):
                         held = out.setdefault(state, [])
-                        if rank == 0 or flat.span.cuts:  # else all ranks have the same
+                        # Of replicas the first writes; where nothing is cut all ranks have the same.
+                        if rank < (flat.span.shards if flat.span.cuts else 1):
                             held.append((spec.name, Extent(flat_of(value), 0, 0, value.numel())))
         return out
 

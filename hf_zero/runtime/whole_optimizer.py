@@ -191,7 +191,7 @@ class WholeBinding(Binding):
         wire = self._wire
         told = wire.exchange({index: {k: _outline(v) for k, v in entries.items()} for index, entries in mine.items()})
         out: dict[int, dict[str, Any]] = {}
-        for rank, outlines in enumerate(told):
+        for rank, outlines in enumerate(told[: flat.span.shards]):  # other replicas have the same
             for index, entries in sorted(outlines.items()):
                 out[index] = dict(entries)
                 for key, value in entries.items():

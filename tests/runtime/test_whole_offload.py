@@ -174,6 +174,33 @@ def test_low_precision_on_one_rank(pools, tier):
     pools[1].run(narrow, tier)
 
 
+def in_replicas(rank: int, world: int, config: zero.ZeroConfig, folder: str) -> None:
+    """2 x 2 ranks: each replica has an owner of every parameter; a checkpoint is written once."""
+    (plain, reference), (model, opt) = pair("Shampoo"), pair("Shampoo")
+    engine = zero.shard(model, opt, config)
+    for step in range(2):
+        trained(model, opt, rank, step)
+        plainly(plain, reference, world, step)
+    engine.save(folder)
+    zero.verify(folder)
+    trained(model, opt, rank, 9)
+    engine.load(folder)
+    trained(model, opt, rank, 2)
+    plainly(plain, reference, world, 2)
+    for key, p in plain.named_parameters():
+        torch.testing.assert_close(zero.full_parameter(model.get_parameter(key)), p, rtol=1e-4, atol=1e-5)
+    state = opt.state_dict()["state"]
+    for index, entries in reference.state_dict()["state"].items():
+        for key, value in entries.items() if rank == 0 else ():
+            torch.testing.assert_close(state[index][key], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_in_replicas(pools, tmp_path, tier):
+    config = zero.ZeroConfig(stage=2 if tier == "none" else 3, replicas=2, offload_optimizer=tier)
+    pools[4].run(in_replicas, config, str(tmp_path / "ck"))
+
+
 # What it takes -----------------------------------------------------------------------------------------------------------
 
 
