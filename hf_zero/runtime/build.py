@@ -26,7 +26,7 @@ from .optimizer import Binding, originals_of, state_tensors
 from .ownership import adopt, release
 from .reads import AsTheyAre
 from .sharded import Place, Sharded
-from .supported_optimizers import needs_wholes, state_bytes, step_cost
+from .supported_optimizers import counted, needs_wholes, state_bytes, step_cost
 from .unit import State, Unit
 from .whole_optimizer import WholeBinding
 
@@ -55,6 +55,7 @@ class Assembly:
     Attributes:
         sharded: the model, and what is built.
         owned: by optimizer: where it steps over parameters whole, what one of some shape costs; else None.
+        counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
 
     Raises:
         ConfigError: it was born on another number of ranks.
@@ -68,6 +69,7 @@ class Assembly:
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
         self.owned: list[WholeCosts | None] = []
+        self.counted: list[frozenset[str]] = []
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
         _check_births(sharded.names, sharded.wire)
@@ -127,11 +129,11 @@ class Assembly:
     @contextmanager
     def tried(self) -> Iterator[None]:
         """Around `kinds_of_binding` and what may refuse an optimizer, on any rank: owners stay what they were then."""
-        before = self.owned
+        before = self.owned, self.counted
         try:
             yield
         except BaseException:
-            self.owned = before
+            self.owned, self.counted = before
             raise
 
     def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
@@ -150,6 +152,7 @@ class Assembly:
         cuts = sharded.layout.shards > 1
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = [needs_wholes(each, sharded.names, cut=cuts, offloaded=offloaded) for each in optimizers]
+        self.counted = [counted(each) if offloaded else frozenset() for each in optimizers]
         self.owned = [WholeCosts(each) if is_ else None for each, is_ in zip(optimizers, wholes)]
         return [WholeBinding if is_ else Binding for is_ in wholes]
 

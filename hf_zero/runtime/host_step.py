@@ -476,9 +476,11 @@ def _is_of(flat: Flat, index: int) -> bool:
 
 
 def _claims(flat: Flat, twin: Twin) -> Iterable[_Claim]:
+    # In backward nobody knows yet which parameters have none on any rank: that is zeros then, as for all of a span.
+    present = [True] * len(flat.params) if flat.storage.transient else flat.present
     for shard in flat.shards:
         found = shard.claim()
         if found is not None:
-            yield _Claim(flat, shard, *found, flat.present)
+            yield _Claim(flat, shard, *found, present)
         elif flat.wholes and twin.steps_without_gradient and shard.is_offloaded:
             yield _Claim(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,29 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(master, gradient, exp_avg, exp_avg_sq, step count): one update of the first and of the moments, in place."""
 
 
+class Counts:
+    """Numbers of an optimizer that its step changes, besides each parameter's state, as they are now.
+
+    Args:
+        names: attributes of the optimizer, and options of its groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+        self._own = {key: _copied(value) for key, value in optimizer.__dict__.items() if key in names}
+        self._groups = [{key: _copied(group[key]) for key in names if key in group} for group in optimizer.param_groups]
+
+    @property
+    def own(self) -> dict[str, Any]:
+        return {key: _copied(value) for key, value in self._own.items()}
+
+    def group(self, index: int) -> dict[str, Any]:
+        return {key: _copied(value) for key, value in self._groups[index].items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 class Twin:
     """Steps of an optimizer over other tensors than its groups': same class, same options as of now, no hooks.
 
@@ -24,6 +47,7 @@ class Twin:
         fuse: use the fused kernel where the optimizer has one and its user left that open.
         wholes: it steps over parameters of true shape, on the device and as it would by itself.
         steps_without_gradient: it changes parameters that have no gradient, too.
+        counts: what every stretch is to find as it was before the optimizer's own step, where a step changes that.
     """
 
     def __init__(
@@ -33,6 +57,7 @@ class Twin:
         *,
         wholes: bool = False,
         steps_without_gradient: bool = False,
+        counts: Counts | None = None,
     ) -> None:
         skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
         self._kind = type(optimizer)
@@ -40,6 +65,7 @@ class Twin:
         self._twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
         options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
         self._options = [options_of(group) for group in optimizer.param_groups]
+        self._counts = counts
         self.steps_without_gradient = steps_without_gradient
         torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
@@ -60,6 +86,9 @@ class Twin:
         param.grad = grad
         twin = self._twin
         twin.param_groups = [{**self._options[group], "params": [param]}]
+        if self._counts is not None:
+            twin.__dict__.update(self._counts.own)
+            twin.param_groups[0].update(self._counts.group(group))
         twin.state.clear()
         if state:
             twin.state[param] = state
@@ -132,7 +161,7 @@ def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
 def _own_options(group: dict[str, Any]) -> dict[str, Any]:
     """A scheduler writes to tensors while the step goes on."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in options.items()}
+    return {key: _copied(value) for key, value in options.items()}
 
 
 def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:

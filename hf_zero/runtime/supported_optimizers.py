@@ -95,8 +95,6 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
     if needs is Needs.ELEMENTS:
         return False
     mixes = _mixes(optimizer) if cut or offloaded else None
-    if mixes is None and offloaded:
-        mixes = _count_of_its_own(optimizer)
     if mixes is not None:
         places = ["where ranks share the parameters out, each with the whole of some"] if cut else []
         places += ["where its state is offloaded and updated one parameter after another"] if offloaded else []
@@ -107,6 +105,31 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
             f"{'' if offloaded else 'ZeroConfig(stage=0) on any number of ranks, or '}{where}"
         )
     return True
+
+
+def counted(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Numbers that a step changes besides each parameter's state (`k` of schedule-free optimizers): attributes of the
+    optimizer, and options of its groups. Of a step that is made stretch by stretch each must find them as they were before.
+
+    Raises:
+        UnsupportedOptimizerError: a step in which no parameter has a gradient leaves them as they are: that is the optimizer's
+            own, where all its parameters are offloaded.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim"):
+        return frozenset()
+    found: frozenset[str] = frozenset()
+    missed: frozenset[str] = frozenset()
+    with suppress(Exception):  # it was asked what it needs, and said it
+        for trial in _trials(optimizer):
+            found |= trial.counted(with_gradient=True)
+            missed |= trial.counted(with_gradient=True) - trial.counted(with_gradient=False)
+    if missed:
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} cannot run where state is offloaded: it changes {sorted(missed)[0]!r} only in steps in which "
+            f"a parameter has a gradient, and its own step sees none there. Use {_OTHERS}, or set offload_optimizer='none'"
+        )
+    return found
 
 
 def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
@@ -226,13 +249,6 @@ def _mixes(optimizer: torch.optim.Optimizer) -> str | None:
         return f"it could not be tried on small examples ({type(error).__name__}: {error})"
 
 
-def _count_of_its_own(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the optimizer counts besides each parameter's state: every parameter that is stepped by itself would count there."""
-    with suppress(Exception):
-        return next((why for trial in _trials(optimizer) if (why := trial.counted())), None)
-    return None
-
-
 def _odd_state(optimizer: torch.optim.Optimizer) -> tuple[Needs, str] | None:
     """What the state that it makes asks for; None where that is one value or one per element. One that cannot be tried may
     have any."""
@@ -324,15 +340,15 @@ class _Trial:
         twin = self._stepped([[param]], [])
         return param.grad is not None or bool(twin.state) or not torch.equal(param.detach(), self._values[0])
 
-    def counted(self) -> str | None:
-        """What a step changes of the optimizer's own numbers, or of its groups'."""
-        twin: Any = self._run(lambda tensor: tensor)[1]
+    def counted(self, *, with_gradient: bool) -> frozenset[str]:
+        """What a step changes of the optimizer's own numbers, and of its groups'."""
+        param = nn.Parameter(self._values[0].clone())
+        grads = [(param, lambda grad: grad.clone())] if with_gradient else []
+        twin: Any = self._stepped([[param]], grads)
         before = {**self._optimizer.__dict__, **self._options}
         after = {key: value for key, value in {**twin.__dict__, **twin.param_groups[0]}.items() if key != "params"}
-        for key, value in after.items():
-            if isinstance(value, (int, float, Tensor)) and key in before and repr(before[key]) != repr(value):
-                return f"it keeps {key!r} for all its parameters together, which a step changes"
-        return None
+        numbers = {key for key, value in after.items() if isinstance(value, (int, float, Tensor)) and key in before}
+        return frozenset(key for key in numbers if repr(before[key]) != repr(after[key]))
 
     def stepped_once(self) -> torch.optim.Optimizer:
         del self._values[2:]
@@ -364,15 +380,21 @@ class _Trial:
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Of the same class and settings over these groups, without state."""
+    """Of the same class and settings over these groups, without state. Tensors among the settings are copies."""
     twin = object.__new__(type(optimizer))
     skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
+    own = {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
+    twin.__dict__.update({key: _apart(value) for key, value in own.items()})
+    groups = [{key: value if key == "params" else _apart(value) for key, value in group.items()} for group in groups]
     torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
     train = getattr(twin, "train", None)
     if callable(train):  # schedule-free ones step in that mode only
         train()
     return twin
+
+
+def _apart(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _has_place(value: Any) -> bool:

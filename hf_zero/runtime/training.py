@@ -315,6 +315,7 @@ class Training:
                 self._take_methods(optimizer)
         if self.config.offloads:
             over_wholes = [binding for binding in self.bindings if isinstance(binding, WholeBinding)]
+            self.offload.counted = {index: self._assembly.counted[index] for index in range(len(optimizers))}
             self.offload.over_wholes = {binding.index: binding.steps_without_gradient for binding in over_wholes}
 
     def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
@@ -482,7 +483,7 @@ class Training:
         if self._checks is not None:
             has_closure = arguments is not None and not self.config.offloads
             self._checks.before_update(optimizer, binding.index, has_closure=has_closure)
-        self.offload.prepare_step()
+        self.offload.prepare_step(optimizer, binding.index)
         if attempt is not None:
             attempt.depth += 1
             if attempt.before is None:

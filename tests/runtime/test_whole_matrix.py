@@ -190,18 +190,6 @@ class Untried(Layerwise):
         super().step(closure)
 
 
-class Counts(Layerwise):
-    """Counts its steps by itself, for all parameters together."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, lr)
-        self.steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        super().step(closure)
-
-
 class TwoRules(torch.optim.Optimizer):
     """Muon-like for some groups, plain descent for others."""
 
@@ -365,9 +353,8 @@ def refused(rank: int, world: int, folder: str) -> None:
             assert "one rank with offload_optimizer='none'" in message
     model = Stack()
     engine = zero.shard(model, None, zero.ZeroConfig(stage=2, offload_optimizer="cpu"))
-    for build in (Global, Counts):
-        with pytest.raises(zero.UnsupportedOptimizerError, match=build.__name__):
-            engine.bind(build(model.parameters()))
+    with pytest.raises(zero.UnsupportedOptimizerError, match="Global"):
+        engine.bind(Global(model.parameters()))
     with pytest.raises(zero.UnsupportedOptimizerError, match=r"LBFGS.*keeps the parameters"):
         zero.shard(line := nn.Linear(3, 3), torch.optim.LBFGS(line.parameters()), zero.ZeroConfig(stage=0))
 

@@ -10,8 +10,9 @@ import hf_zero as zero
 from hf_zero.runtime.usage import at_rest
 from hf_zero.tiers.tier import Tier
 from tests.kit.deferred_wire import Mode
-from tests.runtime.test_models import token_loss
+from tests.runtime.test_models import Stack, token_loss
 from tests.runtime.test_ownership import plainly, trained
+from tests.runtime.test_whole_matrix import Layerwise
 from tests.runtime.test_whole_owners import (
     ALONE,
     Shampoo,
@@ -199,6 +200,54 @@ def in_replicas(rank: int, world: int, config: zero.ZeroConfig, folder: str) -> 
 def test_in_replicas(pools, tmp_path, tier):
     config = zero.ZeroConfig(stage=2 if tier == "none" else 3, replicas=2, offload_optimizer=tier)
     pools[4].run(in_replicas, config, str(tmp_path / "ck"))
+
+
+class Counts(Layerwise):
+    """Counts its steps for all parameters together, in `where`, and steps by one over that. By layers, or by elements."""
+
+    def __init__(self, params, where: str, by_layer: bool, idles: bool = True):
+        super().__init__(params)
+        self.k, self.where, self.by_layer, self.idles = 0, where, by_layer, idles
+        for group in self.param_groups:
+            group["k"] = torch.zeros(()) if where == "tensor" else 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.idles and all(p.grad is None for group in self.param_groups for p in group["params"]):
+            return
+        self.k += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    rate = self.rate(p) if self.by_layer else 1.0
+                    p.sub_(group["lr"] * rate * p.grad / (self.k if self.where == "own" else group["k"]))
+
+
+def counting(rank: int, world: int) -> None:
+    for where in ("own", "group", "tensor"):
+        for by_layer in (False, True):
+            runs = []
+            for settings in ({}, {"offload_optimizer": "cpu"}, {"offload_optimizer": "cpu", "step_in_backward": True}):
+                torch.manual_seed(0)
+                model = Stack()
+                opt = Counts(model.parameters(), where, by_layer)
+                zero.shard(model, opt, zero.ZeroConfig(stage=2, **settings))
+                trained(model, opt, rank, 0, 1, 2)
+                runs.append([zero.full_parameter(p) for p in model.parameters()])
+                assert (opt.k, float(opt.param_groups[0]["k"])) == (3, 3.0)
+            for other in runs[1:]:
+                assert all(torch.equal(p, q) for p, q in zip(runs[0], other, strict=True)), (where, by_layer)
+    model = Stack()
+    opt = Counts(model.parameters(), "own", False, idles=False)
+    with pytest.raises(zero.UnsupportedOptimizerError, match="it changes 'k' only in steps in which a parameter has"):
+        zero.shard(model, opt, zero.ZeroConfig(stage=2, offload_optimizer="cpu"))
+    zero.shard(model, opt, zero.ZeroConfig(stage=2))
+
+
+def test_what_an_optimizer_counts_for_all_parameters_together(pools):
+    """Every stretch of an offloaded step finds what was there before the step: before, it found one step too many."""
+    pools[1].run(counting)
 
 
 # What it takes -----------------------------------------------------------------------------------------------------------
