@@ -13,10 +13,11 @@ their owners. Slices are ragged then, not padded, maybe empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import ceil
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
@@ -68,6 +69,8 @@ class ParamSpec:
     step_cost: int = 0
     """0: the ranks share its elements out. Else it has one owner, and this is what the optimizer's step over it costs there, in
     any unit, the same for all parameters."""
+    state_bytes: tuple[int, ...] = ()
+    """With `step_cost`: bytes of each array of the state that its optimizer makes of it."""
     gathered_in: str = "none"
     """Format of codes in which its values travel where they are gathered, see `ZeroConfig.wire`; none: as they are."""
 
@@ -157,14 +160,21 @@ class Span:
     shards: int
     cuts: tuple[int, ...] = ()
     """Where ragged slices begin, and the end; empty where all slices are equal."""
+    wholes: tuple[Slot, ...] = ()
+    """Of an optimizer that steps over parameters whole: those in one rank's slice, the rank of `slice_numel`."""
+    share: float = 1.0
+    """How much of `wholes` counts, see `Layout.evened`."""
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
     """Whether an optimizer has it."""
     optimizer: int = field(init=False, repr=False, compare=False)
     """Which of the model's."""
+    is_whole: bool = field(init=False, repr=False, compare=False)
+    """Whether that one steps over parameters whole: no slice, and no tier, has a part of one."""
 
     def __post_init__(self) -> None:
         spec = self.slots[0].spec
+        object.__setattr__(self, "is_whole", spec.step_cost > 0)
         object.__setattr__(self, "trainable", spec.trainable)  # asked for span by span in every step
         object.__setattr__(self, "is_updated", spec.trainable and spec.group >= 0)
         object.__setattr__(self, "optimizer", spec.optimizer)
@@ -267,9 +277,21 @@ class Layout:
 
         def own(span: Span) -> Span:
             low, high = span.bounds(rank)
-            return replace(span, slice_numel=high - low) if span.cuts else span
+            return replace(span, slice_numel=high - low, wholes=_owned(span, rank), share=1.0) if span.cuts else span
 
-        units = (replace(unit, spans=tuple(map(own, unit.spans))) for unit in self.units)
+        return self._each(own)
+
+    def evened(self) -> Layout:
+        """The same from every rank: of ragged slices a rank has as much as the one that owns most, in equal parts of each."""
+        share = max(self.imbalance(), default=0.0) / self.shards
+
+        def even(span: Span) -> Span:
+            return replace(span, slice_numel=ceil(span.numel * share), wholes=span.slots, share=share)
+
+        return self._each(lambda span: even(span) if span.cuts else span) if share else self
+
+    def _each(self, of: Callable[[Span], Span]) -> Layout:
+        units = (replace(unit, spans=tuple(map(of, unit.spans))) for unit in self.units)
         return replace(self, units=tuple(units))
 
     def imbalance(self) -> tuple[float, ...]:
@@ -331,7 +353,13 @@ def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[
         for rank in range(shards):
             cuts.append(stops.get(rank, cuts[-1]))
         largest = max(high - low for low, high in pairwise(cuts))
-        return Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
+        span = Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
+        rank = next(rank for rank in range(shards) if cuts[rank + 1] - cuts[rank] == largest)
+        return replace(span, wholes=_owned(span, rank))
     per_shard = -(-offset // shards)
     slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
-    return Span(index, tuple(slots), offset, slice_numel, shards)
+    return Span(index, tuple(slots), offset, slice_numel, shards, wholes=tuple(slots) if specs[0].step_cost > 0 else ())
+
+
+def _owned(span: Span, rank: int) -> tuple[Slot, ...]:
+    return tuple(slot for slot in span.slots if span.owner(slot) == rank)

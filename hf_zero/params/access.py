@@ -9,17 +9,20 @@ they see this rank's own elements of the parameter, row-major, 1-D, often none.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..errors import RankMismatchError, StateError
 from ..runtime.deferred import Birth
 from ..runtime.engine import Engine, engine_of
 from ..runtime.ownership import owner_of
 from ..runtime.sharded import Of, Place, Sharded, gradient_of, master_of, state_of
+from ..tiers.array import OnDisk, in_memory
 from ..tiers.fingerprint import fingerprint
 
 Quantity = Literal["parameter", "gradient", "optimizer_state"]
@@ -103,6 +106,8 @@ def _read(
         case "optimizer_state":
             optimizer = engine.sharded.optimizer_of(place.flat)
             value, sliced = place.state(optimizer, name)
+            if place.flat.wholes is not None:
+                value = read(holder.wire, partial(in_memory, value), may_fail=whole and place.flat.storage.uses_disk)
             if whole and place.is_owned:
                 value = place.owners(value)
             if value is None:
@@ -176,10 +181,10 @@ def _set_state(held: HeldParameter, name: str, part: Tensor) -> None:
     if held.place.flat.wholes is not None:
         if held.place.is_owned and held.place.slot.spec.numel and not held.place.own_numel:
             return  # another rank's
-        if not isinstance(value, Tensor) or tuple(value.shape) != held.place.slot.spec.shape:
+        if not isinstance(value, (Tensor, OnDisk)) or tuple(value.shape) != held.place.slot.spec.shape:
             raise StateError(
                 f"the optimizer has no state {name!r} with one value per element of {held.name!r}: found "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+                f"{tuple(value.shape) if isinstance(value, (Tensor, OnDisk)) else value!r}"
             )
         value.copy_(part.view(value.shape))
         return

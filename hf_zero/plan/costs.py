@@ -170,18 +170,33 @@ def disk_bytes(span: Span, numel: int, tensors: int) -> int:
     return (1 + tensors) * padded(numel * itemsize(span.spec.master_dtype))
 
 
+def tensors_bytes(span: Span, numel: int, tier: Tier, setup: Setup) -> int:
+    """Optimizer states of `numel` elements that rest in `tier`; on disk, in whole pages.
+
+    Of parameters that the optimizer steps over whole: what it makes of each, of whatever shape.
+    """
+    if not span.is_whole:
+        nbytes = numel * itemsize(span.spec.master_dtype)
+        return setup.optimizer_tensors * (padded(nbytes) if tier is Tier.DISK else nbytes)
+    arrays = [nbytes for slot in span.wholes for nbytes in slot.spec.state_bytes] if numel else []
+    return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in arrays))
+
+
 def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
     """Optimizer states in `tier`, and masters that are a memory of their own; on disk, in whole pages.
 
     Where the masters on disk are the parameters themselves, these count as parameters, and all padding here.
     """
-    tensors = setup.optimizer_tensors
     if tier is not Tier.DISK:
-        states = placement.numel(tier) * itemsize(span.spec.master_dtype) * tensors
+        states = tensors_bytes(span, placement.numel(tier), tier, setup)
         return states + master_bytes(span, placement, tier, setup.policy)
     if is_in_files(span, placement, setup):
         return 0
-    arrays = sum(disk_bytes(span, numel, tensors) for place, numel in placement.optimizer if place is tier)
+    arrays = sum(
+        disk_bytes(span, numel, 0) + tensors_bytes(span, numel, tier, setup)
+        for place, numel in placement.optimizer
+        if place is tier
+    )
     if not placement.optimizer and placement.parameters is tier:
         arrays = disk_bytes(span, span.slice_numel, 0)
     return arrays - (slice_bytes(span) if _shares_array(span, placement) else 0)
@@ -497,11 +512,39 @@ def ring_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) ->
     count = largest = 0
     for span, placement in zip(layout.spans, placements):
         for tier, numel in placement.optimizer:
-            if tier is Tier.DISK:
+            if tier is Tier.DISK and not span.is_whole:
                 count += -(-numel // sizes.slab_numel)
                 slab = disk_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors)
                 largest = max(largest, slab)
     return min(sizes.slabs, count) * largest
+
+
+@dataclass(slots=True)
+class WholeBuffers:
+    """What parameters that are stepped over whole, and do not rest on the device, pass through."""
+
+    host: int = 0
+    """One is read, one updated, one written."""
+    cast: int = 0
+    """Host: a gradient that is cast, in the pool's scratch memory."""
+    device: int = 0
+    """Master, gradient and state of one, where the step is made there."""
+
+
+def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> WholeBuffers:
+    reads, cast, device = [], 0, 0
+    for span, placement in zip(layout.spans, placements):
+        master = itemsize(span.spec.master_dtype)
+        below = [tier for tier, numel in placement.optimizer if numel and tier is not Tier.DEVICE]
+        for tier in below if span.is_whole else ():
+            is_narrow = gradient_itemsize(span, Tier.HOST, setup) not in (0, master)
+            for slot in span.wholes:
+                nbytes, states = slot.spec.numel * master, slot.spec.state_bytes
+                if tier is Tier.DISK:
+                    reads.append(padded(nbytes) + sum(padded(each) for each in states))
+                cast = max(cast, nbytes) if is_narrow and setup.is_cpu else cast
+                device = device if setup.is_cpu else max(device, 2 * nbytes + sum(states))
+    return WholeBuffers(min(3, len(reads)) * max(reads, default=0), cast, device)
 
 
 def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
@@ -526,16 +569,19 @@ def memory_of(
             rest[tier][kind] += value
     high = passing_bytes(layout, placements, setup)
     blocks = scratch_bytes(layout, placements, setup) + ring_bytes(layout, placements, setup)
-    rest[Tier.HOST]["staging"] = blocks + high.resting_scratch
+    wholes = whole_buffers(layout, placements, setup)
+    rest[Tier.HOST]["staging"] = blocks + wholes.host + max(high.resting_scratch, wholes.cast)
     peak = {tier: dict(kinds) for tier, kinds in rest.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
-    host["staging"] = blocks + high.scratch
+    host["staging"] = blocks + wholes.host + high.scratch + wholes.cast
+    device["staging"] = wholes.device
     device["activations"], host["activations"] = activations
     most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
     highest = dict(most)
     most[Tier.DEVICE] += high.moment - high.gathered - high.communication
-    highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + high.device + device["activations"]
+    alone = high.device + device["activations"], wholes.device  # between passes, or as they begin
+    highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + max(alone)
     return Memory(rest, peak, highest, most)
 
 

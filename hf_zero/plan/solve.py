@@ -206,8 +206,20 @@ class PlanInputs:
 
 
 def solve(inputs: PlanInputs) -> tuple[Placement, ...] | None:
-    """Placements by span index that fit the budgets in the least predicted time; None where nothing fits."""
-    return _Program(inputs).fastest()
+    """Placements by span index that fit the budgets in the least predicted time; None where nothing fits.
+
+    The same tiers on every rank, also where ranks have unequal parts of spans: collectives have one order.
+    """
+    found = _Program(inputs).fastest()
+    return None if found is None else _sized(inputs.layout, found)
+
+
+def _sized(layout: Layout, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """With as many elements of ragged slices as this layout's."""
+    return tuple(
+        Placement(each.parameters, tuple((tier, span.slice_numel) for tier, _ in each.optimizer)) if span.cuts else each
+        for span, each in zip(layout.spans, placements)
+    )
 
 
 def fits(inputs: PlanInputs) -> bool:
@@ -233,8 +245,9 @@ class _Program:
     """
 
     def __init__(self, inputs: PlanInputs) -> None:
+        self._layout = inputs.layout
+        self._inputs = inputs = replace(inputs, layout=inputs.layout.evened())
         layout, setup, machine = inputs.layout, inputs.setup, inputs.machine
-        self._inputs = inputs
         parameters, optimizer = TIERS_OF[inputs.config.offload_params], TIERS_OF[inputs.config.offload_optimizer]
         self._slowest: list[Slowest] = list(product(parameters, optimizer))
         kinds: dict[tuple[object, ...], list[tuple[Span, int]]] = {}
@@ -242,7 +255,8 @@ class _Program:
             for span in unit.spans:
                 spec = span.spec
                 types = spec.compute_dtype, spec.master_dtype, spec.gathered_in
-                key = (*types, span.is_updated, span.slice_numel, span.numel, used)
+                whole = span.share, *(slot.spec.state_bytes for slot in span.wholes)
+                key = (*types, span.is_updated, span.slice_numel, span.numel, used, span.is_whole, whole)
                 kinds.setdefault(key, []).append((span, used))
         self._kinds = [[span for span, _ in members] for members in kinds.values()]
         modes = [_modes(span, parameters, optimizer) for (span, _), *_ in kinds.values()]
@@ -250,6 +264,8 @@ class _Program:
         n = len(self._columns)
         counts = sorted({(kind, mode[0]) for kind, mode in self._columns}, key=lambda at: (at[0], TIERS.index(at[1])))
         self._n, self._size = n, n + len(PHASES) + len(counts)
+        self._integers = (np.arange(self._size) >= n + len(PHASES)).astype(int)
+        self._integers[:n] = [self._kinds[kind][0].is_whole for kind, _ in self._columns]
 
         self._bytes = {tier: np.zeros(self._size) for tier in TIERS}
         times: dict[tuple[str, str], _Array] = {}
@@ -296,9 +312,19 @@ class _Program:
             return found
         for name, tiers, _ in budgets.rows():  # in whole blocks the fastest ones are too large: does another one fit?
             found = self.smallest(name, tiers)
-            if found is not None and not budgets.excess(self._inputs.memory(found)):
+            if found is not None and not self._excess(budgets, found):
                 return found
         return None
+
+    def _excess(self, budgets: Budgets, placements: Sequence[Placement]) -> dict[str, int]:
+        """Bytes by which any rank may be over each limit."""
+        over = budgets.excess(self._inputs.memory(placements))
+        if self._layout is not self._inputs.layout and self._layout.imbalance():
+            for rank in range(self._layout.shards):
+                seen = replace(self._inputs, layout=self._layout.seen_from(rank))
+                for name, value in budgets.excess(seen.memory(_sized(seen.layout, placements))).items():
+                    over[name] = max(value, over.get(name, 0))
+        return over
 
     def smallest(self, name: str, tiers: Sequence[Tier]) -> tuple[Placement, ...] | None:
         """With the fewest bytes in these tiers, without a limit on them."""
@@ -341,7 +367,7 @@ class _Program:
             if x is None:
                 return None
             placements = self._spans(x)
-            over = budgets.excess(self._inputs.memory(placements))
+            over = self._excess(budgets, placements)
             if not over:
                 return placements
             # Whole blocks and pages take a little more than the program knew: leave that much free.
@@ -380,7 +406,7 @@ class _Program:
         matrix, low, high = zip(*rows)
         found = milp(
             cost / (np.abs(cost).max() or 1.0),
-            integrality=(np.arange(self._size) >= self._n + len(PHASES)).astype(int),
+            integrality=self._integers,
             bounds=Bounds(np.zeros(self._size), np.where(allowed, self._most, 0.0)),
             constraints=LinearConstraint(np.array(matrix), low, high),
             options={"mip_rel_gap": GAP, "node_limit": NODES},
@@ -419,6 +445,9 @@ def _cut(
     stops[-1] = len(spans) * numel
     for place, span in enumerate(spans):
         low, high, stretches, start = place * numel, (place + 1) * numel, [], place * numel
+        if span.is_whole:  # in one tier, also without elements
+            stretches = [(next(tier for tier, stop in zip(used, stops) if high <= stop), numel)]
+            start = high
         for tier, stop in zip(used, stops):
             end = min(max(stop, low), high)
             if end > start:

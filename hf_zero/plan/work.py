@@ -9,7 +9,16 @@ from ..comm.codec import CODECS, fits, gather_codec
 from ..core.layout import Layout, Span, itemsize
 from ..core.precision import dtype_of
 from ..tiers.tier import Tier
-from .costs import Placement, Setup, gradient_itemsize, shares_memory, stored_itemsize, uses_of, wire_dtype
+from .costs import (
+    Placement,
+    Setup,
+    gradient_itemsize,
+    shares_memory,
+    stored_itemsize,
+    tensors_bytes,
+    uses_of,
+    wire_dtype,
+)
 from .machine import Machine
 
 PASSES, STEP, AFTER = "passes", "step", "after"
@@ -152,7 +161,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     arrivals = setup.backward_per_step if setup.world_size == 1 else sends
     fresh = compute if setup.world_size == 1 else master
     for tier, numel in shards:
-        touched = 2 * (1 + setup.optimizer_tensors) * master + (0 if same else compute)
+        states = tensors_bytes(span, numel, Tier.HOST, setup) / max(1, numel)  # per element
+        touched = 2 * (master + states) + (0 if same else compute)
         if tier is Tier.DEVICE:
             add(STEP, "device", numel, touched + master)
             if own is not Tier.DEVICE:
@@ -161,12 +171,18 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
                 add(STEP, "write", numel, compute)
             continue
         add(PASSES, "down", arrivals * numel, fresh)
-        add(STEP, "host", numel, touched + (gradient_itemsize(span, tier, setup) or fresh))
+        gradient = gradient_itemsize(span, tier, setup) or fresh
+        if span.is_whole and not setup.is_cpu:  # what is needed for the step comes up for it
+            add(STEP, "up", numel, master + states + gradient)
+            add(STEP, "device", numel, touched + master)
+            add(STEP, "down", numel, master + states)
+        else:
+            add(STEP, "host", numel, touched + gradient)
         if own is Tier.DEVICE:
             add(STEP, "up", numel, compute)
         if tier is Tier.DISK:
-            add(STEP, "read", numel, (1 + setup.optimizer_tensors) * master)
-            add(STEP, "write", numel, (1 + setup.optimizer_tensors) * master)
+            add(STEP, "read", numel, master + states)
+            add(STEP, "write", numel, master + states)
         if own is Tier.DISK and not (same and tier is own):
             add(STEP, "write", numel, compute)
     return work

@@ -20,6 +20,7 @@ from .optimizer import Binding, take_state
 from .schedule import Schedule
 from .sharded import Sharded
 from .transaction import HeldSignals
+from .whole_optimizer import WholeBinding
 from .writes import WriteWatch
 
 
@@ -205,6 +206,10 @@ class BoundOptimizers:
             if optimizer not in self._taken:
                 self._taken.add(optimizer)
                 self._take_methods(optimizer)
+        if self._config.offloads:
+            over_wholes = [binding for binding in self.bindings if isinstance(binding, WholeBinding)]
+            self._offload.counted = {index: self._assembly.counted[index] for index in range(len(optimizers))}
+            self._offload.over_wholes = {binding.index: binding.steps_without_gradient for binding in over_wholes}
         if self._config.is_auto:
             free = partial(self._offload.free_host_bytes, self._offload.ranks_here)
             self._offload.monitor = Monitor(self._sharded, free)

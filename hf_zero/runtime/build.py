@@ -26,7 +26,7 @@ from .optimizer import Binding, originals_of, state_tensors
 from .ownership import adopt, release
 from .reads import AsTheyAre
 from .sharded import Place, Sharded
-from .supported_optimizers import needs_wholes, step_cost
+from .supported_optimizers import counted, needs_wholes, state_bytes, step_cost
 from .unit import State, Unit
 from .whole_optimizer import WholeBinding
 
@@ -34,13 +34,28 @@ Groups = list[list[nn.Parameter]]
 """An optimizer's groups, as the model's parameters."""
 
 
+class WholeCosts:
+    """What parameters cost that one optimizer steps over whole."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def put_on(self, spec: ParamSpec) -> ParamSpec:
+        """The spec of one of its parameters, with what a step over it costs and its state takes."""
+        key = spec.group, spec.shape, spec.master_dtype
+        if key not in self._known:
+            self._known[key] = state_bytes(self._optimizer, spec.group, spec.shape, dtype_of(spec.master_dtype))
+        return replace(spec, step_cost=step_cost(self._optimizer, spec.shape), state_bytes=self._known[key])
+
+
 class Assembly:
     """The units of one model, and which parameter is where.
 
     Attributes:
         sharded: the model, and what is built.
-        step_costs: by optimizer: where its parameters have one owner each, what a step over one of some shape costs; else
-            None.
+        owned: by optimizer: where it steps over parameters whole, what one of some shape costs; else None.
+        counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
 
     Raises:
         ConfigError: it was born on another number of ranks.
@@ -53,7 +68,8 @@ class Assembly:
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
-        self.step_costs: list[Callable[[Sequence[int]], int] | None] = []
+        self.owned: list[WholeCosts | None] = []
+        self.counted: list[frozenset[str]] = []
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
         _check_births(sharded.names, sharded.wire)
@@ -80,11 +96,12 @@ class Assembly:
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
 
     def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
-        """With one owner for each parameter that its optimizer must have whole, where ranks share the model out."""
-        if not any(self.step_costs):
+        """With what a step costs over each parameter that its optimizer must have whole; where ranks share the model out, such
+        a parameter has one owner."""
+        if not any(self.owned):
             return specs
-        costs = [self.step_costs[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
-        return [spec if cost is None else replace(spec, step_cost=cost(spec.shape)) for spec, cost in zip(specs, costs)]
+        costs = [self.owned[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
+        return [spec if cost is None else cost.put_on(spec) for spec, cost in zip(specs, costs)]
 
     def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
         """Of one unit, with these parameters in a cohort of their own."""
@@ -106,16 +123,17 @@ class Assembly:
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
         """The layout that these specs make; nothing changes."""
-        return self._drafter.layout(specs, self.sharded.layout.shards).seen_from(self.sharded.wire.rank)
+        wire = self.sharded.wire
+        return self._drafter.layout(specs, self.sharded.layout.shards).seen_from((wire.shard_group or wire).rank)
 
     @contextmanager
     def tried(self) -> Iterator[None]:
         """Around `kinds_of_binding` and what may refuse an optimizer, on any rank: owners stay what they were then."""
-        before = self.step_costs
+        before = self.owned, self.counted
         try:
             yield
         except BaseException:
-            self.step_costs = before
+            self.owned, self.counted = before
             raise
 
     def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
@@ -134,7 +152,8 @@ class Assembly:
         cuts = sharded.layout.shards > 1
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = [needs_wholes(each, sharded.names, cut=cuts, offloaded=offloaded) for each in optimizers]
-        self.step_costs = [partial(step_cost, each) if cuts and is_ else None for each, is_ in zip(optimizers, wholes)]
+        self.counted = [counted(each) if offloaded else frozenset() for each in optimizers]
+        self.owned = [WholeCosts(each) if is_ else None for each, is_ in zip(optimizers, wholes)]
         return [WholeBinding if is_ else Binding for is_ in wholes]
 
     def originals(self, optimizers: Sequence[torch.optim.Optimizer], bound: Sequence[Binding]) -> list[Groups]:

@@ -34,7 +34,6 @@ from .pieces import OptimizerPieces
 from .preemption import Preemption
 from .training import Training
 from .usage import Usage, report
-from .whole_optimizer import WholeBinding
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
@@ -386,20 +385,15 @@ class Engine:
             include: of `parameters`, `gradients`, `optimizer` (masters and state, with their gradients).
 
         Raises:
-            ConfigError: another name; an optimizer that has parameters of true shape.
+            ConfigError: another name.
             StateError: states are away already.
         """
-        for binding in self.training.optimizers.bindings:
-            if isinstance(binding, WholeBinding):
-                raise ConfigError(
-                    f"offload_states: {type(binding.optimizer).__name__} steps over whole parameters, whose state does not "
-                    "move: use an element-wise optimizer"
-                )
         self.sharded.refuse_unsharded("offload_states")
         with self._wire.watch.doing("Engine.offload_states"):
             self.training.flush()
             self.quiesce()
             self.offload.leave(include, self.sharded.optimizer_of)
+            self.training.show_grads()
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
@@ -410,6 +404,7 @@ class Engine:
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back(self.sharded.optimizer_of)
             self.training.gradients.show_slices()
+            self.training.show_grads()
 
     @property
     def wire(self) -> SoloWire:

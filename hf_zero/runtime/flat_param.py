@@ -6,7 +6,7 @@ A gathered parameter's `.data` is its view of the span's buffer (`span_values`);
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from ..comm.wire import SoloWire
 from ..config import StagePolicy
 from ..core.layout import Span
 from ..core.precision import Precision, dtype_of
-from ..errors import StateError
 from ..plan.costs import Placement
 from ..tiers.pool import Storage
 from .reads import Lender, plain_class, released_class
@@ -76,9 +75,6 @@ class Flat(SpanValues):
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         self.shown_dtype: torch.dtype | None = None
         """Another type than `views`' in which parameters are shown, see `show_in`."""
-        self.wholes: dict[int, nn.Parameter] | None = None
-        """By place in `params`, a view of the master of true shape of each that this rank owns, where the optimizer has those
-        (`whole_optimizer.WholeBinding`)."""
         self._base, self._addresses = -1, [0] * len(self.params)
         size = self.full.element_size()
         self._distances = [slot.offset * size if slot.spec.numel else None for slot in self.span.slots]
@@ -194,9 +190,6 @@ class Flat(SpanValues):
     def leave_storage(self) -> None:
         old, addresses = self._full_storage, self.addresses
         super().leave_storage()
-        if self.wholes:
-            for index, place in self.own_wholes(self.shards[0].master.detach()):
-                self.wholes[index].data = place
         for index, (param, address) in enumerate(zip(self.params, addresses)):
             if param.data_ptr() == address:
                 self.show(index, self.views[index])
@@ -238,35 +231,6 @@ class Flat(SpanValues):
                     for key, value in entries.items()
                 },
             )
-
-    def make_wholes(self) -> None:
-        """No parameter of the span is cut: one shard, in the device's memory."""
-        if (self.span.shards > 1 and not self.span.cuts) or not self.in_memory:
-            raise StateError(
-                f"the span of {self.span.spec.name!r} is cut: an optimizer cannot have its parameters whole"
-            )
-        master = self.shards[0].master.detach()
-        self.wholes = {index: nn.Parameter(part) for index, part in self.own_wholes(master)}
-
-    def own_wholes(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Of values over the slice, which parameters are cut by no boundary: the place in `params` of each, and its view."""
-        low, high = self.span.bounds(self.rank)
-        for index, slot in enumerate(self.span.slots):
-            if low <= slot.offset and slot.stop <= high and self.span.owner(slot) == self.rank:
-                yield index, values[slot.offset - low : slot.stop - low].view(slot.spec.shape)
-
-    def whole_entries(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-        """By place in `params`, the optimizer's state of this rank's wholes; nothing where there are none."""
-        return {index: optimizer.state.get(whole, {}) for index, whole in (self.wholes or {}).items()}
-
-    def settle_wholes(self) -> None:
-        """A whole that was given other memory (`p.data = …`): its values are the master's."""
-        wholes = self.wholes or {}
-        for index, place in self.own_wholes(self.shards[0].master.detach()):
-            whole = wholes[index]
-            if place.numel() and whole.data_ptr() != place.data_ptr():
-                place.copy_(whole.detach())
-                whole.data = place
 
 
 def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:

@@ -35,6 +35,7 @@ from .offloaded_shard import DiskShard
 from .shadow_optimizer import Twin
 from .state_shard import MASTER, Shard, is_elementwise
 from .unit import Unit
+from .whole_step import WholeSteps
 
 
 @dataclass(eq=False)
@@ -88,6 +89,8 @@ class _Claim:
     grad: Tensor
     coefficient: Tensor | None
     move: Inflight | None
+    present: list[bool]
+    """By place in the span, whether the parameter has a gradient."""
 
 
 class Stepper:
@@ -121,6 +124,7 @@ class Stepper:
         self._lanes: list[Tensor] = []
         self._lanes_made = 0
         self._current: Step | None = None
+        self._wholes = WholeSteps(storage, self, self._own, partial(self._drain, 0))
 
     def _own(self, nbytes: int) -> None:
         """Buffers were made; negative: given up."""
@@ -140,7 +144,7 @@ class Stepper:
         """
         self.check()
         for unit in units:
-            claims = [claim for flat in unit.trained if _is_of(flat, index) for claim in _claims(flat)]
+            claims = [claim for flat in unit.trained if _is_of(flat, index) for claim in _claims(flat, twin)]
             if not claims:
                 continue
             step = Step(claims, twin, optimizer, optimizer.state, after, self)
@@ -148,7 +152,7 @@ class Stepper:
             with self._lock:
                 self._queued += 1
                 for claim in claims:
-                    if isinstance(claim.shard, DiskShard):
+                    if isinstance(claim.shard, DiskShard) and claim.flat.wholes is None:
                         self._ahead.extend((claim.shard, start) for start in claim.shard.slabs)
             self._pool.submit(self._run, step)
 
@@ -174,6 +178,7 @@ class Stepper:
         self._pool.shutdown(wait=True)
         self._slabs.clear()
         self._lanes.clear()
+        self._wholes.forget()
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
@@ -210,6 +215,9 @@ class Stepper:
         shard, flat = claim.shard, claim.flat
         group = flat.span.spec.group
         state = step.states
+        if flat.wholes is not None:
+            self._wholes.update(flat, shard, claim.grad, claim.coefficient, claim.present, step.twin, state, step.after)
+            return
         goes_out = not shard.aliased  # block by block, while it is in the cache
 
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
@@ -446,6 +454,7 @@ class Stepper:
             with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
                 read.close()
         self._reading.clear()
+        self._wholes.forget()
         # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.
         self._slabs.clear()
         self._lanes.clear()
@@ -466,8 +475,12 @@ def _is_of(flat: Flat, index: int) -> bool:
     return spec.group >= 0 and spec.optimizer == index
 
 
-def _claims(flat: Flat) -> Iterable[_Claim]:
+def _claims(flat: Flat, twin: Twin) -> Iterable[_Claim]:
+    # In backward nobody knows yet which parameters have none on any rank: that is zeros then, as for all of a span.
+    present = [True] * len(flat.params) if flat.storage.transient else flat.present
     for shard in flat.shards:
         found = shard.claim()
         if found is not None:
-            yield _Claim(flat, shard, *found)
+            yield _Claim(flat, shard, *found, present)
+        elif flat.wholes and twin.steps_without_gradient and shard.is_offloaded:
+            yield _Claim(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))

@@ -50,7 +50,10 @@ class Movable:
         """Bytes of one shard's master and `states` optimizer states, or of parameters; none where they are other memory."""
         if self.shard is None:
             return self.flat.span.slice_numel * self.flat.compute_dtype.itemsize
-        shard = self.flat.shards[self.shard]
+        shard, span = self.flat.shards[self.shard], self.flat.span
+        if span.is_whole:
+            state_bytes = sum(nbytes for slot in span.wholes for nbytes in slot.spec.state_bytes)
+            return state_bytes + (0 if shard.aliased else shard.numel * shard.dtype.itemsize)
         states = states if shard.master.requires_grad else 0
         return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
 

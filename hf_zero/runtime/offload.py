@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 from .host_step import Stepper
 from .moves import Arrangement, Monitor, OptimizerOf
-from .shadow_optimizer import Twin
+from .shadow_optimizer import Counts, Twin
 from .transports import Roads
 from .unit import Unit
 from .writes import Step
@@ -54,6 +54,11 @@ class Offload:
         self.storage.make_room = self._make_room
         self.stepper: Stepper | None = None
         self.monitor: Monitor | None = None
+        self.over_wholes: Mapping[int, bool] = {}
+        """Which optimizers step over parameters of true shape, and whether they change those without a gradient, too."""
+        self.counted: Mapping[int, Collection[str]] = {}
+        """Of optimizers that a step changes, and not the states of their parameters alone: which numbers."""
+        self._counts: Counts | None = None
         self._away: Arrangement | None = None
         self._stepped: set[Unit] = set()  # in this backward already
         self._before: Step | None = None  # the last of them
@@ -83,7 +88,7 @@ class Offload:
 
     # The step ---------------------------------------------------------------------------------------------------------
 
-    def prepare_step(self) -> None:
+    def prepare_step(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         """Before the optimizer's own step, which is for what rests on the device. It may raise, and be tried again: nothing
         is updated before it has succeeded.
 
@@ -92,6 +97,8 @@ class Offload:
         """
         self.check()
         self._is_due = True
+        counted = self.counted.get(index)
+        self._counts = Counts(optimizer, counted) if counted else None
         offloaded = [unit for unit in self._units if not unit.in_memory] if self._config.offloads else []
         self._mark = self.storage.link.mark() if offloaded else None
         for unit in offloaded:
@@ -118,7 +125,7 @@ class Offload:
         mark, self._mark = self._mark, None
         if left:
             self._under_way.update(dict.fromkeys(left))
-            self._stepping().begin(left, optimizer, index, self._new_twin(optimizer), mark)
+            self._stepping().begin(left, optimizer, index, self._new_twin(optimizer, index, self._counts), mark)
 
     def end_step(self, index: int) -> None:
         """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again.
@@ -184,7 +191,8 @@ class Offload:
                 "the last of a step must be inside engine.no_sync() (accelerator.accumulate), and a unit used in one pass only"
             )
         if not self._stepped or self._twin is None:
-            self._twin = self._new_twin(optimizer)
+            counted = self.counted.get(0)  # its own step comes after the backward
+            self._twin = self._new_twin(optimizer, 0, Counts(optimizer, counted) if counted else None)
         self._stepped.add(unit)
         unit.release()
         unit.close()
@@ -275,9 +283,12 @@ class Offload:
             self.stepper = Stepper(self.storage, None if self._device.type == "cpu" else share)
         return self.stepper
 
-    def _new_twin(self, optimizer: torch.optim.Optimizer) -> Twin:
+    def _new_twin(self, optimizer: torch.optim.Optimizer, index: int, counts: Counts | None) -> Twin:
+        if index in self.over_wholes:
+            forces = self.over_wholes[index]
+            return Twin(optimizer, fuse=False, wholes=True, steps_without_gradient=forces, counts=counts)
         # On a CPU device the in-memory run would not take the fused kernel either, and results are to be equal.
-        return Twin(optimizer, fuse=self._device.type != "cpu")
+        return Twin(optimizer, fuse=self._device.type != "cpu", counts=counts)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..comm.inflight import Inflight, together
 from ..errors import StateError
-from ..tiers.array import DiskArray, OnDisk, OnDone, Values
+from ..tiers.array import DiskArray, OnDisk, OnDone, Shaped, Values, is_array
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier, padded
 from .slices import Slice
@@ -28,6 +29,7 @@ class HostShard(Shard):
         self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
         self._move: Inflight | None = None
         self._landing: Tensor | None = None
+        self._is_viewed = False  # wholes show parts of the gradient: it is scaled at once
 
     def _hold(self, values: Tensor) -> Tensor:
         return self.storage.link.empty(self.numel, self.dtype, self._travels).copy_(values)
@@ -102,7 +104,7 @@ class HostShard(Shard):
         grad = self.grad
         if grad is None:
             return
-        if self.storage.wide:
+        if self.storage.wide or self._is_viewed:
             grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
             return
         if self.coefficient is not None:
@@ -129,6 +131,15 @@ class HostShard(Shard):
         if self._move is not None or self._landing is not None:
             self.land()
         self._grad = self.coefficient = None
+        self._is_viewed = False
+
+    def grad_of_wholes(self) -> Tensor | None:
+        grad = self._grad
+        if grad is None or grad.dtype != self.dtype or self._move is not None or self.storage.transient:
+            return None
+        self._apply_coefficient(grad)
+        self._is_viewed = True
+        return grad
 
     def release_buffer(self) -> None:
         self.drop_grad()
@@ -200,6 +211,8 @@ class DiskShard(HostShard):
         self._array: DiskArray | None = None
         self._states: dict[str, DiskArray] = {}
         self._new: dict[str, DiskArray] = {}  # arrays of states that the optimizer does not have yet
+        self._whole_states: dict[nn.Parameter, dict[str, Shaped]] = {}
+        self._new_whole_states: dict[nn.Parameter, dict[str, Shaped]] = {}
 
     @staticmethod
     def over(storage: Storage, array: DiskArray) -> DiskShard:
@@ -231,7 +244,13 @@ class DiskShard(HostShard):
 
     def _arrays(self) -> list[DiskArray]:
         values = [] if self._array is None else [self._array]
-        return [*values, *self._states.values(), *self._new.values()]
+        shaped = [each for of in (self._whole_states, self._new_whole_states) for each in of.values()]
+        return [
+            *values,
+            *self._states.values(),
+            *self._new.values(),
+            *(_array(s) for of in shaped for s in of.values()),
+        ]
 
     @property
     def in_files(self) -> bool:
@@ -285,6 +304,47 @@ class DiskShard(HostShard):
         super().forget(optimizer)
         self.keep_states(())
 
+    # States of wholes: each array of numbers is one on disk, whatever its shape; single values are in host memory -------
+
+    def whole_entries(self, states: Mapping[Any, dict[str, Any]], whole: nn.Parameter) -> dict[str, Any]:
+        return super().whole_entries(states, whole) | self._whole_states.get(whole, {})
+
+    def whole_at_rest(
+        self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = [key for key, value in entries.items() if is_array(value) and value.numel()]
+        for name in names:
+            value = entries[name]
+            room = self.new_whole_state(whole, name, value.dtype, value.shape)
+            if not (isinstance(value, Shaped) and value.source is room.source):
+                room.copy_(value)
+        self.keep_whole_states(whole, names)
+        return super().whole_at_rest(whole, {key: value for key, value in entries.items() if key not in names}, options)
+
+    def new_whole_state(self, whole: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Shaped:
+        for arrays in (self._whole_states, self._new_whole_states):
+            found = arrays.get(whole, {}).get(name)
+            if found is not None and (found.dtype, found.shape) == (dtype, torch.Size(shape)):
+                return found
+        new = self._new_whole_states.setdefault(whole, {})
+        if name in new:
+            _array(new.pop(name)).close()
+        new[name] = Shaped(DiskArray(self.storage.disk, math.prod(shape), dtype), shape)
+        return new[name]
+
+    def keep_whole_states(self, whole: nn.Parameter, names: Iterable[str]) -> None:
+        """The optimizer has these arrays of it, which have been written, and no others."""
+        old, new = self._whole_states.pop(whole, {}), self._new_whole_states.pop(whole, {})
+        kept = {name: new.get(name) or old[name] for name in names}
+        for shaped in (*old.values(), *new.values()):
+            if all(shaped is not each for each in kept.values()):
+                _array(shaped).close()
+        if kept:
+            self._whole_states[whole] = kept
+
+    def forget_whole(self, whole: nn.Parameter) -> None:
+        self.keep_whole_states(whole, ())
+
     # Slabs: what a step reads and writes at a time --------------------------------------------------------------------
 
     @property
@@ -327,6 +387,13 @@ class DiskShard(HostShard):
             name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
         }
         return together([arrays[name].write(start, part, on_done) for name, part in parts.items()])
+
+
+def _array(shaped: Shaped) -> DiskArray:
+    array = shaped.source
+    if not isinstance(array, DiskArray):
+        raise StateError("a state of a whole parameter rests in a file that is not this rank's")
+    return array
 
 
 SHARDS: dict[Tier, type[Shard]] = {Tier.DEVICE: DeviceShard, Tier.HOST: HostShard, Tier.DISK: DiskShard}

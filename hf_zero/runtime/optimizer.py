@@ -108,7 +108,12 @@ class Binding:
         self.optimizer.state = self._states = (
             SliceStates(states, names) if settle is None else SteppedStates(states, names, settle, self.forget_states)
         )
-        for flat in self.flats if before is not None else ():
+        if before is not None:
+            self._take_states(states)
+
+    def _take_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        """A program gave the optimizer these: what does not rest on the device goes to where it does."""
+        for flat in self.flats:
             for shard in flat.shards:
                 if shard.is_offloaded and shard.master in states:
                     shard.put(self.optimizer, states[shard.master])

@@ -16,7 +16,7 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, StateError
-from ..tiers.array import OnDisk, Values
+from ..tiers.array import OnDisk, Values, flat_of, is_array
 from .flat_param import Flat
 from .shadow_optimizer import refusal_of, states_of
 from .state_shard import Shard, assembled, is_elementwise
@@ -88,7 +88,7 @@ class OptimizerPieces:
         self._everyones: dict[str, dict[str, Any]] = {}  # by parameter that has one owner: its state, arrays as shapes
         self._optimizer = optimizer
         self._fresh: list[tuple[Shard, dict[str, Any]]] = []
-        self._fresh_wholes: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._fresh_wholes: list[tuple[Flat, int, dict[str, Any]]] = []
 
     @property
     def kind(self) -> str:
@@ -111,7 +111,7 @@ class OptimizerPieces:
     def written(self, rank: int, size: int) -> dict[str, list[Held]]:
         self._tell_others()
         out: dict[str, list[Held]] = {
-            state: [] for entries in self._everyones.values() for state, value in entries.items() if _is_array(value)
+            state: [] for entries in self._everyones.values() for state, value in entries.items() if is_array(value)
         }
         for flat in self._flats:
             parts = list(_parts_written(flat, rank, size))
@@ -121,10 +121,11 @@ class OptimizerPieces:
                     held += (_held(piece, value) for _, piece in extents(parts, [shard]))
             for spec, entries in self._whole_states(flat):
                 for state, value in entries.items():
-                    if _is_array(value):
+                    if is_array(value):
                         held = out.setdefault(state, [])
-                        if rank == 0 or flat.span.cuts:  # else all ranks have the same
-                            held.append((spec.name, Extent(value.detach().reshape(-1), 0, 0, value.numel())))
+                        # Of replicas the first writes; where nothing is cut all ranks have the same.
+                        if rank < (flat.span.shards if flat.span.cuts else 1):
+                            held.append((spec.name, Extent(flat_of(value), 0, 0, value.numel())))
         return out
 
     def described(self) -> dict[str, ParameterState]:
@@ -144,9 +145,9 @@ class OptimizerPieces:
             for spec, whole in self._known_states(flat):
                 arrays = {state: (dtypes[state], spec.shape) for state in sliced}
                 for state, value in whole.items():
-                    if _is_array(value):
+                    if is_array(value):
                         arrays[state] = (dtype_name(value.dtype), tuple(value.shape))
-                scalars = {key: value for key, value in whole.items() if not _is_array(value)}
+                scalars = {key: value for key, value in whole.items() if not is_array(value)}
                 out[spec.name] = ParameterState(spec.shape, arrays, scalars)
         return out
 
@@ -156,7 +157,7 @@ class OptimizerPieces:
             return
         mine = {
             flat.span.slots[index].spec.name: {
-                state: torch.empty(value.shape, dtype=value.dtype, device="meta") if _is_array(value) else value
+                state: torch.empty(value.shape, dtype=value.dtype, device="meta") if is_array(value) else value
                 for state, value in entries.items()
             }
             for flat in self._flats
@@ -223,8 +224,8 @@ class OptimizerPieces:
     def put(self, options: Sequence[Mapping[str, Any]]) -> None:
         for shard, entries in self._fresh:
             shard.put(self._optimizer, entries)
-        for param, entries in self._fresh_wholes:
-            self._optimizer.state[param] = entries
+        for flat, index, entries in self._fresh_wholes:
+            flat.put_whole(self._optimizer, index, entries)
         for group, values in zip(self._optimizer.param_groups, options):
             group.update(values)
 
@@ -255,23 +256,18 @@ class OptimizerPieces:
 
     def _room_of_wholes(self, flat: Flat, saved: Mapping[str, ParameterState]) -> Iterator[tuple[str, Held]]:
         """Parameters of true shape: each array of the shape it was saved with."""
-        group = self._optimizer.param_groups[flat.span.spec.group]
-        home = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        shard = flat.shards[0]
         for index, whole in (flat.wholes or {}).items():
             slot = flat.span.slots[index]
             one = saved.get(slot.spec.name)
             if one is None:
                 continue
             entries = dict(one.scalars)
-            for state, value in entries.items():
-                if isinstance(value, Tensor):
-                    entries[state] = value.to(home if state == "step" else flat.device)
             for state, (dtype, shape) in one.arrays.items():
                 if state != MASTER:
-                    values = torch.empty(shape, dtype=dtype_of(dtype), device=flat.device)
-                    entries[state] = values
-                    yield state, (slot.spec.name, Extent(values.view(-1), 0, 0, values.numel()))
-            self._fresh_wholes.append((whole, entries))
+                    entries[state] = values = shard.new_whole_state(whole, state, dtype_of(dtype), shape)
+                    yield state, (slot.spec.name, Extent(flat_of(values), 0, 0, values.numel()))
+            self._fresh_wholes.append((flat, index, entries))
 
 
 def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
@@ -311,10 +307,6 @@ def _master_of(flat: Flat, part: Extent[Slot]) -> Tensor:
     if values is None:
         raise StateError(f"span of {flat.span.spec.name!r} has no values")
     return values
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _only_master(state: ParameterState) -> ParameterState:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm.wire import SoloWire
 from ..errors import RankMismatchError
+from ..tiers.array import in_memory
 from ..tiers.fingerprint import fingerprint
 from .buffers import Buffers
 from .flat_param import Flat
@@ -300,7 +301,8 @@ def _single_states(flat: Flat, optimizer: torch.optim.Optimizer) -> Iterator[tup
     if flat.wholes is not None:
         if not flat.span.cuts:  # else each has one owner: there is nothing to compare
             for index, entries in flat.whole_entries(optimizer).items():
-                yield from ((flat.span.slots[index].spec.name, str(key), value) for key, value in entries.items())
+                for key, value in entries.items():
+                    yield flat.span.slots[index].spec.name, str(key), in_memory(value)
         return
     for key, elementwise in flat.state_names(optimizer).items():
         if not elementwise:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,56 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(master, gradient, exp_avg, exp_avg_sq, step count): one update of the first and of the moments, in place."""
 
 
+class Counts:
+    """Numbers of an optimizer that its step changes, besides each parameter's state, as they are now.
+
+    Args:
+        names: attributes of the optimizer, and options of its groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+        self._own = {key: _copied(value) for key, value in optimizer.__dict__.items() if key in names}
+        self._groups = [{key: _copied(group[key]) for key in names if key in group} for group in optimizer.param_groups]
+
+    @property
+    def own(self) -> dict[str, Any]:
+        return {key: _copied(value) for key, value in self._own.items()}
+
+    def group(self, index: int) -> dict[str, Any]:
+        return {key: _copied(value) for key, value in self._groups[index].items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 class Twin:
     """Steps of an optimizer over other tensors than its groups': same class, same options as of now, no hooks.
 
     Args:
         fuse: use the fused kernel where the optimizer has one and its user left that open.
+        wholes: it steps over parameters of true shape, on the device and as it would by itself.
+        steps_without_gradient: it changes parameters that have no gradient, too.
+        counts: what every stretch is to find as it was before the optimizer's own step, where a step changes that.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, fuse: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        fuse: bool,
+        *,
+        wholes: bool = False,
+        steps_without_gradient: bool = False,
+        counts: Counts | None = None,
+    ) -> None:
         skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
         self._kind = type(optimizer)
         self._twin: Any = object.__new__(self._kind)
         self._twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
-        self._options = [_host_options(group, fuse) for group in optimizer.param_groups]
+        options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
+        self._options = [options_of(group) for group in optimizer.param_groups]
+        self._counts = counts
+        self.steps_without_gradient = steps_without_gradient
         torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
         scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
@@ -42,18 +80,35 @@ class Twin:
         """Whether an update reads and writes memory once."""
         return bool(self._options[group].get("fused"))
 
-    def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""
         param = nn.Parameter(master, requires_grad=True)
         param.grad = grad
         twin = self._twin
         twin.param_groups = [{**self._options[group], "params": [param]}]
+        if self._counts is not None:
+            twin.__dict__.update(self._counts.own)
+            twin.param_groups[0].update(self._counts.group(group))
         twin.state.clear()
         if state:
             twin.state[param] = state
         self._kind.step(twin)
         found: dict[str, Any] = twin.state.get(param, {})
         return found
+
+    def step_whole(self, group: int, values: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
+        """As `step`, of a parameter of true shape: also without a gradient, and where the optimizer gives it other memory."""
+        found = self.step(group, values, grad, state)
+        param = self._twin.param_groups[0]["params"][0]
+        if values.numel() and param.data_ptr() != values.data_ptr():
+            values.copy_(param.detach())
+        return found
+
+    def single_state(self, group: int, key: str, value: Any, device: torch.device) -> Any:
+        """A single value of a whole's state, where a step on `device` has it."""
+        options = self._options[group]
+        is_there = key != "step" or options.get("fused") or options.get("capturable")
+        return value.to(device) if isinstance(value, Tensor) and is_there else value
 
 
 def _adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel | None:
@@ -101,6 +156,12 @@ def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
     if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
         options["fused"] = not options.get("differentiable")
     return options
+
+
+def _own_options(group: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler writes to tensors while the step goes on."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: _copied(value) for key, value in options.items()}
 
 
 def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:

@@ -51,7 +51,7 @@ def shard(
     Args:
         model: on its final device (see `device`), in its final type. `torch.compile(model)`, too: then its blocks are compiled.
         optimizer: any element-wise `torch.optim.Optimizer` over this model's parameters, with or without state; one over
-            whole matrices (Adafactor, Muon) with its state in memory. Several in a list, each over parameters of its own:
+            whole matrices (Adafactor, Muon), too. Several in a list, each over parameters of its own:
             `[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]`. None to evaluate only, or to `Engine.bind` one later.
         mixed_precision: `no`, `bf16` or `fp16`; the model's forward then runs under autocast.
         device: where to compute, for a model that is still in host memory: it comes unit by unit, and what is offloaded never
@@ -63,7 +63,7 @@ def shard(
     Raises:
         ConfigError: settings; a model that is sharded already.
         LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
-        UnsupportedOptimizerError: an optimizer that needs whole tensors.
+        UnsupportedOptimizerError: an optimizer that mixes parameters, or keeps them besides its groups.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     model, compile_ = take_wrapper_off(model)

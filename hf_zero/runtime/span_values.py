@@ -16,10 +16,10 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,9 @@ class SpanValues(SpanGradients):
     ) -> None:
         super().__init__(span, params, wire, precision, storage)
         self.codec = gather_codec(span)
+        self.wholes: dict[int, nn.Parameter] | None = None
+        """By place in `params`, a view of the master of true shape of each that this rank owns, where the optimizer has those
+        (`whole_optimizer.WholeBinding`)."""
         self._shares = shares_memory(span, policy)
         """`own` may be the memory of the masters."""
         self._known: Tensor | None = None
@@ -245,6 +248,7 @@ class SpanValues(SpanGradients):
         for shard in self.shards:
             if shard.aliased and self.own is self.place and isinstance(self.own, Tensor):
                 shard.rest_on(self.own[shard.start : shard.stop])
+        self._point_wholes()
 
     def drop(self) -> None:
         """Give all memory back, whoever still refers to it: other flats hold the values."""
@@ -377,9 +381,12 @@ class SpanValues(SpanGradients):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
             if tier is not shard.tier:
-                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias)
+                wholes = [*(self.wholes or {}).values()]
+                options = optimizer.param_groups[self.span.spec.group] if optimizer is not None and wholes else None
+                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias, wholes, options)
             elif moves:
                 shard.rest_on(alias)
+        self._point_wholes()
         if self.in_memory is False:
             self.give_bucket_up()
         if not moves:
@@ -399,6 +406,57 @@ class SpanValues(SpanGradients):
         if out is None:
             raise StateError(f"span of {self.span.spec.name!r} has no values")
         return out
+
+    # Whole parameters ------------------------------------------------------------------------------------------------
+
+    def make_wholes(self) -> None:
+        """No parameter of the span is cut: one shard, in whatever tier."""
+        if (self.span.shards > 1 and not self.span.cuts) or len(self.shards) > 1:
+            raise StateError(
+                f"the span of {self.span.spec.name!r} is cut: an optimizer cannot have its parameters whole"
+            )
+        master = self.shards[0].master.detach()
+        self.wholes = {index: nn.Parameter(part) for index, part in self.own_wholes(master)}
+
+    def _point_wholes(self) -> None:
+        """The master's memory is another."""
+        if self.wholes:
+            for index, place in self.own_wholes(self.shards[0].master.detach()):
+                self.wholes[index].data = place
+
+    def own_wholes(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Of values over the slice, which parameters are cut by no boundary: the place in `params` of each, and its view."""
+        low, high = self.span.bounds(self.rank)
+        for index, slot in enumerate(self.span.slots):
+            if low <= slot.offset and slot.stop <= high and self.span.owner(slot) == self.rank:
+                yield index, values[slot.offset - low : slot.stop - low].view(slot.spec.shape)
+
+    def whole_entries(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """By place in `params`, the optimizer's state of this rank's wholes; nothing where there are none."""
+        shard = self.shards[0]
+        return {index: shard.whole_entries(optimizer.state, whole) for index, whole in (self.wholes or {}).items()}
+
+    def put_whole(self, optimizer: torch.optim.Optimizer, index: int, entries: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state of one of them; values come from anywhere and rest where the shard does.
+
+        Raises:
+            TierError: there is no room.
+        """
+        whole, options = (self.wholes or {})[index], optimizer.param_groups[self.span.spec.group]
+        at_rest = self.shards[0].whole_at_rest(whole, entries, options)
+        if at_rest:
+            optimizer.state[whole] = at_rest
+        else:
+            optimizer.state.pop(whole, None)
+
+    def settle_wholes(self) -> None:
+        """A whole that was given other memory (`p.data = …`): its values are the master's."""
+        wholes = self.wholes or {}
+        for index, place in self.own_wholes(self.shards[0].master.detach()):
+            whole = wholes[index]
+            if place.numel() and whole.data_ptr() != place.data_ptr():
+                place.copy_(whole.detach())
+                whole.data = place
 
 
 def _slots(span: Span) -> list[tuple[int, ParamSpec]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -180,6 +180,36 @@ class Shard(ABC):
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.pop(self.master, None)
 
+    # States of wholes: parameters of true shape, parts of the master (`whole_optimizer`) --------------------------------
+
+    def whole_entries(self, states: Mapping[Any, dict[str, Any]], whole: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of one: tensors of any shape, and single values."""
+        return dict(states.get(whole, {}))
+
+    def whole_at_rest(
+        self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up.
+
+        Args:
+            entries: from anywhere; what rests here already is not copied.
+            options: of its group.
+
+        Raises:
+            TierError: there is no room.
+        """
+        return {key: self._whole_home(key, value, options) for key, value in entries.items()}
+
+    def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
+        return fetch(value).to("cpu") if isinstance(value, (Tensor, OnDisk)) else value
+
+    def new_whole_state(self, whole: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Values:
+        """Room in this tier for a state, its content undefined; to be given to `whole_at_rest`."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def forget_whole(self, whole: nn.Parameter) -> None:  # noqa: B027 -- there is nothing in memory
+        """Nothing of its state is left here, beside what `optimizer.state` has."""
+
     # The gradient -----------------------------------------------------------------------------------------------------
 
     @property
@@ -237,6 +267,10 @@ class Shard(ABC):
     @abstractmethod
     def scale(self, coefficient: Tensor) -> None:
         """Multiply the gradient, at once or on its way through the step."""
+
+    def grad_of_wholes(self) -> Tensor | None:
+        """What wholes may show parts of as their gradients; None while there is none in the master's type."""
+        return self.device_grad
 
     def follow_grad(self) -> bool:
         """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
@@ -315,11 +349,19 @@ class Shard(ABC):
 
     # Between tiers ----------------------------------------------------------------------------------------------------
 
-    def move(self, kind: type[Shard], optimizer: torch.optim.Optimizer | None, alias: Tensor | None = None) -> Shard:
+    def move(
+        self,
+        kind: type[Shard],
+        optimizer: torch.optim.Optimizer | None,
+        alias: Tensor | None = None,
+        wholes: Sequence[nn.Parameter] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Shard:
         """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
 
         Args:
             alias: memory in that tier that has the master's values already.
+            wholes: whose states are here; `options`: of their group.
 
         Raises:
             TierError, ConfigError: a tier failed or has no room; everything is where it was.
@@ -334,6 +376,10 @@ class Shard(ABC):
         try:
             data = moved._hold(values) if alias is None else alias
             state = {} if optimizer is None else moved._at_rest(optimizer, entries)
+            states = {}
+            for whole in wholes if optimizer is not None else ():
+                found = self.whole_entries(optimizer.state, whole)  # type: ignore[union-attr]
+                states[whole] = moved.whole_at_rest(whole, found, options or {})
         except ZeroError:
             moved._close_arrays()
             raise
@@ -346,6 +392,9 @@ class Shard(ABC):
             moved.shown.shard = weakref.ref(moved)
         if optimizer is not None:
             moved._set_state(optimizer, state)
+            for whole, at_rest in states.items():
+                if at_rest or whole in optimizer.state:
+                    optimizer.state[whole] = at_rest
         moved._take_grad(self, grad)
         self._close_arrays()
         moved.note()
@@ -384,6 +433,12 @@ class DeviceShard(Shard):
         if len(groups) < len(optimizer.param_groups):
             groups = [group for group in groups if any(p is self.master for p in group["params"])]
         return self._device if groups else value.device
+
+    def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
+        if not isinstance(value, (Tensor, OnDisk)):
+            return value
+        is_there = key != "step" or options.get("fused") or options.get("capturable")
+        return fetch(value).to(self._device) if is_there else value
 
     @property
     def grad(self) -> Tensor | None:

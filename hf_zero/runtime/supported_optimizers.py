@@ -1,8 +1,9 @@
 """Which optimizers can be bound, and to what: long flat spans, or parameters of true shape.
 
 * Element-wise ones (each element's update depends on that element alone) step over spans, cut or not, in any tier.
-* All others need **wholes**: parameters of true shape, in the device's memory. Where ranks share a model out, every whole has
-  one owner, which sees none but its own: that is for rules in which a parameter's update depends on that parameter alone.
+* All others need **wholes**: parameters of true shape. Where ranks share a model out, every whole has one owner, which sees
+  none but its own, and where state is offloaded they are stepped over one by one: that is for rules in which a parameter's
+  update depends on that parameter alone.
 """
 
 from __future__ import annotations
@@ -93,20 +94,49 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
         raise UnsupportedOptimizerError(f"{kind.__name__} cannot step over a sharded model: {reason}; use {_OTHERS}")
     if needs is Needs.ELEMENTS:
         return False
-    mixes = _mixes(optimizer) if cut else None
+    mixes = _mixes(optimizer) if cut or offloaded else None
     if mixes is not None:
+        places = ["where ranks share the parameters out, each with the whole of some"] if cut else []
+        places += ["where its state is offloaded and updated one parameter after another"] if offloaded else []
         where = "one rank" + (" with offload_optimizer='none'" if offloaded else "")
         raise UnsupportedOptimizerError(
-            f"{kind.__name__} cannot run where ranks share the parameters out, each with the whole of some: {reason}, and "
+            f"{kind.__name__} cannot run {', and '.join(places)}: {reason}, and "
             f"{mixes}. Use {_OTHERS}, or this one where every rank has all: "
             f"{'' if offloaded else 'ZeroConfig(stage=0) on any number of ranks, or '}{where}"
         )
-    if offloaded:
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} cannot run on stretches of offloaded state: {reason}. Use {_OTHERS}, or set "
-            "offload_optimizer='none', where it steps over whole parameters"
-        )
     return True
+
+
+def counted(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Numbers that a step changes besides each parameter's state (`k` of schedule-free optimizers): attributes of the
+    optimizer, and options of its groups. Of a step that is made stretch by stretch each must find them as they were before.
+
+    Raises:
+        UnsupportedOptimizerError: a step in which no parameter has a gradient leaves them as they are: that is the optimizer's
+            own, where all its parameters are offloaded.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim"):
+        return frozenset()
+    found: frozenset[str] = frozenset()
+    missed: frozenset[str] = frozenset()
+    with suppress(Exception):  # it was asked what it needs, and said it
+        for trial in _trials(optimizer):
+            found |= trial.counted(with_gradient=True)
+            missed |= trial.counted(with_gradient=True) - trial.counted(with_gradient=False)
+    if missed:
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} cannot run where state is offloaded: it changes {sorted(missed)[0]!r} only in steps in which "
+            f"a parameter has a gradient, and its own step sees none there. Use {_OTHERS}, or set offload_optimizer='none'"
+        )
+    return found
+
+
+def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step does something to a parameter that has no gradient; by trial. False where it cannot be tried."""
+    with suppress(Exception):
+        return any(trial.moves_without_gradient() for trial in _trials(optimizer))
+    return False
 
 
 def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
@@ -116,6 +146,39 @@ def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
     numel = max(1, math.prod(shape))
     products = any(base.__name__ in _MULTIPLIES for base in type(optimizer).__mro__)
     return numel * min(shape) if products and len(shape) > 1 and numel > 1 else numel
+
+
+def state_bytes(
+    optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Bytes of each array of the state that the optimizer makes of a parameter of this shape, in no order.
+
+    By a step on the meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a
+    step on a small tensor makes besides is taken to grow with the parameter.
+    """
+    options = {
+        key: value for key, value in optimizer.param_groups[group].items() if key not in ("params", "param_names")
+    }
+    param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    param.grad = torch.empty_like(param)
+    with torch.device("meta"):
+        twin = _copy_of(optimizer, [{"params": [param], **options}])
+        with suppress(Exception):
+            type(optimizer).step(twin)
+    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if _is_array(value)}
+    small = tuple(min(extent, 8) for extent in shape)
+    with suppress(Exception):
+        trial = _Trial(optimizer, options, small)
+        found: dict[str, Any] = next(iter(trial.stepped_once().state.values()), {})
+        scale = param.numel() / max(1, math.prod(small))
+        for key, value in found.items():
+            if _is_array(value) and str(key) not in made:
+                made[str(key)] = round(value.nbytes * scale)
+    return tuple(made.values())
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tuple[Needs, str]:
@@ -272,6 +335,25 @@ class _Trial:
                 found = Needs.WHOLES, f"its state {state!r} has shape {tuple(value.shape)} ({self._tried})"
         return found
 
+    def moves_without_gradient(self) -> bool:
+        param = nn.Parameter(self._values[0].clone())
+        twin = self._stepped([[param]], [])
+        return param.grad is not None or bool(twin.state) or not torch.equal(param.detach(), self._values[0])
+
+    def counted(self, *, with_gradient: bool) -> frozenset[str]:
+        """What a step changes of the optimizer's own numbers, and of its groups'."""
+        param = nn.Parameter(self._values[0].clone())
+        grads = [(param, lambda grad: grad.clone())] if with_gradient else []
+        twin: Any = self._stepped([[param]], grads)
+        before = {**self._optimizer.__dict__, **self._options}
+        after = {key: value for key, value in {**twin.__dict__, **twin.param_groups[0]}.items() if key != "params"}
+        numbers = {key for key, value in after.items() if isinstance(value, (int, float, Tensor)) and key in before}
+        return frozenset(key for key in numbers if repr(before[key]) != repr(after[key]))
+
+    def stepped_once(self) -> torch.optim.Optimizer:
+        del self._values[2:]
+        return self._run(lambda tensor: tensor)[1]
+
     def _run(
         self, cut: Callable[[Tensor], Tensor], watching: AbstractContextManager[object] | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer]:
@@ -288,20 +370,31 @@ class _Trial:
     ) -> torch.optim.Optimizer:
         """The steps, over these parameters; each one's gradient from the trial's."""
         kind = type(self._optimizer)
-        twin = object.__new__(kind)
-        skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-        twin.__dict__.update({key: value for key, value in self._optimizer.__dict__.items() if key not in skipped})
-        options = [{"params": params, **self._options} for params in groups]
-        torch.optim.Optimizer.__init__(twin, options, dict(self._optimizer.defaults))
-        train = getattr(twin, "train", None)
-        if callable(train):  # schedule-free ones step in that mode only
-            train()
+        twin = _copy_of(self._optimizer, [{"params": params, **self._options} for params in groups])
         with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
                     param.grad = grad(value)
                 kind.step(twin)
         return twin
+
+
+def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Of the same class and settings over these groups, without state. Tensors among the settings are copies."""
+    twin = object.__new__(type(optimizer))
+    skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+    own = {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
+    twin.__dict__.update({key: _apart(value) for key, value in own.items()})
+    groups = [{key: value if key == "params" else _apart(value) for key, value in group.items()} for group in groups]
+    torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
+    train = getattr(twin, "train", None)
+    if callable(train):  # schedule-free ones step in that mode only
+        train()
+    return twin
+
+
+def _apart(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _has_place(value: Any) -> bool:

@@ -315,7 +315,7 @@ class Training:
         if self._checks is not None:
             has_closure = arguments is not None and not self.config.offloads
             self._checks.before_update(optimizer, binding.index, has_closure=has_closure)
-        self.offload.prepare_step()
+        self.offload.prepare_step(optimizer, binding.index)
         if attempt is not None:
             attempt.depth += 1
             if attempt.before is None:
@@ -437,6 +437,11 @@ class Training:
             self._checks.cleared()
         for each in self.optimizers.bindings:
             each.show_grads()
+
+    def show_grads(self) -> None:
+        """What the optimizers' parameters have as gradients is what the spans have."""
+        for binding in self.optimizers.bindings:
+            binding.show_grads()
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""

@@ -125,7 +125,7 @@ class Snapshot:
     def _sampled(self) -> list[int | None]:
         """None: nobody waits for a device to see its values, which may be written by then."""
         return [
-            None if not (param.device.type == "cpu" and param.is_contiguous()) else sample(param.detach().reshape(-1))
+            None if not (param.device.type == "cpu" and param.is_contiguous()) else sample(_flat(param))
             for param in self._params
         ]
 
@@ -166,6 +166,11 @@ class Snapshot:
     def _are_edited(self) -> bool:
         """By ways that no version counts."""
         return bool(self._samples) and self._sampled() != self._samples
+
+
+def _flat(param: Tensor) -> Tensor:
+    """Of a contiguous one. A single element may have any stride, which `reshape` would keep."""
+    return param.detach().as_strided((param.numel(),), (1,))
 
 
 def _weakly(row: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

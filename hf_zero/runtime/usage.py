@@ -111,7 +111,7 @@ def at_rest(sharded: Sharded) -> Table:
                 if optimizer is not None:
                     _tally_states(tally, shard.entries(optimizer), shard.tier, sharded.device)
             for entries in () if optimizer is None else flat.whole_entries(optimizer).values():
-                _tally_states(tally, entries, Tier.DEVICE, sharded.device)
+                _tally_states(tally, entries, flat.shards[0].tier, sharded.device)
     return tally.table
 
 

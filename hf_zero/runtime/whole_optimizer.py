@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
+from ..tiers.array import in_memory
 from .flat_param import Flat
 from .optimizer import Binding, load_plainly
 from .slices import OwnGradient
+from .supported_optimizers import moves_without_gradient
 from .unit import Unit
 
 
@@ -21,7 +25,11 @@ class WholeBinding(Binding):
     A span's master stays one flat buffer; each parameter in it gets a **whole**: a Parameter of true shape that is a view of
     the master, with a `.grad` that is a view of the span's gradient. The optimizer's groups hold the wholes in the order in
     which they held the model's parameters, and its state is its own, as over a plain model: what it computes is what it
-    would compute there. All state is in the device's memory.
+    would compute there.
+
+    What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards, one whole
+    after another. A whole in host memory shows its values and its gradient there, one on disk NaN and its gradient; in host
+    memory all state rests there, on disk every tensor of it, whatever its shape, and single values in host memory.
 
     Where ranks share the model out, no parameter is cut: each has one owner (`ParamSpec.step_cost`), and the groups hold what
     this rank owns, maybe nothing. The step needs no communication; the next gather spreads what it made.
@@ -39,7 +47,9 @@ class WholeBinding(Binding):
     ) -> None:
         self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
         self._shared_out = False
+        self._settle: Callable[[], None] | None = None
         super().__init__(optimizer, units, wire, originals, index)
+        self._all = [list(params) for params in self._masters]
 
     def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
         for flat in self.flats:
@@ -52,15 +62,35 @@ class WholeBinding(Binding):
         # A frozen parameter stays itself: it has no gradient, and places in `state_dict()` are counted with it.
         return [[self._whole_of.get(param, param) for param in params] for params in self.originals]
 
+    @cached_property
+    def steps_without_gradient(self) -> bool:
+        """The optimizer changes parameters that have no gradient, too."""
+        return moves_without_gradient(self.optimizer)
+
+    @property
+    def _offloaded(self) -> list[Flat]:
+        """Spans of which something rests elsewhere than on the device."""
+        return [flat for flat in self.flats if flat.shards[0].is_offloaded]
+
     def show_grads(self) -> None:
         self._show_grads(plainly=not self._shared_out)
+        for params, everything in zip(self._masters, self._all):
+            if len(params) < len(everything):
+                params[:] = everything
 
     def hide_slices(self) -> None:
-        self._show_grads(plainly=True)
+        """Of what does not rest on the device the groups show no gradients in the optimizer's own step; nor parameters, where
+        it would change those without one."""
+        self._show_grads(plainly=True, is_step=True)
+        if (offloaded := self._offloaded) and self.steps_without_gradient:
+            hidden = {whole for flat in offloaded for whole in (flat.wholes or {}).values()}
+            for params, everything in zip(self._masters, self._all):
+                params[:] = [param for param in everything if param not in hidden]
 
-    def _show_grads(self, *, plainly: bool) -> None:
+    def _show_grads(self, *, plainly: bool, is_step: bool = False) -> None:
         for flat in self.flats:
-            grad, wholes, keeper = flat.shards[0].device_grad, flat.wholes or {}, flat.handles.keeper
+            shard, wholes, keeper = flat.shards[0], flat.wholes or {}, flat.handles.keeper
+            grad = None if is_step and shard.is_offloaded else shard.grad_of_wholes()
             if grad is None:
                 for whole in wholes.values():
                     whole.grad = None
@@ -73,15 +103,28 @@ class WholeBinding(Binding):
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""
+        offloaded = self._offloaded
         for flat in self.flats:
-            flat.settle_wholes()
-        if self._shared_out:
+            if flat not in offloaded:
+                flat.settle_wholes()
+        if self._shared_out or offloaded:
             self.show_grads()
 
     def _forget(self, flats: Iterable[Flat]) -> None:
         for flat in flats:
             for whole in (flat.wholes or {}).values():
                 self.optimizer.state.pop(whole, None)
+                flat.shards[0].forget_whole(whole)
+
+    def keep_states(self, settle: Callable[[], None] | None) -> None:
+        self._settle = settle
+        super().keep_states(settle)
+
+    def _take_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        for flat in self._offloaded:
+            for index, whole in (flat.wholes or {}).items():
+                if whole in states:
+                    flat.put_whole(self.optimizer, index, states[whole])
 
     # State: the optimizer's own -------------------------------------------------------------------------------------
 
@@ -89,7 +132,7 @@ class WholeBinding(Binding):
         """As the plain optimizer gives it, on CPU. On every rank where every rank has all; else a collective, and rank 0 has
         the values, the others meta tensors.
         """
-        if self._shared_out:
+        if self._shared_out or self._offloaded:
             return super().state_dict()
         state = type(self.optimizer).state_dict(self.optimizer)
         kept = {
@@ -108,6 +151,8 @@ class WholeBinding(Binding):
         if self._shared_out:
             state_dict = self._own_part(state_dict)
         load_plainly(self.optimizer, state_dict)
+        if self._offloaded:
+            self.keep_states(self._settle)
 
     def _own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Of a full state, what this rank's groups have, by the same numbers."""
@@ -126,10 +171,15 @@ class WholeBinding(Binding):
         """States may have any shape."""
 
     def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
-        state, wholes = self.optimizer.state, flat.wholes or {}
-        mine = {index: dict(state[whole]) for index, whole in wholes.items() if whole in state}
+        def found() -> dict[int, dict[str, Any]]:
+            entries = {index: each for index, each in flat.whole_entries(self.optimizer).items() if each}
+            return {index: {k: in_memory(v) for k, v in each.items()} for index, each in entries.items()}
+
+        mine = read(self._wire, found, may_fail=flat.storage.uses_disk)
         if flat.span.cuts:
             mine = self._from_owners(flat, mine, everywhere)
+        elif flat.shards[0].is_offloaded:
+            mine = {index: {k: _apart(v) for k, v in each.items()} for index, each in mine.items()}
         return {flat.params[index]: entries for index, entries in sorted(mine.items())}
 
     def _from_owners(
@@ -141,7 +191,7 @@ class WholeBinding(Binding):
         wire = self._wire
         told = wire.exchange({index: {k: _outline(v) for k, v in entries.items()} for index, entries in mine.items()})
         out: dict[int, dict[str, Any]] = {}
-        for rank, outlines in enumerate(told):
+        for rank, outlines in enumerate(told[: flat.span.shards]):  # other replicas have the same
             for index, entries in sorted(outlines.items()):
                 out[index] = dict(entries)
                 for key, value in entries.items():
@@ -158,15 +208,10 @@ class WholeBinding(Binding):
         """For spans that were cut anew: they get wholes, and those the state."""
         for flat in flats:
             flat.make_wholes()
-            for index, whole in (flat.wholes or {}).items():
+            for index in flat.wholes or {}:
                 entries = state.get(flat.params[index])
                 if entries is not None:
-                    self.optimizer.state[whole] = {k: self._at_home(flat, k, v) for k, v in entries.items()}
-
-    def _at_home(self, flat: Flat, key: str, value: Any) -> Any:
-        group = self.optimizer.param_groups[flat.span.spec.group]
-        is_there = key != "step" or group.get("fused") or group.get("capturable")
-        return value.to(flat.device) if isinstance(value, Tensor) and is_there else value
+                    flat.put_whole(self.optimizer, index, entries)
 
 
 class _Outline(NamedTuple):
@@ -174,6 +219,11 @@ class _Outline(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def _apart(value: Any) -> Any:
+    """A copy on CPU."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _outline(value: Any) -> Any:

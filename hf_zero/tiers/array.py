@@ -1,6 +1,6 @@
-"""1-D arrays at rest in files.
+"""Arrays at rest in files.
 
-* `OnDisk`: a view of one array, sliced like a tensor. What it views is a `Source`:
+* `OnDisk`: a view of one array, sliced like a tensor; `Shaped`: all of one, in a shape. What it views is a `Source`:
 * `DiskArray`: an array in this rank's own file.
 * `FileSource`, `FilePieces`: arrays in files that are somebody else's, read-only.
 """
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .disk import Disk, Region, bytes_of, inflight, move, submit
 from .host import Bytes, pages
 from .tier import PIECE_BYTES, Meter
 
+T = TypeVar("T")
 OnDone = Callable[[], object] | None
 """Called from another thread when a part of a transfer has ended, the last one among them."""
 
@@ -165,8 +166,54 @@ class OnDisk:
             raise StateError(f"{self.numel()} values on disk met a tensor of shape {tuple(values.shape)}")
 
 
+class Shaped(OnDisk):
+    """A tensor of any shape at rest in a file, in row-major order."""
+
+    __slots__ = ("_shape",)
+
+    def __init__(self, source: Source, shape: Sequence[int]) -> None:
+        super().__init__(source)
+        self._shape = torch.Size(shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def flat(self) -> OnDisk:
+        """The same values, 1-D."""
+        return OnDisk(self._source)
+
+    def read(self) -> Tensor:
+        return super().read().view(self._shape)
+
+    def copy_(self, values: Values) -> Shaped:
+        self.flat.copy_(flat_of(values))
+        return self
+
+
 Values = Tensor | OnDisk
-"""1-D values, wherever they rest."""
+"""Values, wherever they rest; 1-D, but for `Shaped` and what it may stand beside."""
+
+
+def in_memory(value: T) -> T | Tensor:
+    """As `fetch`, of anything: what is not on disk is itself."""
+    return value.read() if isinstance(value, OnDisk) else value
+
+
+def flat_of(values: Values) -> Values:
+    """The same values, 1-D; those on disk, and contiguous ones, are not copied."""
+    if isinstance(values, Shaped):
+        return values.flat
+    return values.detach().reshape(-1) if isinstance(values, Tensor) else values
+
+
+def is_array(value: Any) -> bool:
+    """Whether a state of an optimizer is a tensor of numbers, and not one number."""
+    return isinstance(value, (Tensor, OnDisk)) and value.dim() > 0
 
 
 def fetch(values: Values) -> Tensor:

@@ -8,7 +8,7 @@ import mmap
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -72,16 +72,21 @@ class _OnStream:
 
 
 class Link:
-    """The road between host memory and `device`. On a CPU device both ends are host memory and copies are made at once."""
+    """The road between host memory and `device`. On a CPU device both ends are host memory and copies are made at once.
+
+    Attributes:
+        is_one_memory: what is in host memory can be computed with where it is.
+    """
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.device = device
         self.meter = meter
         self.page_locked_bytes = 0
+        self.is_one_memory = device.type == "cpu"
         self._locks_pages = device.type == "cuda"
         self._lock = threading.Lock()
         if device.type == "cuda":
-            self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._down, self._up, self._work = (torch.cuda.Stream(device) for _ in range(3))
 
     def empty(self, numel: int, dtype: torch.dtype, travels: bool = True) -> Tensor:
         """Host memory, 1-D, of exactly the size asked for, page-aligned; page-locked for CUDA, so that copies run on their own.
@@ -126,6 +131,18 @@ class Link:
     def behind_up(self) -> AbstractContextManager[object]:
         """What is started inside comes after all copies up so far, without the current stream's waiting for them."""
         return torch.cuda.stream(self._up) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def computing(self, after: Any) -> Iterator[None]:
+        """Inside, another thread than the one that trains computes on the device, after `after`; at the end that is done."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if after is not None:
+            self._work.wait_event(after)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._work):
+            yield
+        self._work.synchronize()
 
     def mark(self) -> Any:
         """A point in the current stream's work, for `up(after=)` from another thread; None on a CPU device."""

@@ -158,14 +158,18 @@ class _Work:
 class Watch:
     """One rank's instruments.
 
+    Args:
+        one_memory: what is in host memory is stepped over where it is; else it comes up for that, as on a GPU.
+
     Attributes:
         log: kind and tag of each collective, in the order of issue.
         under_way: transfers that nobody has closed.
         faults: what was found. Raised where it is found, too.
     """
 
-    def __init__(self, mode: Mode, collective: bool = False) -> None:
+    def __init__(self, mode: Mode, collective: bool = False, one_memory: bool = True) -> None:
         self.mode = mode
+        self.one_memory = one_memory
         self.lock = threading.RLock()
         self.log: list[tuple[str, int]] = []
         self.under_way: list[Transfer] = []
@@ -346,6 +350,7 @@ class DeferredLink(Link):
 
     def __init__(self, device: torch.device, meter: Meter, watch: Watch) -> None:
         super().__init__(device, meter)
+        self.is_one_memory = watch.one_memory
         self._watch = watch
 
     @contextlib.contextmanager

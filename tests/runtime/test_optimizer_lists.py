@@ -183,7 +183,7 @@ OFFLOADED = {"host": {"offload_optimizer": "cpu"}, "disk": {"offload_optimizer":
 def test_offloaded_equals_a_plain_loop(two, tmp_path, where):
     folder = {"offload_dir": str(tmp_path)} if where == "disk" else {}
     config = zero.ZeroConfig(stage=3, **OFFLOADED[where], **folder)
-    two.run(equals_plain, config, ["two AdamWs"], str(tmp_path / "saved"), timeout_s=200)
+    two.run(equals_plain, config, ["two AdamWs", "Muon and AdamW"], str(tmp_path / "saved"), timeout_s=200)
 
 
 def saved(rank: int, world: int, stage: int, folder: str) -> tuple[Any, Any]:

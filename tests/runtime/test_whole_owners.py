@@ -150,8 +150,9 @@ def equals_plain(rank: int, world: int, stage: int, names: list[str], folder: st
         trained(other, fresh, rank, 4)
         for key, p in plain.named_parameters():
             assert torch.equal(zero.full_parameter(other.get_parameter(key)), p), (name, key)
-        with pytest.raises(zero.ConfigError, match="offload_states"):
-            again.offload_states()
+        again.offload_states()
+        again.reload_states()
+        same(other, fresh, plain, reference, name, rank)
         engine.detach()
         plainly(model, opt, world, 5)
         plainly(plain, reference, world, 5)
@@ -169,10 +170,10 @@ def test_equals_the_plain_optimizer(pools, tmp_path, world, stage):
 # Between backward and step ---------------------------------------------------------------------------------------------
 
 
-def around_the_step(rank: int, world: int, stage: int) -> None:
+def around_the_step(rank: int, world: int, stage: int, tier: str = "none") -> None:
     """Accumulation, `no_sync`, clipping; as the plain loop."""
     (plain, reference), (model, opt) = pair("LARS"), pair("LARS")
-    engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage, offload_optimizer=tier))
     for step in range(3):
         with engine.no_sync():
             token_loss(model, rank, step).backward()
@@ -207,9 +208,9 @@ def test_accumulation_clipping_and_accessors(two, stage):
 # Written, scaled, looked at -------------------------------------------------------------------------------------------
 
 
-def debugged(rank, world, stage):
+def debugged(rank, world, stage, tier="none"):
     (plain, reference), (model, opt) = pair("Shampoo"), pair("Shampoo")
-    zero.shard(model, opt, zero.ZeroConfig(stage=stage, debug=True))
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage, debug=True, offload_optimizer=tier))
     for step in range(4):
         trained(model, opt, rank, step)
         plainly(plain, reference, world, step)
@@ -222,9 +223,9 @@ def test_under_debug(pools, stage):
     pools[3].run(debugged, stage)
 
 
-def written(rank, world, stage):
+def written(rank, world, stage, tier="none"):
     (plain, reference), (model, opt) = pair("Adafactor"), pair("Adafactor")
-    zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage, offload_optimizer=tier))
     for step in range(4):
         with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             if rank == 0:
@@ -259,11 +260,11 @@ def test_weights_and_gradients_written_between_steps(pools, stage):
     pools[2].run(written, stage)
 
 
-def scaled(rank, world, stage):
+def scaled(rank, world, stage, tier="none"):
     torch.manual_seed(0)
     model = Mixed(tied=True)
     opt = Lars(model.parameters())
-    zero.shard(model, opt, zero.ZeroConfig(stage=stage), mixed_precision="fp16")
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage, offload_optimizer=tier), mixed_precision="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = [zero.full_parameter(p).clone() for p in model.parameters()]
     loss = token_loss(model, rank, 0) * (float("inf") if rank == 1 else 1.0)
@@ -320,7 +321,7 @@ class MuonAndAdam(torch.optim.Optimizer):
                     p.sub_(group["lr"] * first / (second.sqrt() + 1e-8))
 
 
-def life(rank: int, world: int, stage: int) -> None:
+def life(rank: int, world: int, stage: int, tier: str = "none") -> None:
     """Frozen, unfrozen, a group added half way, in bfloat16 parameters with float32 masters; as one owner has it all."""
 
     def run(config: zero.ZeroConfig) -> list[Tensor]:
@@ -347,7 +348,8 @@ def life(rank: int, world: int, stage: int) -> None:
         engine.detach()
         return out
 
-    for mine, plain in zip(run(zero.ZeroConfig(stage=stage)), run(zero.ZeroConfig(stage=0)), strict=True):
+    offloaded = zero.ZeroConfig(stage=stage, offload_optimizer=tier)
+    for mine, plain in zip(run(offloaded), run(zero.ZeroConfig(stage=0)), strict=True):
         assert torch.equal(mine, plain)
 
 
@@ -433,11 +435,11 @@ def test_what_communicates_by_itself_is_refused(two):
     two.run(refuses)
 
 
-def deferred(rank: int, world: int, mode: Mode) -> None:
+def deferred(rank: int, world: int, mode: Mode, tier: str = "none") -> None:
     """Bytes that move at the first or the last moment that the wire's contract permits: what was sent had not changed."""
     (plain, reference), (model, opt) = pair("LARS"), pair("LARS")
-    watch = Watch(mode)
-    zero.shard(model, opt, zero.ZeroConfig(stage=3), roads=watch.roads)
+    watch = Watch(mode, one_memory=tier == "none")
+    zero.shard(model, opt, zero.ZeroConfig(stage=3, offload_optimizer=tier), roads=watch.roads)
     for step in range(3):
         trained(model, opt, rank, step)
         plainly(plain, reference, world, step)
