@@ -119,8 +119,6 @@ MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.5, eps=0.03),
     "lars": Lars,
 }
-WHOLE = frozenset({"lars"})
-"""Those that need whole matrices."""
 _TYPES = {"no": None, "bf16": torch.bfloat16}
 Program = Generator[tuple[str, int, Any], Any, Any]
 

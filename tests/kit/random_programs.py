@@ -40,7 +40,7 @@ from torch import Tensor
 
 import hf_zero as zero
 from tests.kit.pool import RankFailure, RankPool
-from tests.kit.random_calls import KINDS, MORE_OPTIMIZERS, OPTIMIZERS, WHOLE, Case, Op, Program, Setting, User, own
+from tests.kit.random_calls import KINDS, MORE_OPTIMIZERS, OPTIMIZERS, Case, Op, Program, Setting, User, own
 from tests.kit.random_models import FEATURES, Arch, Block, random_arch, smaller
 
 # Cases ------------------------------------------------------------------------------------------------------------------
@@ -65,8 +65,6 @@ def random_extras(rng: random.Random, setting: Setting) -> Setting:
     """Settings that came later, from numbers of their own: the rest of a seed's case is as it was."""
     replicas = 1 if setting.stage == 0 else rng.choice([n for n in (1, 1, 1, 2, 3) if setting.ranks % n == 0])
     optimizer = rng.choice(sorted(MORE_OPTIMIZERS)) if rng.random() < 0.4 else setting.optimizer
-    if optimizer in WHOLE and (setting.offload_optimizer, setting.offload_params) != ("none", "none"):
-        optimizer = setting.optimizer
     return replace(
         setting,
         replicas=replicas,
