@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,14 +141,19 @@ def _zero_redundancy(job: Job, model: nn.Module) -> Step:
     return _loop(job, wrapped, optimizer, no_sync=getattr(wrapped, "no_sync", nullcontext))
 
 
-def _hf_zero(stage: int) -> Callable[[Job, nn.Module], Step]:
+def _hf_zero(stage: int, spare_memory: str | None = None) -> Callable[[Job, nn.Module], Step]:
+    """`spare_memory`: units stay gathered between forward and backward, and gradients of micro-batches on their rank."""
+
     def build(job: Job, model: nn.Module) -> Step:
         import hf_zero as zero
 
         optimizer = _adamw(job, model.parameters())
         precision = "bf16" if job.mixed else "no"
-        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision=precision)
-        return _loop(job, model, optimizer, no_sync=engine.no_sync, clip=engine.clip_grad_norm_)
+        engine = zero.shard(
+            model, optimizer, zero.ZeroConfig(stage=stage, device_memory=spare_memory), mixed_precision=precision
+        )
+        no_sync = partial(engine.no_sync, defer=spare_memory is not None)
+        return _loop(job, model, optimizer, no_sync=no_sync, clip=engine.clip_grad_norm_)
 
     return build
 
@@ -219,6 +225,7 @@ BUILDERS: dict[str, Callable[[Job, nn.Module], Step]] = {
     "zero1": _hf_zero(1),
     "zero2": _hf_zero(2),
     "zero3": _hf_zero(3),
+    "zero3-keep": _hf_zero(3, spare_memory="16GiB"),
     "fsdp2": _fsdp2(reshard=True),
     "fsdp2-keep": _fsdp2(reshard=False),
     "deepspeed1": _deepspeed(1),
@@ -236,7 +243,7 @@ def missing(engine: str) -> str | None:
         "deepspeed"
         if engine.startswith("deepspeed")
         else "hf_zero"
-        if engine in ("zero1", "zero2", "zero3")
+        if engine.startswith("zero") and engine != "zero-redundancy"
         else "torch"
     )
     return None if importlib.util.find_spec(module) else module
