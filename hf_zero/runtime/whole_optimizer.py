@@ -103,11 +103,10 @@ class WholeBinding(Binding):
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""
-        offloaded = self._offloaded
         for flat in self.flats:
-            if flat not in offloaded:
+            if not flat.shards[0].is_offloaded:
                 flat.settle_wholes()
-        if self._shared_out or offloaded:
+        if self._shared_out or self._offloaded:
             self.show_grads()
 
     def _forget(self, flats: Iterable[Flat]) -> None:

@@ -61,18 +61,21 @@ def equals_plain(rank: int, world: int, config: zero.ZeroConfig, names: list[str
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
 
 
-WHERE = [(2, 1, "cpu"), (3, 3, "disk")]
-OTHERS = [(world, stage, tier) for tier in ("cpu", "disk") for world, stage in ((1, 3), (2, 1), (2, 2), (3, 3))]
+NAMES = list(ALONE)
+WHERE = [(2, 1, "cpu", NAMES[::2]), (3, 3, "disk", NAMES[1::2])]
+EVERYWHERE = [
+    (world, stage, tier, NAMES) for tier in ("cpu", "disk") for world, stage in ((1, 3), (2, 1), (2, 2), (3, 3))
+]
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "tier"),
-    [*WHERE, *(pytest.param(*place, marks=pytest.mark.slow) for place in OTHERS if place not in WHERE)],
+    ("world", "stage", "tier", "names"),
+    [*WHERE, *(pytest.param(*place, marks=pytest.mark.slow) for place in EVERYWHERE)],
 )
-def test_equals_the_plain_optimizer(pools, tmp_path, world, stage, tier):
+def test_equals_the_plain_optimizer(pools, tmp_path, world, stage, tier, names):
     params = tier if stage == 3 else "none"
     config = zero.ZeroConfig(stage=stage, offload_optimizer=tier, offload_params=params, offload_dir=str(tmp_path))
-    pools[world].run(equals_plain, config, list(ALONE), str(tmp_path))
+    pools[world].run(equals_plain, config, names, str(tmp_path))
 
 
 TIERS = ["cpu", pytest.param("disk", marks=pytest.mark.slow)]
