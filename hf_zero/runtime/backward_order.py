@@ -123,6 +123,10 @@ class BackwardOrder:
                 kept = self._spare.first(-numbers[-3])
                 for trace in self._traces:
                     trace.keeps = trace.at in kept
+                    if (
+                        trace.keeps
+                    ):  # else who reads a parameter while it is kept would not be known in a second backward
+                        trace.unit.ask_always()
             if self._frees:
                 self._walk = sorted(used, key=attrgetter("agreed_latest"), reverse=True)
                 for step, trace in enumerate(self._walk):

@@ -66,7 +66,8 @@ class Pass:
                 for module, owner in self.inner:
                     if owner.trace is not None and (module._forward_hooks or module._forward_pre_hooks):
                         owner.trace.strict = True
-            strict = self.learning if host.trace is None else self.learning or host.trace.strict
+            # In a backward it is a recomputation: its graph is a new one each time, and is gone through at once.
+            strict = self.learning or self.in_backward or (host.trace is not None and host.trace.strict)
             if strict:
                 self.hooked = host  # first: hooks that nobody remembers would stay on
                 if not self.saved.push():

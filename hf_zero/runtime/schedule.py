@@ -223,7 +223,7 @@ class Schedule:
         if trace.in_backward:
             return
         if self._current.frees and not self._current.in_backward:
-            if trace.keeps and self._current.with_graph:
+            if trace.keeps and torch.is_grad_enabled():  # not before a reentrant recomputation, see docs/LIMITS.md
                 trace.is_kept = True
             trace.seen += 1
             if trace.seen >= trace.expected and not trace.running:

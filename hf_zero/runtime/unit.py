@@ -252,6 +252,12 @@ class Unit:
         self._dictionaries = dictionaries
         self._tell_reads()
 
+    def ask_always(self) -> None:
+        """Every access to a parameter is told to the schedule from now on, also while the unit is gathered."""
+        if not self.always_asks:
+            self.always_asks = True
+            self._tell_reads()
+
     def _tell_reads(self) -> None:
         silent = self.shows_whole or (self.state is State.GATHERED and not self.always_asks)
         for each in self._dictionaries:

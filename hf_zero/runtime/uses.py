@@ -164,7 +164,7 @@ class Trace:
         """What takes its place when the unit's spans are cut anew: it knows what was learnt, and none of the uses."""
         trace = Trace(unit, self.modules, self.at)
         trace.expected, trace.strict, trace.stays = self.expected, self.strict, self.stays
-        trace.opened, trace.noticed, trace.keeps = self.opened, self.noticed, self.keeps
+        trace.opened, trace.noticed = self.opened, self.noticed
         return trace
 
     def release(self) -> None:

@@ -46,6 +46,20 @@ def named(ops: tuple[str, ...], arch: Arch, setting: Setting) -> Case:
 
 
 FOUND = {
+    "a recomputation after the first backwards comes to a unit by a way that nobody has seen": Case(
+        133,
+        Setting(stage=3, optimizer="momentum"),
+        Arch((Block("nested"), Block("conv")), width=8, container="list", front="embed"),
+        tuple(
+            Op(kind, seed)
+            for kind, seed in (
+                ("two_losses", 16330),
+                ("part_zero_grad", 972516),
+                ("rebind", 976299),
+                ("checkpoint_reentrant", 270075),
+            )
+        ),
+    ),
     # A module under two names has its buffers under both, in state_dict() and in files.
     "save of a shared BatchNorm": named(
         ("step", "save_load", "step"), Arch((Block("conv"), Block("shared")), width=13), Setting(stage=2, ranks=1)
