@@ -121,10 +121,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     children: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            kinds = Counter(type(child) for child in module if _has_params(child))
+            there = [child for child in module if child is not None]  # as lists of optional layers have (x-transformers)
+            kinds = Counter(type(child) for child in there if _has_params(child))
             # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny.
             children += [
-                c for c in module if kinds[type(c)] >= _MIN_BLOCKS and _is_called(c) and any(True for _ in c.children())
+                c for c in there if kinds[type(c)] >= _MIN_BLOCKS and _is_called(c) and any(True for _ in c.children())
             ]
     return _outermost(children)
 

@@ -136,6 +136,29 @@ def lstm_cell(run: Run) -> None:
 
 
 @program
+def layers_left_out(run: Run) -> None:
+    """Lists with None where a layer is optional, as x-transformers has them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleList([None if n else nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), None])
+                for n in range(3)
+            )
+            self.heads = nn.ModuleDict({"one": nn.Linear(16, 4), "other": None})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, layer, _ in self.layers:
+                x = x + layer(x if norm is None else norm(x))
+            return self.heads["one"](x)
+
+    net = Net()
+    run.wrap(net, adam(net))
+    run.loop(lambda t: net(inputs(t, 4, 16)).square().mean())
+
+
+@program
 def spectral(run: Run) -> None:
     model = nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
