@@ -313,9 +313,9 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     out = Passing()
     used = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
     _look_at_forward(out, [(uses[at], units[at]) for at in used], {n for n, at in enumerate(used) if at in setup.kept})
-    used.reverse()
-    kept = {n for n, at in enumerate(used) if at in setup.kept}
-    _look_at_backward(out, [(uses[at], units[at]) for at in used], kept, setup)
+    last_first = used[::-1]
+    kept = {n for n, at in enumerate(last_first) if at in setup.kept}
+    _look_at_backward(out, [(uses[at], units[at]) for at in last_first], kept, setup)
     _look_at_host(out, [units[at] for at in used], setup)
     return out
 
