@@ -615,11 +615,12 @@ def test_interrupts_at_any_moment(pools, tmp_path, place):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize("place", PLACES)
 def test_many_interrupts_at_any_moment(pools, tmp_path, place):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=400) == [[]]
+    assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=900) == [[]]
 
 
 def test_hooks_that_an_interrupt_left_on_go_with_the_model() -> None:
