@@ -121,7 +121,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     children: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            there = [child for child in module if child is not None]  # as lists of optional layers have (x-transformers)
+            there = [
+                child for child in module if child is not None
+            ]  # as lists of optional layers have (x-transformers)
             kinds = Counter(type(child) for child in there if _has_params(child))
             # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny.
             children += [
