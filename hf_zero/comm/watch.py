@@ -192,7 +192,7 @@ class Watcher:
 
     @property
     def tick_s(self) -> float:
-        return min(2.0, max(0.05, (self.stall_s or STALL_S) / _TICKS))
+        return min(1.0, max(0.05, (self.stall_s or STALL_S) / _TICKS))
 
     # In the thread --------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from ..tiers.tier import Tier
 from .gradients import Gradient, Handles
 from .state_shard import Shard, assembled, cut
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
 
 class SpanGradients:

@@ -26,6 +26,13 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
+_HUGE_PAGE: int = getattr(mmap, "MADV_HUGEPAGE", 0)  # Linux has it
+_HUGE_BYTES = 2 << 20  # a huge page on x86 and most of ARM; less than one cannot become one
+_madvise: Callable[[int, int, int], int] | None = None
+if _HUGE_PAGE:
+    _madvise = ctypes.CDLL(None).madvise
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 def free_at_once(above_bytes: int = 1 << 20) -> None:
     """From now on host memory of that size or more is the system's again as soon as it is freed. For this process.
@@ -49,6 +56,18 @@ def keep_freed(most_bytes: int = 1 << 30) -> None:
         _mallopt(_TRIM_THRESHOLD, most_bytes)
 
 
+def use_huge_pages(address: int, nbytes: int) -> None:
+    """Ask the system for huge pages under this memory: fresh memory costs a page fault per 2 MiB then, not one per 4 KiB.
+
+    For what an engine allocates and gives back in every step on CPU ranks. Advice: where the system does not take it, nothing
+    changes (Linux, `transparent_hugepage` at `madvise` or `always`).
+    """
+    if _madvise is None or nbytes < _HUGE_BYTES:
+        return
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages that hold nothing else
+    _madvise(begin, (address + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _HUGE_PAGE)
+
+
 def pages(nbytes: int) -> Bytes:
     """Zeroed memory of whole pages, given back to the system when the last tensor on it is gone."""
     try:
@@ -58,7 +77,9 @@ def pages(nbytes: int) -> Bytes:
             f"{nbytes} bytes of host memory were refused: {error.strerror or error}; free host memory, raise this "
             "process's limit (ulimit -v), or let less rest on the host (host_memory, offload to disk)"
         ) from error
-    return np.frombuffer(memory, np.uint8)[:nbytes]
+    whole = np.frombuffer(memory, np.uint8)
+    use_huge_pages(whole.ctypes.data, whole.nbytes)
+    return whole[:nbytes]
 
 
 class _OnStream:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..errors import OutOfMemoryError
 from .disk import Disk
-from .host import Link
+from .host import Link, use_huge_pages
 from .tier import SIZES, Meter, Sizes
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
 KEPT_BUFFERS = 2
 """Scratch buffers that stay for later, the largest."""
@@ -167,6 +167,8 @@ class Storage:
                 raise
             self.make_room(bytes_)
             made = self._allocate_again(what, bytes_, make)
+        if self.device.type == "cpu":
+            use_huge_pages(made.data_ptr(), bytes_)
         account = self.ledger.device
         account.now[kind] += bytes_
         account.look()

@@ -34,6 +34,7 @@ from hf_zero.errors import ConfigError, StateError, TierError
 from hf_zero.tiers.array import DiskArray, FileSource, OnDisk, fetch
 from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
+from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
 from tests.kit.common import holders, nameless_files
 from tests.kit.injection import Forked, calls, fails, instead
@@ -783,6 +784,7 @@ def test_idle_threads_hold_no_buffer(disk: Disk) -> None:
 
 
 def resident_bytes() -> int:
+    torch.empty(16 << 20).fill_(1)  # the code that fills is read in, and not counted
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -802,6 +804,38 @@ def test_host_memory_is_exact_and_given_back() -> None:
     assert part[0] == 1
     del part
     assert resident_bytes() - before < 8 << 20
+
+
+def _asks_for_huge_pages(address: int) -> bool:
+    """Whether the system was advised to back this place with huge pages."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        ends = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if ends:
+            found = int(ends[1], 16) <= address < int(ends[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    return False
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no transparent huge pages"
+)
+def test_large_memory_is_on_huge_pages(tmp_path: Path) -> None:
+    """What an engine gives back and allocates again in every step costs a page fault per 2 MiB; what is small is left alone."""
+    host = Link(CPU, Meter()).empty(8 << 20, torch.float32)
+    assert _asks_for_huge_pages(host.data_ptr() + host.nbytes // 2)
+    storage = Storage(CPU, 0, str(tmp_path))
+    kept = storage.allocate("gathered", "a unit", 64 << 20, lambda: torch.empty(16 << 20))
+    assert _asks_for_huge_pages(kept.data_ptr() + kept.nbytes // 2)
+    memory = kept.untyped_storage()
+    memory.resize_(0)
+    storage.allocate("gathered", "a unit", 64 << 20, lambda: memory.resize_(64 << 20))
+    assert _asks_for_huge_pages(memory.data_ptr() + memory.nbytes() // 2)
+    plain = torch.empty(16 << 20)
+    assert not _asks_for_huge_pages(plain.data_ptr() + plain.nbytes // 2)
+    small = Link(CPU, Meter()).empty(1000, torch.float32)
+    assert not _asks_for_huge_pages(small.data_ptr())
 
 
 def test_memory_outlives_its_first_tensor() -> None:
