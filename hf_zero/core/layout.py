@@ -2,7 +2,9 @@
 
 A **unit** is a set of parameters that move together. Its parameters are cut into **spans** of equal (dtype, compute
 dtype, trainable, optimizer group). A span is one 1-D buffer, its parameters one after another in row-major order,
-padded at the end so that it divides into `shards` equal slices of a multiple of `ALIGN` elements. Rank r owns slice r.
+padded at the end so that it divides into `shards` equal slices of a multiple of `ALIGN_NUMEL` elements. Rank r owns slice r.
+Odd sizes come last: a scale of one element before a matrix would put the matrix at an address that kernels are slow with
+(cuBLAS below 16 bytes), or round differently at (MKL with small matrices on AMD).
 From this arithmetic come the gather and reduce buffers, the optimizer's tensors, byte counts and checkpoint ranges.
 
 That is the owner rule `slice`. With `whole` (`ParamSpec.step_cost`) every parameter of a span has one owner, for optimizers
@@ -309,7 +311,8 @@ class Layout:
     ) -> Layout:
         """Cut `(unit name, its parameters)` pairs for `shards` owners. Without `visits`, units are used in this order.
 
-        Parameters keep the order given within their span; spans are ordered by their first parameter.
+        Parameters keep the order given within their span, but for those whose elements are no multiple of `ALIGN_NUMEL`, which
+        come last; spans are ordered by their first parameter.
         """
         out: list[UnitLayout] = []
         index = 0
@@ -341,8 +344,7 @@ def _dealt(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
 
 def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[str, int]) -> Span:
     is_whole = specs[0].step_cost > 0 and shards > 1
-    if is_whole:
-        specs = sorted(specs, key=lambda spec: owner_of[spec.name])
+    specs = sorted(specs, key=lambda spec: (is_whole and owner_of[spec.name], spec.numel % ALIGN_NUMEL != 0))
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec, offset))

@@ -26,8 +26,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
+HUGE_BYTES = 2 << 20
+"""A huge page on x86 and most of ARM; less than one cannot become one."""
 _HUGE_PAGE: int = getattr(mmap, "MADV_HUGEPAGE", 0)  # Linux has it
-_HUGE_BYTES = 2 << 20  # a huge page on x86 and most of ARM; less than one cannot become one
 _madvise: Callable[[int, int, int], int] | None = None
 if _HUGE_PAGE:
     _madvise = ctypes.CDLL(None).madvise
@@ -62,7 +63,7 @@ def use_huge_pages(address: int, nbytes: int) -> None:
     For what an engine allocates and gives back in every step on CPU ranks. Advice: where the system does not take it, nothing
     changes (Linux, `transparent_hugepage` at `madvise` or `always`).
     """
-    if _madvise is None or nbytes < _HUGE_BYTES:
+    if _madvise is None or nbytes < HUGE_BYTES:
         return
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages that hold nothing else
     _madvise(begin, (address + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _HUGE_PAGE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import OutOfMemoryError
 from .disk import Disk
-from .host import Link, use_huge_pages
+from .host import HUGE_BYTES, Link, use_huge_pages
 from .tier import SIZES, Meter, Sizes
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
@@ -167,7 +167,7 @@ class Storage:
                 raise
             self.make_room(bytes_)
             made = self._allocate_again(what, bytes_, make)
-        if self.device.type == "cpu":
+        if bytes_ >= HUGE_BYTES and self.device.type == "cpu":
             use_huge_pages(made.data_ptr(), bytes_)
         account = self.ledger.device
         account.now[kind] += bytes_

@@ -43,6 +43,20 @@ def test_every_element_has_one_owner(shapes, shards, frozen, groups):
             assert sum(stop - start for start, stop in runs) == slot.spec.numel
 
 
+def test_odd_sizes_come_last():
+    """A scale of one element does not shift the matrices after it to addresses that kernels are slow with."""
+    names = ["scale", "first", "bias", "second", "norm", "third"]
+    specs = [spec(name, shape) for name, shape in zip(names, [(), (8, 32), (10,), (64, 3), (33,), (32,)])]
+    (span,) = Layout.build([("u", specs)], 2).spans
+    assert [slot.spec.name for slot in span.slots] == ["first", "second", "third", "scale", "bias", "norm"]
+    assert [slot.offset % ALIGN_NUMEL for slot in span.slots[:3]] == [0, 0, 0]
+    owned = [spec(name, shape, step_cost=1) for name, shape in zip(names, [(), (8, 32), (10,), (64, 3), (33,), (32,)])]
+    (span,) = Layout.build([("u", owned)], 2).spans
+    for rank in range(2):
+        mine = [slot.spec.numel % ALIGN_NUMEL for slot in span.slots if span.owner(slot) == rank]
+        assert [odd > 0 for odd in mine] == sorted(odd > 0 for odd in mine)
+
+
 def test_padding_is_less_than_one_alignment_per_rank():
     layout = Layout.build([("u", [spec("w", (1000, 1000))])], 1024)
     span = next(layout.spans)
