@@ -28,7 +28,20 @@ LONG = ("runtime", "scripts")
 """Folders with the longest files. They come first, so that several pytest processes end at about the same time."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+WIDE = Path(__file__).with_name("wide.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    beginnings = [line for line in WIDE.read_text().splitlines() if not line.startswith("#")]
+    used = set()
+    for item in items:
+        found = next((each for each in beginnings if item.nodeid.startswith(each)), None)
+        if found is not None:
+            used.add(found)
+            item.add_marker("wide")
+    if config.args == config.getini("testpaths") and (stale := sorted({*beginnings} - used)):
+        raise pytest.UsageError(f"{WIDE.name} names tests that are not there: {', '.join(stale)}")
     items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
 
 

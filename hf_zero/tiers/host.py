@@ -31,8 +31,8 @@ HUGE_BYTES = 2 << 20
 _HUGE_PAGE: int = getattr(mmap, "MADV_HUGEPAGE", 0)  # Linux has it
 _madvise: Callable[[int, int, int], int] | None = None
 if _HUGE_PAGE:
-    _madvise = ctypes.CDLL(None).madvise
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _madvise = _prototype(("madvise", ctypes.CDLL(None)))
 
 
 def free_at_once(above_bytes: int = 1 << 20) -> None:

@@ -784,7 +784,7 @@ def test_idle_threads_hold_no_buffer(disk: Disk) -> None:
 
 
 def resident_bytes() -> int:
-    torch.empty(16 << 20).fill_(1)  # the code that fills is read in, and not counted
+    torch.empty(1 << 16).fill_(1)  # the code that fills is read in, and not counted
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
