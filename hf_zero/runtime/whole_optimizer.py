@@ -139,7 +139,7 @@ class WholeBinding(Binding):
                 key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
                 for key, value in entries.items()
             }
-            for index, entries in state["state"].items()
+            for index, entries in sorted(state["state"].items())
         }
         return {**state, "state": kept}
 

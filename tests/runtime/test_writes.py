@@ -150,8 +150,10 @@ def edit(model: nn.Module, kind: str, sharded: nn.Module) -> None:
 def everywhere(
     rank: int, world: int, folder: Path, stage: int, play: Callable[..., None], kinds: tuple[str, ...], **options: Any
 ) -> None:
+    """Every kind in every tier, and either of these in both precisions."""
     tiers = TIERS[:1] if stage == 0 else RELEASED if stage == 3 else TIERS
-    for dtype, tier, kind in itertools.product(("no", "bf16"), tiers, kinds):
+    for (at, tier), (number, kind) in itertools.product(enumerate(tiers), enumerate(kinds)):
+        dtype = ("no", "bf16")[(at + number) % 2]
         how = {"how": kind} if play is in_forward else {}
         pair = Pair(rank, world, dtype, folder, stage=stage, **tier, **how, **options)
         try:
