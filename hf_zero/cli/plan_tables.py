@@ -314,6 +314,8 @@ def machine(found: Machine, ranks: int, path: Path, replaced: bool, is_kept: boo
         ("", ""),
         [(label, "" if size is None else _size(size)) for label, size in sizes],
         [(label, "" if rate is None else f"{_size(rate)}/s") for label, rate in speeds],
+        [] if found.latency is None else [("collectives, before the first byte", f"{found.latency * 1e6:.0f} µs")],
+        [] if found.overlap is None else [("collectives, hidden behind work", f"{found.overlap:.0%}")],
         [(f"matrix product, {dtype}", _flops(rate)) for dtype, rate in found.flops.items()],
     )
     readers = (
