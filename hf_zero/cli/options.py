@@ -92,6 +92,7 @@ class SimulateOptions(Options):
     Examples:
       hf-zero simulate gpt2-124m --world-size 1024 --nodes 128 --mixed-precision bf16
       hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
+      hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak --plot weak.png
     """
 
@@ -107,7 +108,12 @@ class SimulateOptions(Options):
         "between machines; within one it is NVLink", "infiniband", choices=("nvlink", "infiniband", "ethernet")
     )
     adapters: int = flag("to other machines, of one machine; 0: one for each of its ranks", 0, metavar="N")
-    flops: float = flag("floating-point operations a second of one rank", 400e12, metavar="RATE")
+    flops: float | None = flag(
+        "floating-point operations a second of one rank (default: the machine's file, else 4e14)", metavar="RATE"
+    )
+    machine: str | None = flag(
+        "speeds within a machine as `hf-zero probe` writes them on as many ranks, in place of an H100's", metavar="FILE"
+    )
     zero_replicas: int = setting("replicas", metavar="R")
     zero_wire: str = setting("wire")
     scaling: str = flag(

@@ -308,12 +308,18 @@ def machine(found: Machine, ranks: int, path: Path, replaced: bool, is_kept: boo
         ("disk, write", found.disk_write),
         ("collectives, sent per rank", found.collective),
     ]
+    messages = []
+    if found.latency is not None:
+        messages.append(("collectives, before the first byte", f"{found.latency * 1e6:.0f} µs"))
+    if found.overlap is not None:
+        messages.append(("collectives, hidden behind work", f"{found.overlap:.0%}"))
     table(
         console := Console(),
         f"{host_name()}, one of {_ranks_text(ranks)}",
         ("", ""),
         [(label, "" if size is None else _size(size)) for label, size in sizes],
         [(label, "" if rate is None else f"{_size(rate)}/s") for label, rate in speeds],
+        messages,
         [(f"matrix product, {dtype}", _flops(rate)) for dtype, rate in found.flops.items()],
     )
     readers = (

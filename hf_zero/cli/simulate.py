@@ -22,7 +22,8 @@ from ..comm.recorded import absent_ranks, recorded_wire
 from ..config import ZeroConfig
 from ..errors import ConfigError, needs
 from ..plan.configs import CONFIGS
-from ..plan.timeline import LINKS, Computed, Event, Network, Operation, StepTime, Waited, replay
+from ..plan.machine import Machine
+from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, Waited, replay
 from ..runtime.engine import Engine
 from ..runtime.shard import shard
 from ..runtime.transports import Roads
@@ -65,7 +66,43 @@ class Record(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self.events.append(Computed(int(count(*args, **(kwargs or {}), out_val=out))))
+        elif func.namespace == "aten" and (moved := moved_bytes(func, args, kwargs or {}, out)):
+            self.events.append(Computed(bytes=moved))
         return out
+
+
+_FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift")
+"""How operations begin that move nothing, though nothing in their schema says so."""
+_ROWS = ("embedding", "index", "index_select", "gather")
+"""Those that read as much of their first tensor as they give."""
+
+
+def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """What an operation that is no matrix product reads and writes: each tensor that it is given and each that it makes
+    once, what it writes in place once more; nothing for a view.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    schema = func._schema.arguments
+    # The fused optimizers may write gradients, and do so only where a scaler's factor is taken out of them.
+    places = [argument.alias_info if argument.name != "grads" else None for argument in schema]
+    if name.startswith(_FREE) or any(place is not None and not place.is_write for place in places):
+        return 0
+    made = _nbytes(tree_flatten(out)[0])
+    if name in _ROWS:
+        return 2 * made
+    if any(place is not None for place in places):  # returned is what was written
+        given = [kwargs.get(argument.name, args[at] if at < len(args) else None) for at, argument in enumerate(schema)]
+        made = _nbytes(tree_flatten([value for value, place in zip(given, places) if place is not None])[0])
+    return made + _nbytes(tree_flatten((args, kwargs))[0])
+
+
+def _nbytes(leaves: Iterable[Any]) -> int:
+    """Of tensors; what is expanded lies in memory once."""
+    return sum(
+        min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    )
 
 
 def recorded_step(
@@ -77,13 +114,13 @@ def recorded_step(
     *,
     collectives: bool = False,
 ) -> tuple[Record, Engine]:
-    """One steady step of AdamW without clipping, over the process group that is open. A collective, like its steps.
+    """One steady step of fused AdamW without clipping, over the process group that is open. A collective, like its steps.
 
     Args:
         collectives: see `recorded_wire`.
     """
     record = Record()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     roads = Roads(wire=partial(recorded_wire, record, collectives=collectives))
     engine = shard(model, optimizer, config, mixed_precision=mixed_precision, roads=roads)
     for _ in range(WARM_UP_STEPS):
@@ -109,6 +146,7 @@ class Simulated:
     """A step on some ranks."""
 
     network: Network
+    processor: Processor
     batch: int
     record: Record
     taken: StepTime
@@ -117,6 +155,11 @@ class Simulated:
     @property
     def flops(self) -> int:
         return sum(event.flops for event in self.record.events if isinstance(event, Computed))
+
+    @property
+    def moved_bytes(self) -> int:
+        """By all that is no matrix product."""
+        return sum(event.bytes for event in self.record.events if isinstance(event, Computed))
 
     @property
     def by_kind(self) -> dict[str, dict[str, int]]:
@@ -136,15 +179,58 @@ class Simulated:
             "by_kind": self.by_kind,
             "planned_peak_bytes": self.peak_bytes,
             "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
             **asdict(self.taken),
+            "processor": asdict(self.processor),
             "network": {"near": asdict(network.near), "far": asdict(network.far), "adapters": network.adapters},
         }
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's processor and what is between the ranks of a machine; `collectives`: as NCCL's, else gloo's messages."""
+
+    processor: Processor
+    near: Link
+    collectives: bool
+
+
+NOMINAL_FLOPS = 400e12
+
+
+def _hardware(options: SimulateOptions) -> Hardware:
+    """Nominal, or of a machine's file.
+
+    Raises:
+        ConfigError: the file lacks a speed that is needed.
+    """
+    if options.machine is None:
+        return Hardware(Processor(options.flops or NOMINAL_FLOPS), LINKS["nvlink"], collectives=True)
+    machine = Machine.load(options.machine)
+    dtype = "bfloat16" if options.mixed_precision == "bf16" else "float32"
+    flops = options.flops or machine.flops.get(dtype)
+    lacking = [] if flops else [f"flops[{dtype!r}]"]
+    near = LINKS["nvlink"]
+    if machine.latency is not None and machine.collective:
+        near = Link(machine.latency, machine.collective, options.machine)
+    elif options.world_size > 1:
+        lacking += [name for name in ("latency", "collective") if not getattr(machine, name)]
+    if lacking or not flops:
+        raise ConfigError(
+            f"{options.machine} has no {', '.join(lacking)}: measured by `torchrun --nproc-per-node RANKS -m hf_zero probe "
+            f"--output {options.machine}`"
+        )
+    overlap = 1.0 if machine.overlap is None else machine.overlap
+    # A bandwidth of 0 is one that nobody knows, too.
+    return Hardware(
+        Processor(flops, machine.device_bandwidth or None, overlap), near, collectives=not machine.shares_memory
+    )
 
 
 def run(options: SimulateOptions) -> None:
     """Prints what was recorded and what it takes."""
     for name in ("world_size", "nodes", "accumulation", "batch", "sequence", "flops", "zero_replicas"):
-        if getattr(options, name) < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, found {getattr(options, name)}")
     if options.adapters < 0:
         raise ConfigError(f"adapters must not be negative, found {options.adapters}")
@@ -155,9 +241,10 @@ def run(options: SimulateOptions) -> None:
     writable(options.plot)
     config = ZeroConfig(stage=options.zero_stage, replicas=options.zero_replicas, wire=options.zero_wire)
     config.check_world_size(options.world_size)
+    hardware = _hardware(options)
     empty = _empty(options.model)
     if options.scaling != "none":
-        rows = [_simulated(empty, options, config, *point) for point in _points(options)]
+        rows = [_simulated(empty, options, config, hardware, *point) for point in _points(options)]
         if options.plot:
             draw(rows, options, options.plot)
         if options.json:
@@ -167,7 +254,7 @@ def run(options: SimulateOptions) -> None:
         else:
             _show_scaling(rows, options)
         return
-    found = _simulated(empty, options, config, options.world_size, options.nodes, options.batch)
+    found = _simulated(empty, options, config, hardware, options.world_size, options.nodes, options.batch)
     if options.json:
         operations = [asdict(each) for each in found.record.operations]
         print_json({"stage": options.zero_stage, **found.to_dict(), "operations": operations})
@@ -200,7 +287,13 @@ def _points(options: SimulateOptions) -> Iterator[tuple[int, int, int]]:
 
 
 def _simulated(
-    empty: Any, options: SimulateOptions, config: ZeroConfig, ranks: int, nodes: int, batch: int
+    empty: Any,
+    options: SimulateOptions,
+    config: ZeroConfig,
+    hardware: Hardware,
+    ranks: int,
+    nodes: int,
+    batch: int,
 ) -> Simulated:
     """The real engine, rank 0 of `ranks`, over tensors without values."""
     ids = torch.zeros(batch, options.sequence, dtype=torch.long)
@@ -216,11 +309,12 @@ def _simulated(
             config,
             options.mixed_precision,
             options.accumulation,
-            collectives=True,
+            collectives=hardware.collectives,
         )
         peak_bytes = engine.plan.memory.at_peak(Tier.DEVICE)
-    network = Network(ranks, nodes, LINKS["nvlink"], LINKS[options.network], options.adapters)
-    return Simulated(network, batch, record, replay(record.events, network.time_s, options.flops), peak_bytes)
+    network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)
+    taken = replay(record.events, network.time_s, hardware.processor)
+    return Simulated(network, hardware.processor, batch, record, taken, peak_bytes)
 
 
 def _efficiency(rows: Sequence[Simulated], weak: bool) -> list[float]:

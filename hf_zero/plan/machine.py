@@ -24,6 +24,7 @@ from ..errors import CheckpointError, ConfigError
 from ..tiers.disk import Disk
 from ..tiers.host import Link
 from ..tiers.tier import Meter
+from .wire_speed import finish, measure
 
 MARGIN = 0.1
 """Share of free memory that a plan leaves alone when no budget is given: allocators, libraries, other programs."""
@@ -77,7 +78,11 @@ class Machine:
     disk_read: float | None = None
     disk_write: float | None = None
     collective: float | None = None
-    """Bytes per second that a rank sends in gathers and reduces."""
+    """Bytes per second that a rank sends in gathers and reduces, beyond `latency`."""
+    latency: float | None = None
+    """Seconds of one hop of these, before its first byte."""
+    overlap: float | None = None
+    """Share of these, 0 to 1, that work going on at the same time does not feel: 0 where processors that compute copy them."""
     flops: Mapping[str, float] = field(default_factory=dict)
     """Floating-point operations per second of a matrix product, by the bare name of its dtype."""
 
@@ -108,6 +113,8 @@ class Machine:
             for entry in entries:
                 if entry is not None and (not isinstance(entry, (int, float)) or not 0 <= entry < float("inf")):
                     raise ConfigError(f"{source}: {name} must be a number that is not negative, found {entry!r}")
+        if (values.get("overlap") or 0) > 1:
+            raise ConfigError(f"{source}: overlap must be a share, 0 to 1, found {values['overlap']!r}")
         return Machine(**values)
 
     @staticmethod
@@ -127,7 +134,8 @@ class Machine:
         """Into a file, at once or not at all. A probe of one rank does not forget what several measured."""
         values = self.to_dict()
         if self.collective is None and path.exists():
-            values["collective"] = Machine.load(path).collective
+            before = Machine.load(path).to_dict()
+            values |= {name: before[name] for name in ("collective", "latency", "overlap")}
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
@@ -138,7 +146,8 @@ class Machine:
 
         def lowest(name: str) -> Any:
             known = [value for value in (getattr(machine, name) for machine in every) if value is not None]
-            return min(known) if len(known) == len(every) or name.endswith(("memory", "free")) and known else None
+            least = max if name == "latency" else min
+            return least(known) if len(known) == len(every) or name.endswith(("memory", "free")) and known else None
 
         plain = [entry.name for entry in fields(Machine) if entry.name not in ("shares_memory", "flops")]
         dtypes = set.intersection(*(set(machine.flops) for machine in every))
@@ -250,13 +259,16 @@ def probe(
     host = _optimizer_bandwidth(torch.device("cpu"), sizes)
     cuda = device.type == "cuda"
     down, up = _link_bandwidth(device, sizes.copy_bytes)
+    speed = measure(device, wire)
     found = replace(
         free,
         host_bandwidth=host,
         device_bandwidth=_optimizer_bandwidth(device, sizes) if cuda else host,
         link_down=down,
         link_up=up,
-        collective=_collective_bandwidth(device, wire),
+        collective=None if speed is None else speed.bandwidth,
+        latency=None if speed is None else speed.latency_s,
+        overlap=None if speed is None else speed.overlap,
         flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
     )
     read, write = _disk_bandwidth(offload_dir, wire, sizes)
@@ -280,18 +292,13 @@ def _best_s(device: torch.device, action: Callable[[], object], repeats: int = _
     """Seconds of the fastest turn, after one that does not count."""
     best = float("inf")
     for turn in range(repeats + 1):
-        _finish(device)
+        finish(device)
         started = time.perf_counter()
         action()
-        _finish(device)
+        finish(device)
         if turn:
             best = min(best, time.perf_counter() - started)
     return max(best, 1e-9)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _optimizer_bandwidth(device: torch.device, sizes: ProbeSizes) -> float:
@@ -319,18 +326,6 @@ def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
     on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
     down = _best_s(device, lambda: link.down(on_device, on_host).close())
     return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device).close())
-
-
-def _collective_bandwidth(device: torch.device, wire: SoloWire) -> float | None:
-    """Bytes per second that this rank sends in a gather and a reduce of 64 MiB; None on one rank."""
-    if wire.size == 1:
-        return None
-    numel = (16 << 20) // wire.size // 32 * 32
-    full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
-    sent = 4 * numel * (wire.size - 1)
-    wire.barrier()
-    gather = _best_s(device, lambda: wire.gather(full, own, 0).close())
-    return 2 * sent / (gather + _best_s(device, lambda: wire.reduce(full, own, 0).close()))
 
 
 def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) -> tuple[float, float]:

@@ -38,9 +38,15 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Work between two operations."""
+    """Work between two operations.
 
-    flops: int
+    Attributes:
+        flops: of matrix products.
+        bytes: that all else reads and writes.
+    """
+
+    flops: int = 0
+    bytes: int = 0
 
 
 Event = Operation | Waited | Computed
@@ -104,9 +110,9 @@ class StepTime:
 
     Attributes:
         total_s: until both streams are done.
-        compute_s: the computing stream works.
+        compute_s: the computing stream works, were it alone.
         communication_s: the communication stream works.
-        exposed_s: the computing stream waits for the other, or is over before it.
+        exposed_s: the computing stream waits for the other, is slowed by it, or is over before it.
     """
 
     total_s: float
@@ -115,15 +121,39 @@ class StepTime:
     exposed_s: float
 
 
-def replay(events: Iterable[Event], time_s: Callable[[Operation], float], flops_per_s: float) -> StepTime:
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What a rank computes with.
+
+    Attributes:
+        flops: operations a second of matrix products.
+        memory: bytes a second, read and written, of all other work; None: it takes no time.
+        overlap: how fast it computes, 0 to 1, while messages move. 1: a card moves them. 0: it moves them itself, so that
+            nothing is hidden, and a step takes the sum of both. In between: each message takes `1 - overlap` of its time
+            from it.
+    """
+
+    flops: float
+    memory: float | None = None
+    overlap: float = 1.0
+
+    def time_s(self, work: Computed) -> float:
+        return work.flops / self.flops + (0.0 if self.memory is None else work.bytes / self.memory)
+
+
+def replay(events: Iterable[Event], time_s: Callable[[Operation], float], processor: Processor) -> StepTime:
     """Run a record on two streams: an operation begins once it is issued and those issued before are done."""
     now_s = free_s = compute_s = communication_s = 0.0
     done_s: dict[int, float] = {}
     for event in events:
         match event:
-            case Computed(flops):
-                now_s += flops / flops_per_s
-                compute_s += flops / flops_per_s
+            case Computed():
+                work_s = processor.time_s(event)
+                compute_s += work_s
+                beside_s = max(0.0, free_s - now_s) * processor.overlap  # done until all that is issued has arrived
+                now_s = (
+                    now_s + work_s / processor.overlap if work_s < beside_s else max(now_s, free_s) + work_s - beside_s
+                )
             case Waited(number):
                 now_s = max(now_s, done_s.get(number, 0.0))  # issued before the record began: done by then
             case Operation():

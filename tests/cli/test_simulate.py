@@ -12,8 +12,9 @@ import transformers
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
-from hf_zero.cli.simulate import Valueless, recorded_step
+from hf_zero.cli.simulate import Record, Valueless, recorded_step
 from hf_zero.comm.recorded import absent_ranks
+from hf_zero.plan.timeline import Computed
 
 CASES = [(1, "no", 1), (1, "bf16", 2), (2, "no", 2), (2, "bf16", 1), (3, "no", 1), (3, "bf16", 2)]
 
@@ -129,6 +130,86 @@ def test_table_and_json(capsys):
     assert values["total_s"] >= max(values["compute_s"], values["communication_s"]) > 0
 
 
-def test_refusals_are_one_line(capsys):
+def test_bytes_of_operations():
+    """What is read, and what is made or written; views and matrix products have none."""
+    a, b, rows = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(2, dtype=torch.long)
+    param = torch.nn.Parameter(torch.ones(32))
+    param.grad = torch.ones(32)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    optimizer.step()
+    each = 4 * 32
+    for action, expected in (
+        (lambda: a + b, 3 * each),
+        (lambda: a.add_(b), 3 * each),
+        (lambda: a.copy_(b), 3 * each),
+        (lambda: a.view(2, 16), 0),
+        (lambda: a @ b.t(), 0),
+        (lambda: torch.empty(4, 8), 0),
+        (lambda: torch.zeros(4, 8), each),
+        (lambda: torch.nn.functional.embedding(rows, a), 2 * (2 * 8 * 4)),
+        (lambda: torch.zeros(1).expand(32).clone(), 4 + 4 + each),
+        (optimizer.step, 7 * each),
+    ):
+        with Record() as record:
+            action()
+        moved = sum(event.bytes for event in record.events if isinstance(event, Computed))
+        assert moved == pytest.approx(expected, abs=16), expected  # the step's number is a tensor, too
+
+
+MEASURED = {
+    "shares_memory": True,
+    "device_bandwidth": 2e10,
+    "collective": 1.5e9,
+    "latency": 2e-4,
+    "overlap": 0.0,
+    "flops": {"float32": 7e10},
+}
+
+
+def test_a_machine_that_was_measured(capsys, tmp_path):
+    """Its rates price the step; messages are gloo's; without overlap a step is the sum, with it no less than either."""
+    path = tmp_path / "machine.json"
+    command = [*SMALL, "--world-size", "2", "--json", "--machine", str(path)]
+    found = {}
+    for overlap in (0.0, 0.5, 1.0):
+        path.write_text(json.dumps(MEASURED | {"overlap": overlap}))
+        assert cli.main(command) == 0
+        found[overlap] = json.loads(capsys.readouterr().out)
+    none, full = found[0.0], found[1.0]
+    assert none["compute_s"] == pytest.approx(none["flops"] / 7e10 + none["moved_bytes"] / 2e10)
+    messages = none["operations"]
+    # A hop to the other rank for each, and its bytes.
+    assert none["communication_s"] == pytest.approx(sum(2e-4 + each["bytes"] / 1.5e9 for each in messages), rel=1e-9)
+    assert none["total_s"] == pytest.approx(none["compute_s"] + none["communication_s"])
+    assert max(full["compute_s"], full["communication_s"]) <= full["total_s"] < found[0.5]["total_s"] < none["total_s"]
+    assert none["processor"] == {"flops": 7e10, "memory": 2e10, "overlap": 0.0}
+    assert none["network"]["near"] == {"latency_s": 2e-4, "bandwidth": 1.5e9, "source": str(path)}
+    assert cli.main([*command, "--flops", "7e9"]) == 0
+    assert json.loads(capsys.readouterr().out)["processor"]["flops"] == 7e9
+
+
+@pytest.mark.parametrize(
+    ("lacking", "arguments", "message"),
+    [
+        ("latency", [], "has no latency"),
+        ("collective", [], "has no collective"),
+        ("flops", [], "has no flops['float32']"),
+        ("nothing", ["--mixed-precision", "bf16"], "has no flops['bfloat16']"),
+    ],
+)
+def test_what_a_machine_lacks_is_named(lacking, arguments, message, capsys, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({name: value for name, value in MEASURED.items() if name != lacking}))
+    assert cli.main([*SMALL, "--world-size", "2", "--machine", str(path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "hf_zero probe" in said
+
+
+def test_refusals_are_one_line(capsys, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text('{"overlap": 2}')
+    assert cli.main([*SMALL, "--machine", str(path)]) == 2
+    assert "overlap must be a share, 0 to 1, found 2" in capsys.readouterr().err
     assert cli.main(["simulate", "gpt2-tiny", "--world-size", "10", "--nodes", "3"]) == 2
     assert "10 ranks do not divide by 3 nodes" in capsys.readouterr().err

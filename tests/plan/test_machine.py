@@ -88,14 +88,32 @@ def test_files_of_machines(tmp_path):
         ('{"speed": 1}', "unknown speed"),
         ('{"link_up": "fast"}', "link_up must be a number"),
         ('{"flops": {"float32": -1}}', "flops must be a number"),
+        ('{"latency": -1e-6}', "latency must be a number"),
+        ('{"overlap": 1.5}', "overlap must be a share"),
     ):
         path.write_text(text)
         with pytest.raises(zero.ConfigError, match=message):
             Machine.load(path)
 
 
+def test_a_probe_of_one_rank_keeps_what_several_measured(tmp_path):
+    path = tmp_path / "machine.json"
+    Machine(collective=1e9, latency=1e-4, overlap=0.5, link_up=1.0).keep(path)
+    Machine(link_up=2.0).keep(path)
+    assert Machine.load(path) == Machine(collective=1e9, latency=1e-4, overlap=0.5, link_up=2.0)
+
+
 def test_a_plan_is_for_the_least_of_all_ranks():
-    a = Machine(device_memory=10, host_memory=20, disk_read=5.0, link_up=1.0, flops={"float32": 3.0, "bfloat16": 1.0})
-    b = Machine(device_memory=12, host_memory=8, disk_read=7.0, shares_memory=True, flops={"float32": 2.0})
+    a = Machine(
+        device_memory=10,
+        host_memory=20,
+        disk_read=5.0,
+        link_up=1.0,
+        latency=1.0,
+        flops={"float32": 3.0, "bfloat16": 1.0},
+    )
+    b = Machine(device_memory=12, host_memory=8, disk_read=7.0, shares_memory=True, latency=2.0, flops={"float32": 2.0})
     least = Machine.least([a, b])
-    assert least == Machine(device_memory=10, host_memory=8, disk_read=5.0, shares_memory=True, flops={"float32": 2.0})
+    assert least == Machine(
+        device_memory=10, host_memory=8, disk_read=5.0, shares_memory=True, latency=2.0, flops={"float32": 2.0}
+    )

@@ -130,3 +130,39 @@ def test_bad_offload_options_end_at_once() -> None:
     done = run("offload.py", "--ranks", "0")
     assert done.returncode == 2
     assert "--ranks must be positive, got 0" in done.stderr
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_simulated_steps_beside_real_ones(tmp_path: Path) -> None:
+    output = tmp_path / "simulated.json"
+    toy = [
+        "--models",
+        "tiny",
+        "--sequence",
+        "16",
+        "--blocks",
+        "2",
+        "--steps",
+        "1",
+        "--stages",
+        "1",
+        "3",
+        "--ranks",
+        "1",
+        "2",
+    ]
+    done = run("simulated.py", *toy, "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = json.loads(output.read_text())["launches"]
+    assert [row["stage"] for row in one["steps"]] == [row["stage"] for row in two["steps"]] == [1, 3]
+    for row in one["steps"] + two["steps"]:
+        said = row["simulated"]
+        assert row["real_s"] > 0
+        assert row["ratio"] == pytest.approx(said["total_s"] / row["real_s"])
+    # A rank alone at stage 1 is priced as what the machine's rates were taken from, and by the bytes it copies beyond.
+    measured = one["measured"]["counted"]
+    assert one["steps"][0]["simulated"]["flops"] == measured["passes"][0]
+    assert two["hardware"]["latency"] >= 0
+    assert 0 <= two["hardware"]["overlap"] <= 1
+    assert two["steps"][1]["simulated"]["communication_s"] > 0

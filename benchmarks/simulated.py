@@ -1,0 +1,254 @@
+"""What `hf-zero simulate` says of a step's time, beside real steps on this machine.
+
+    python benchmarks/simulated.py --output simulated.json
+
+For each model and number of ranks one launch, in whose processes everything takes turns: the plain model's forward and
+backward and its optimizer's step without communication, on all ranks at the same time; the engine's steps of each stage; and,
+before and after, messages of several sizes (`hf_zero.plan.wire_speed`). From all but the engine's steps a machine's file is
+made, as `hf-zero probe` writes it, and `hf-zero simulate --machine FILE` is asked for the engine's. Nothing is fitted to these.
+
+What overlaps on CPU ranks and what does not: a rank computes in its main thread, while gloo's threads and the kernel copy
+messages on the same processors. With a processor for each rank and no more, a message that moves while ranks compute takes
+from their computing what it takes itself. That is a property of the machine and is measured as such: `overlap`, the share of
+messages that matrix products of all ranks, running beside them, do not feel. It and the rates are the same for every stage.
+
+Rates: `device_bandwidth` is what the plain optimizer's step reads and writes per second; `flops` is chosen so that the plain
+forward and backward, the bytes of what is no matrix product priced with that bandwidth, take what they took. Rates are of all
+ranks at work at once, so that ranks that share memory, or processors, as 4 ranks on 2 cores, have their share. What a
+simulated step leaves out: Python between the operations, fresh memory, ranks that come late. A thread for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import free_port, machine
+from engines import SIZES, build_model
+
+import hf_zero as zero
+from hf_zero.cli.simulate import Record
+from hf_zero.comm.group_wire import open_wire
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.timeline import Computed
+from hf_zero.plan.wire_speed import fitted, measure
+
+WARM_UP = 4
+
+
+def timed(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks: they go in step."""
+    if not dist.is_initialized():
+        return seconds
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+class Steps:
+    """A model, whole or as an engine of one stage has it, and its optimizer."""
+
+    def __init__(self, size: str, stage: int | None, batch: int, sequence: int) -> None:
+        self.model = build_model(size, sequence)
+        self.ids = torch.randint(self.model.config.vocab_size, (batch, sequence))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if stage is not None:
+            zero.shard(self.model, self.optimizer, zero.ZeroConfig(stage=stage))
+
+    def passes(self) -> None:
+        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> None:
+        self.passes()
+        self.update()
+
+    def counted(self) -> dict[str, tuple[int, int]]:
+        """(flops, bytes) of the passes and of the update."""
+        found = {}
+        for part in (self.passes, self.update):
+            with Record() as record:
+                part()
+            work = [event for event in record.events if isinstance(event, Computed)]
+            found[part.__name__] = sum(each.flops for each in work), sum(each.bytes for each in work)
+        return found
+
+
+def work(rank: int, world: int, port: int, options: dict[str, Any], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    shape = options["batch"], options["sequence"]
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    wire = open_wire(torch.device("cpu"), stall_s=0)
+    plain = Steps(options["model"], None, *shape)
+    engines = {stage: Steps(options["model"], stage, *shape) for stage in options["stages"]}
+    for each in (plain, *engines.values()):
+        for _ in range(WARM_UP):
+            each.whole()
+    counted = plain.counted()
+    speeds = [measure(wire.device if world > 1 else torch.device("cpu"), wire)]
+    seconds: dict[str, list[float]] = {name: [] for name in ("passes", "update", *map(str, engines))}
+    order: list[int | None] = [None, *engines]
+    for _ in range(options["blocks"]):
+        for stage in order:
+            for step in range(1 + options["steps"]):  # the first of a turn finds the caches of the one before
+                together()
+                if stage is None:
+                    passes = slowest(timed(plain.passes))
+                    together()
+                    taken = {"passes": passes, "update": slowest(timed(plain.update))}
+                else:
+                    taken = {str(stage): slowest(timed(engines[stage].whole))}
+                for name, value in taken.items() if step else ():
+                    seconds[name].append(value)
+        order.reverse()
+    speeds.append(measure(wire.device if world > 1 else torch.device("cpu"), wire))
+    if rank == 0:
+        found = [None if each is None else asdict(each) for each in speeds]
+        pipe.send({"counted": counted, "seconds": seconds, "wire": found})
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def launch(world: int, **options: Any) -> dict[str, Any]:
+    """Rank 0's findings; every rank is a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # two threads of one rank stand still where another program has one processor
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    port = free_port()
+    ranks = [
+        context.Process(target=work, args=(rank, world, port, options, there), daemon=True) for rank in range(world)
+    ]
+    for each in ranks:
+        each.start()
+    there.close()
+    try:
+        found: dict[str, Any] = here.recv()
+    except EOFError:
+        raise SystemExit(f"{world} ranks, {options}: a rank ended without a result") from None
+    for each in ranks:
+        each.join()
+    return found
+
+
+def machine_of(found: dict[str, Any], world: int) -> Machine:
+    """One rank's share, of what was measured without the engine."""
+    flops, bytes_ = found["counted"]["passes"]
+    bandwidth = found["counted"]["update"][1] / statistics.median(found["seconds"]["update"])
+    products_s = statistics.median(found["seconds"]["passes"]) - bytes_ / bandwidth
+    if products_s <= 0:
+        raise SystemExit(f"{world} ranks: the passes' bytes alone would take longer than the passes; measure again")
+    machine = Machine(shares_memory=True, device_bandwidth=bandwidth, flops={"float32": flops / products_s})
+    if world == 1:
+        return machine
+    latency_s, rate = fitted([tuple(point) for speed in found["wire"] for point in speed["points"]])
+    values = machine.to_dict() | {
+        "latency": latency_s / (world - 1),
+        "collective": rate,
+        "overlap": statistics.mean(speed["overlap"] for speed in found["wire"]),
+    }
+    return Machine.of(values, "measured")
+
+
+def simulated(size: str, stage: int, world: int, given: Machine, batch: int, sequence: int) -> dict[str, Any]:
+    """What the command says."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_model(size, sequence)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        path = Path(folder, "machine.json")
+        path.write_text(json.dumps(given.to_dict()))
+        command = [sys.executable, "-m", "hf_zero", "simulate", folder, "--json", "--machine", str(path)]
+        options = {"zero-stage": stage, "world-size": world, "batch": batch, "sequence": sequence}
+        command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {name: value for name, value in found.items() if name != "operations"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=["7m", "50m"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--batch", type=int, default=2, help="rows of a rank")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--blocks", type=int, default=4, help="turns that each takes; an even number is fair")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn")
+    parser.add_argument("--output", type=Path, help="JSON")
+    given = parser.parse_args()
+    shape = {"batch": given.batch, "sequence": given.sequence}
+    cores = len(os.sched_getaffinity(0))
+    about, launches = machine(1) | {"threads_per_rank": 1}, []
+    for size in given.models:
+        for world in given.ranks:
+            started = time.monotonic()
+            found = launch(world, model=size, stages=given.stages, blocks=given.blocks, steps=given.steps, **shape)
+            hardware = machine_of(found, world)
+            print(
+                f"{size}, {world} ranks{f' on {cores} cores' if world > cores else ''} ({time.monotonic() - started:.0f} s): "
+                f"{hardware.flops['float32'] / 1e9:.1f} GFLOP/s, {(hardware.device_bandwidth or 0) / 1e9:.2f} GB/s; "
+                f"messages {(hardware.latency or 0) * 1e6:.0f} us, {(hardware.collective or 0) / 1e9:.2f} GB/s, overlap "
+                f"{hardware.overlap or 0:.2f}",
+                flush=True,
+            )
+            rows = []
+            for stage in given.stages:
+                said = simulated(size, stage, world, hardware, **shape)
+                real = found["seconds"][str(stage)]
+                row = {
+                    "stage": stage,
+                    "real_s": statistics.median(real),
+                    "simulated_s": said["total_s"],
+                    "ratio": said["total_s"] / statistics.median(real),
+                    "simulated": said,
+                }
+                rows.append(row)
+                print(
+                    f"  stage {stage}: real {row['real_s'] * 1e3:.1f} ms ({min(real) * 1e3:.1f} to {max(real) * 1e3:.1f}), "
+                    f"simulated {said['total_s'] * 1e3:.1f} (computing {said['compute_s'] * 1e3:.1f}, communication "
+                    f"{said['communication_s'] * 1e3:.1f}): {row['ratio']:.2f}",
+                    flush=True,
+                )
+            about_it = {"model": size, "ranks": world, "oversubscribed": world > cores, "load": os.getloadavg()[0]}
+            launches.append(about_it | {"hardware": hardware.to_dict(), "measured": found, "steps": rows})
+    if given.output:
+        options = {name: value for name, value in vars(given).items() if name != "output"}
+        given.output.write_text(
+            json.dumps({"machine": about, "options": options, "launches": launches}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
