@@ -44,6 +44,7 @@ _WORDS = {
     "reduce": "the gradients of {}",
     "scalar": "a sum over all ranks",
     "across": "the gradients of {}",
+    "node": "the parameters of {}",
     "agree": "the agreement on which units take part in a backward",
 }
 _LOST = "That rank's process has ended, or raised an error before this one: its own output, further up or in its log, says why"

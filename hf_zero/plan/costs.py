@@ -63,6 +63,10 @@ class Setup:
     """All micro-batches of a step but its last are inside `no_sync(defer=True)`."""
     kept: frozenset[int] = frozenset()
     """Units, by their place in the layout, that stay gathered between a forward and its backward."""
+    parts: frozenset[int] = frozenset()
+    """Units of which each rank keeps its part of what was gathered meanwhile, cut among the ranks of its node."""
+    node_ranks: int = 1
+    """Ranks of a node, where parameters are sharded over more than one; 1: else."""
 
     @property
     def reduces_once(self) -> bool:
@@ -119,6 +123,16 @@ def shares_memory(span: Span, policy: StagePolicy) -> bool:
     """Whether `own` is the master where both rest in one tier: of one type, and never overwritten with what is gathered."""
     rounded = policy.keep_full and gather_codec(span) is not None
     return span.spec.compute_dtype == span.spec.master_dtype and not rounded
+
+
+def is_over_nodes(shards: int, node_ranks: int) -> bool:
+    """Whether a span that is cut among so many ranks can be cut among those of a node, too."""
+    return 1 < node_ranks < shards and shards % node_ranks == 0
+
+
+def part_numel(span: Span, node_ranks: int) -> int:
+    """Elements of a gathered span that each rank of a node keeps; the last ones may keep fewer."""
+    return -(-span.numel // node_ranks)
 
 
 def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:
@@ -284,6 +298,8 @@ class _UnitBytes:
     """The largest second one, of values that are cast."""
     down: tuple[int, ...]
     """Gradients that go down to host memory through a buffer each."""
+    part: int
+    """Kept of `full` on each rank of a node between forward and backward; 0: nothing."""
 
 
 @dataclass(slots=True)
@@ -309,7 +325,10 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     there beside buckets and means of the unit before it (docs/PLAN.md).
     """
     uses = uses_of(layout)
-    units = [_unit_bytes(unit, use, placements, setup) for unit, use in zip(layout.units, uses)]
+    units = [
+        _unit_bytes(unit, use, placements, setup, is_parted=at in setup.parts)
+        for at, (unit, use) in enumerate(zip(layout.units, uses))
+    ]
     out = Passing()
     used = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
     _look_at_forward(out, [(uses[at], units[at]) for at in used], {n for n, at in enumerate(used) if at in setup.kept})
@@ -326,9 +345,16 @@ def _look_at_forward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], stay
     events += [(use.last, False, place) for place, (use, _) in enumerate(units)]
     there = 0
     for _, begins, place in sorted(events):
-        full = units[place][1].full
-        there += full if begins else 0 if place in stay else -full
-        ahead = units[place + 1][1].full if begins and place + 1 < len(units) else 0
+        full, part = units[place][1].full, units[place][1].part
+        following = units[place + 1] if place + 1 < len(units) else None
+        if begins:
+            there += full
+        else:
+            there += part  # copied while all of it is there, and the next one has been fetched
+            if part and following is not None and following[0].first > units[place][0].last:
+                out.gathered = max(out.gathered, there + following[1].full)
+            there -= 0 if place in stay else full
+        ahead = following[1].full if begins and following is not None else 0
         out.gathered = max(out.gathered, there + ahead)
     out.moment = out.gathered
 
@@ -344,7 +370,8 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], sta
     next_of = {
         place: next((later for later in walk[n + 1 :] if later not in stayed), None) for n, place in enumerate(walk)
     }
-    there, ahead = sum(units[place][1].full for place in stayed), 0
+    there, ahead = sum(units[place][1].full for place in stayed) + sum(unit.part for _, unit in units), 0
+    parted: set[int | None] = set()
     waiting = moving = coming = 0
     adds = setup.backward_per_step > 1 and not setup.reduces_once
     kept = sum(unit.kept for _, unit in units) if adds else 0
@@ -367,6 +394,10 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], sta
             following = next_of[place]
             ahead = 0 if following is None else units[following][1].full
             look(moving + waiting)
+            # Its part has gone into place, and that of the one that was just fetched.
+            done = {place, following} - parted
+            parted |= done
+            there -= sum(units[each][1].part for each in done if each is not None)
         elif what == leave:
             there -= unit.full
             waiting += unit.tied
@@ -404,7 +435,9 @@ def _neighbours(items: Sequence[T]) -> Iterator[tuple[T, T]]:
     return zip(items, [*items[1:], *items[-1:]])
 
 
-def _unit_bytes(unit: UnitLayout, use: Use, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
+def _unit_bytes(
+    unit: UnitLayout, use: Use, placements: Sequence[Placement], setup: Setup, *, is_parted: bool
+) -> _UnitBytes:
     moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
     on_disk = [span for span in moved if placements[span.index].parameters is Tier.DISK]
     reads = [_read_bytes(span, placements[span.index], setup) for span in on_disk]
@@ -442,6 +475,9 @@ def _unit_bytes(unit: UnitLayout, use: Use, placements: Sequence[Placement], set
         reads=sum(first for first, *_ in reads),
         cast=max((second for _, *rest in reads for second in rest), default=0),
         down=tuple(nbytes for span in trained for nbytes in _landing_bytes(span, placements[span.index], setup)),
+        part=sum(part_numel(span, setup.node_ranks) * itemsize(span.spec.compute_dtype) for span in moved)
+        if is_parted
+        else 0,
     )
 
 

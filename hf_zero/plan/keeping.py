@@ -3,12 +3,15 @@
 A kept unit takes its gathered bytes from its forward to its backward, and is brought in once a pass instead of twice. What a
 byte of memory saves is the same for all units; those used last wait least, and are gone when gradients have added up. So the
 last ones are kept, one after another, as long as the plan fits: how many is all that ranks have to agree on.
+
+Where parameters are sharded over several nodes of L ranks, a unit may be kept by parts: each rank of a node has 1/L of what was
+gathered, and backward's gather stays in the node (Wang et al., "ZeRO++", arXiv 2306.10209, section 3.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ..config import ZeroConfig
 from ..core.layout import Layout
@@ -39,15 +42,51 @@ def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) ->
     return sorted(found, key=lambda at: uses[at].last, reverse=True)
 
 
-def kept_units(inputs: PlanInputs, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """As many candidates as the budgets have room for beside all else, activations of `inputs.batch` too; in their order."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of the candidates, in their order: the first `whole` stay gathered; of the others up to `count` parts are kept."""
+
+    whole: int = 0
+    count: int = 0
+
+    def into(self, setup: Setup, order: Sequence[int]) -> Setup:
+        """`setup` with these, of the candidates in `order`."""
+        return replace(
+            setup, kept=frozenset(order[: self.whole]), parts=frozenset(order[self.whole : max(self.whole, self.count)])
+        )
+
+
+def room_for(inputs: PlanInputs, placements: Sequence[Placement]) -> Kept:
+    """As many candidates as the budgets have room for beside all else, activations of `inputs.batch` too.
+
+    Where parameters are sharded over several nodes: first parts of as many as there is room for, since a part saves the bytes
+    between nodes, which are the slow ones, for a node's share of the memory; then as many of these whole.
+    """
     if not keeps(inputs.config, inputs.world_size):
-        return ()
+        return Kept()
     order = candidates(inputs.layout, placements, inputs.setup)
-    low, high = 0, len(order)
-    while low < high:  # memory grows with every unit
+    count = 0
+    if inputs.setup.node_ranks > 1 and _can_be_parted(inputs.layout, placements, inputs.setup, order):
+        count = _most(len(order), lambda count: _fits(inputs, placements, order, Kept(0, count)))
+    whole = _most(len(order), lambda whole: _fits(inputs, placements, order, Kept(whole, count)))
+    return Kept(whole, max(whole, count))
+
+
+def _can_be_parted(layout: Layout, placements: Sequence[Placement], setup: Setup, order: Sequence[int]) -> bool:
+    """Whether what comes and goes of all candidates is cut among the ranks: a span that one rank has whole is not gathered."""
+    spans = (span for at in order for span in layout.units[at].spans)
+    return all(span.shards > 1 or stays(span, placements[span.index], setup.policy) for span in spans)
+
+
+def _fits(inputs: PlanInputs, placements: Sequence[Placement], order: Sequence[int], kept: Kept) -> bool:
+    memory = memory_of(inputs.layout, placements, kept.into(inputs.setup, order), inputs.activations)
+    return not inputs.budgets.excess(memory)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits; memory grows with every unit."""
+    low, high = 0, limit
+    while low < high:
         count = (low + high + 1) // 2
-        setup = replace(inputs.setup, kept=frozenset(order[:count]))
-        fits = not inputs.budgets.excess(memory_of(inputs.layout, placements, setup, inputs.activations))
-        low, high = (count, high) if fits else (low, count - 1)
-    return tuple(order[:low])
+        low, high = (count, high) if fits(count) else (low, count - 1)
+    return low

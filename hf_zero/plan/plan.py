@@ -22,10 +22,10 @@ from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
 from .activations import Batch
 from .costs import KINDS, TIERS, Memory, Placement, memory_of
-from .keeping import candidates, keeps, kept_units
+from .keeping import candidates, keeps, room_for
 from .machine import Machine
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
-from .work import Traffic, across_in_total, seconds, step_seconds, work_in_total
+from .work import Traffic, across_in_total, node_in_total, seconds, step_seconds, work_in_total
 
 MORE_RANKS = (2, 4, 8, 16, 64, 256)
 """How many times as many ranks are tried where a plan does not fit."""
@@ -50,6 +50,8 @@ class Plan:
     """What is missing, and what would fit; empty where everything fits."""
     kept: tuple[int, ...] = ()
     """Places in the layout of units that stay gathered from forward to backward, those used last first."""
+    kept_parts: tuple[int, ...] = ()
+    """Of units whose gathered values stay cut among the ranks of each node meanwhile."""
 
     @property
     def layout(self) -> Layout:
@@ -101,6 +103,7 @@ class Plan:
             "step_s": self.step_s,
             "parts_s": dict(self.parts),
             "kept": [self.layout.units[at].name for at in self.kept],
+            "kept_parts": [self.layout.units[at].name for at in self.kept_parts],
             "optimizer_share": {tier.value: self.share(tier) for tier in TIERS},
             "fits": self.fits,
             "shortfall": self.shortfall,
@@ -124,8 +127,9 @@ def plan(inputs: PlanInputs) -> Plan:
     )
     if placements is None:
         raise ConfigError(_shortfall(inputs))
-    kept = kept_units(inputs, placements)
-    setup = replace(inputs.setup, kept=frozenset(kept))
+    order = candidates(inputs.layout, placements, inputs.setup)
+    room = room_for(inputs, placements)
+    setup = room.into(inputs.setup, order)
     memory = memory_of(inputs.layout, placements, setup, inputs.activations)
     work = work_in_total(inputs.layout, placements, setup)
     parts = seconds(work, inputs.machine, inputs.compute_s)
@@ -133,11 +137,12 @@ def plan(inputs: PlanInputs) -> Plan:
         inputs,
         placements,
         memory,
-        Traffic.of(work, across_in_total(inputs.layout, setup)),
+        Traffic.of(work, across_in_total(inputs.layout, setup), node_in_total(inputs.layout, placements, setup)),
         {" ".join(key): value for key, value in parts.items()},
         step_seconds(parts, inputs.machine, setup),
         _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
-        kept,
+        tuple(order[: room.whole]),
+        tuple(order[room.whole : room.count]),
     )
 
 
@@ -282,7 +287,7 @@ def _reasons(made: Plan) -> Iterator[str]:
                 f"{setup.backward_per_step} backward(s) per step keep their last bits"
             )
     if keeps(config, made.world_size) and (order := candidates(made.layout, made.placements, setup)):
-        yield _kept(made, len(order))
+        yield from _kept(made, len(order))
     for name, tiers, limit in made.budgets.rows():
         peak = sum(memory.at_peak(tier) for tier in tiers)
         yield f"{NAMES[name].rstrip(',')}: {size_text(peak)} at peak of {size_text(limit)}"
@@ -303,18 +308,23 @@ def _reasons(made: Plan) -> Iterator[str]:
         yield f"step time is not predicted: no speed is known for {', '.join(unknown)} (hf-zero probe measures them)"
 
 
-def _kept(made: Plan, candidates: int) -> str:
-    """One line on units that stay gathered, of so many that could."""
+def _kept(made: Plan, candidates: int) -> Iterator[str]:
+    """On units that stay gathered, whole or by parts, of so many that could."""
     layout = made.layout
     names = [layout.units[at].name for at in made.kept]
     which = f" ({names[-1]} to {names[0]})" if len(names) > 1 else f" ({names[0]})" if names else ""
     without = Traffic.of(work_in_total(layout, made.placements, made.inputs.setup))
     saved = size_text(without.gather + without.up - made.traffic.gather - made.traffic.up)
     nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
-    return (
+    yield (
         f"{len(names)} of {candidates} units{which} stay gathered from forward to backward, the last ones, as many as "
         f"device_memory has room for: {nbytes} for {saved} less to bring in per step"
     )
+    if made.inputs.setup.node_ranks > 1:
+        yield (
+            f"{len(made.kept_parts)} more keep a part on each of the {made.inputs.setup.node_ranks} ranks of a node: backward "
+            f"brings them in with {size_text(made.traffic.node)} per step within nodes, and nothing between them"
+        )
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:

@@ -29,7 +29,7 @@ from ..core.precision import Precision, dtype_name
 from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
 from .activations import Batch, activation_bytes
-from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
+from .costs import STATES, TIERS, Memory, Placement, Setup, is_over_nodes, memory_of, state_bytes, together
 from .machine import Machine
 from .work import PASSES, PHASES, compute_flops, phase_of, resource, speed, uses, work_of
 
@@ -102,6 +102,7 @@ class PlanInputs:
         backward_per_step: micro-batches that add up to a step.
         in_files: names of parameters whose values the model's own files have, and may keep.
         sizes: of the blocks and records that offloaded state is updated and moved in.
+        node_ranks: neighbouring ranks that share a machine, where parameters are sharded over more than one; 1: not told.
 
     Raises:
         ConfigError: an offload that the stage does not allow, a layout for another number of ranks, a number below its least.
@@ -117,9 +118,15 @@ class PlanInputs:
     backward_per_step: int = 1
     in_files: frozenset[str] = frozenset()
     sizes: Sizes = SIZES
+    node_ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("world_size", 1), ("backward_per_step", 1), ("optimizer_tensors", 0)):
+        for name, least in (
+            ("world_size", 1),
+            ("backward_per_step", 1),
+            ("optimizer_tensors", 0),
+            ("node_ranks", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
         self.config.check_world_size(self.world_size)
@@ -152,6 +159,7 @@ class PlanInputs:
             self.in_files,
             self.sizes,
             self.config.wire,
+            node_ranks=self.node_ranks if is_over_nodes(self.layout.shards, self.node_ranks) else 1,
         )
 
     @property

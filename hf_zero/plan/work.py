@@ -13,7 +13,9 @@ from .costs import (
     Placement,
     Setup,
     gradient_itemsize,
+    part_numel,
     shares_memory,
+    stays,
     stored_itemsize,
     tensors_bytes,
     uses_of,
@@ -109,11 +111,12 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     """How often a step brings each unit in, where it is released between its uses.
 
     As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
-    begins, as are those that are kept, and an embedding's backward needs no weights.
+    begins, as are those that are kept, whole or by parts (`node_in_total`), and an embedding's backward needs no weights.
     """
     of = uses_of(layout)
     end = max((use.last for use in of), default=0)
-    again = [use.is_reached and use.last < end and at not in setup.kept for at, use in enumerate(of)]
+    there = setup.kept | setup.parts
+    again = [use.is_reached and use.last < end and at not in there for at, use in enumerate(of)]
     return [setup.backward_per_step * (1 + more) if use.first else 0 for use, more in zip(of, again)]
 
 
@@ -225,6 +228,17 @@ def across_in_total(layout: Layout, setup: Setup) -> float:
     return sum(across_bytes(span, setup) for span in layout.spans)
 
 
+def node_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
+    """Bytes of a step within a node, of units that backward brings in from what their gathers have left in each."""
+    numel_of = (
+        part_numel(span, setup.node_ranks) * itemsize(span.spec.compute_dtype)
+        for at in setup.parts
+        for span in layout.units[at].spans
+        if not stays(span, placements[span.index], setup.policy)
+    )
+    return setup.backward_per_step * (setup.node_ranks - 1) * sum(numel_of)
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes per rank and step by road."""
@@ -237,11 +251,13 @@ class Traffic:
     write: int = 0
     across: int = 0
     """Of `reduce`, what goes to other replicas."""
+    node: int = 0
+    """Beside `gather`: from rank to rank of a node, for backward."""
 
     @staticmethod
-    def of(work: Work, across: float = 0) -> Traffic:
+    def of(work: Work, across: float = 0, node: int = 0) -> Traffic:
         moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS}
-        return Traffic(**moved, across=round(across))
+        return Traffic(**moved, across=round(across), node=node)
 
 
 def speed(machine: Machine, road: str) -> float | None:

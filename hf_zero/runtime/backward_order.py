@@ -7,9 +7,11 @@ are gathered in the order of their last use. A rank whose backward leaves a unit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from ..comm.wire import SoloWire
+from ..plan.keeping import Kept
 from .preemption import Preemption
 from .replicas import Options
 from .spare_room import SpareRoom
@@ -95,7 +97,12 @@ class BackwardOrder:
         numbers += passes
         numbers += [int(not first) for first in firsts]
         if self._spare is not None:
-            numbers += (-self._spare.room(),)
+            room = self._spare.room()
+            numbers += (-room.whole,)
+            if self._spare.is_over_nodes:
+                # What one rank has lost, or has been given new values for meanwhile, no rank may send.
+                lost = any(trace.is_parted and trace.unit.has_lost_parts for trace in self._traces)
+                numbers += (-room.count, int(lost))
         # Steps made, the optimizer's options, what is sent: whether all ranks have the same of these is one maximum and one
         # minimum.
         alike = (self._wire.watch.step + self._options.mark() + (0 if sends else _WAITS)) & 0x7FFFFFFF
@@ -120,9 +127,15 @@ class BackwardOrder:
             for place, trace in enumerate(self._order):
                 trace.place = place
             if self._spare is not None:  # from the next forward on
-                kept = self._spare.first(-numbers[-3])
+                room = Kept(-numbers[4 * count])
+                if self._spare.is_over_nodes:
+                    room = replace(room, count=-numbers[4 * count + 1])
+                    for trace in self._traces if numbers[4 * count + 2] else ():
+                        if trace.is_parted:
+                            trace.forget_parts()
+                kept, parts = self._spare.first(room)
                 for trace in self._traces:
-                    trace.keeps = trace.at in kept
+                    trace.keeps, trace.parts = trace.at in kept, trace.at in parts
                     if (
                         trace.keeps
                     ):  # else who reads a parameter while it is kept would not be known in a second backward
@@ -147,9 +160,10 @@ class BackwardOrder:
         trace.came = trace.entered = True
         unit = trace.unit
         if unit.state is State.SHARDED:
-            unit.gather()
+            unit.gather(from_parts=True)
+        trace.is_parted = False  # should this backward need it once more, it comes from all ranks
         if following is not None and following.state is State.SHARDED:
-            following.gather()
+            following.gather(from_parts=True)
         if unit.state is not State.GATHERED:
             unit.wait()
 
@@ -171,9 +185,10 @@ class BackwardOrder:
         following = self._next_in_walk()
         self._make_way(trace)  # collectives in the order in which `need` has them on other ranks
         if not stays:
-            trace.unit.gather()
+            trace.unit.gather(from_parts=True)
+            trace.is_parted = False
         if following is not None:
-            following.gather()
+            following.gather(from_parts=True)
         if not stays:
             trace.release()
         if self._walked < len(self._walk):

@@ -187,6 +187,7 @@ class Assembly:
             state_tensors(optimizers),
             in_files=self._in_files(),
             sizes=sharded.storage.sizes,
+            node_ranks=1 if sharded.wire.node is None else sharded.wire.node.size,
         )
         return self._planner(inputs)
 

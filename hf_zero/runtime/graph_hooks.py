@@ -259,6 +259,8 @@ class Backward:
             self.current.end_looks()
         for trace in self.current.traces:
             trace.in_backward = trace.in_open = trace.is_kept = False
+            if trace.is_parted:
+                trace.forget_parts()
             if not self._again:
                 trace.held = 0
             if self.current.frees and trace.unit.state is not State.SHARDED:
@@ -294,6 +296,11 @@ class Backward:
     def kept(self) -> frozenset[int]:
         """Places of the units that stay gathered from the next forward to its backward."""
         return frozenset(trace.at for trace in self.current.traces if trace.keeps)
+
+    @property
+    def parted(self) -> frozenset[int]:
+        """Places of those that stay cut among the ranks of each node meanwhile."""
+        return frozenset(trace.at for trace in self.current.traces if trace.parts)
 
     def stepped(self) -> None:
         """The optimizer has used this step's gradients."""
@@ -335,6 +342,8 @@ class Backward:
         self.current.forward = Order()
         for trace in self.current.traces:
             trace.in_backward = trace.in_open = trace.reduced = trace.local = trace.is_kept = False
+            if trace.is_parted:
+                trace.forget_parts()
             trace.running = trace.held = trace.noted = 0
             trace.use = None
             trace.unit.settle()

@@ -225,6 +225,8 @@ class Schedule:
         if self._current.frees and not self._current.in_backward:
             if trace.keeps and torch.is_grad_enabled():  # not before a reentrant recomputation, see docs/LIMITS.md
                 trace.is_kept = True
+            elif trace.parts and torch.is_grad_enabled():
+                trace.is_parted = True
             trace.seen += 1
             if trace.seen >= trace.expected and not trace.running:
                 if self._current.tail is not None:
@@ -262,6 +264,8 @@ class Schedule:
         self._current.look_over()
         for trace in self._current.traces:
             trace.held, trace.is_kept = 0, False
+            if trace.is_parted:
+                trace.forget_parts()
             if self._current.frees and trace.unit.state is not State.SHARDED:
                 trace.unit.release()
             trace.unit.close()

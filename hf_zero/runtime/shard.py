@@ -11,9 +11,11 @@ from torch import nn
 from ..comm import agree
 from ..comm.codec import CODECS
 from ..comm.hybrid import in_replicas
+from ..comm.nodes import open_node
 from ..config import ZeroConfig
 from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, RankMismatchError
+from ..plan.keeping import keeps
 from ..plan.machine import Machine
 from ..plan.plan import Drafter
 from ..tiers.fingerprint import fingerprint
@@ -101,6 +103,8 @@ def shard(
         specs = assembly.specs(originals)
     agree.same_structure(wire, config, mixed_precision, specs, originals, names)
     wire.open_groups()
+    if keeps(config, wire.size):
+        open_node(wire, roads.node_name())
     agree.same_values(wire, assembly.local_values(), fingerprint)
 
     # The plan needs to know what the tiers have room for, and may be refused as well.

@@ -31,7 +31,7 @@ from ..config import StagePolicy
 from ..core.layout import ParamSpec, Span
 from ..core.precision import Precision
 from ..errors import StateError, ZeroError
-from ..plan.costs import Placement, shares_memory
+from ..plan.costs import Placement, part_numel, shares_memory
 from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.fingerprint import copied, digest
 from ..tiers.pool import Storage
@@ -96,6 +96,8 @@ class SpanValues(SpanGradients):
         self.keeps = policy.keep_full
         self.unread = False
         """Its place in `full` could not be read from where it rests: it has no values."""
+        self.part: Tensor | None = None
+        """Of what was gathered, between forward and backward; cut among the ranks of a node."""
         self.known_references = 0
         """To the memory of `full`, when every parameter was where it should be; 0: not looked at."""
         self.printed: int | None = None
@@ -250,10 +252,45 @@ class SpanValues(SpanGradients):
                 shard.rest_on(self.own[shard.start : shard.stop])
         self._point_wholes()
 
+    def keep_part(self, node: SoloWire) -> None:
+        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`.
+
+        Raises:
+            OutOfMemoryError: there is no room; nothing is kept.
+        """
+        self.drop_part()
+        if self.resident:
+            return
+        cuts = self._part_cuts(node)
+        mine = self.full[cuts[node.rank] : cuts[node.rank + 1]]
+        self.part = self.storage.allocate("gathered", "keeping a part for backward", mine.nbytes, mine.clone)
+
+    def gather_part(self, node: SoloWire) -> Inflight:
+        """What `keep_part` has cut up into `full`, which is open. A collective of the node.
+
+        `full` must stay unchanged until the Inflight is closed; `part` may go at once.
+        """
+        cuts = self._part_cuts(node)
+        place = self.full[cuts[node.rank] : cuts[node.rank + 1]]
+        if self.part is not None:
+            place.copy_(self.part)
+        is_even = cuts[-1] == node.size * cuts[1]
+        return node.gather(self.full, place, self.span.index, () if is_even else cuts)
+
+    def drop_part(self) -> None:
+        if self.part is not None:
+            self.account.now["gathered"] -= self.part.nbytes
+            self.part = None
+
+    def _part_cuts(self, node: SoloWire) -> list[int]:
+        each = part_numel(self.span, node.size)
+        return [min(rank * each, self.span.numel) for rank in range(node.size + 1)]
+
     def drop(self) -> None:
         """Give all memory back, whoever still refers to it: other flats hold the values."""
         self.account.now["gathered"] -= self._gathered_bytes
         self._gathered_bytes = 0
+        self.drop_part()
         self.drop_bucket()
         self.drop_moving()
         for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):

@@ -2,6 +2,8 @@
 
 Activations are not known when the plan is made. They are estimated from the shape of the largest batch so far; each rank says
 at the start of a backward for how many units it has room, and the least of these numbers holds from the next forward on.
+Where units may be kept by parts there are two numbers, and the least of each fits on every rank: more of one never makes room
+for the other.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..plan.activations import Architecture, Batch
-from ..plan.keeping import candidates, kept_units
+from ..plan.keeping import Kept, candidates, room_for
 from ..plan.plan import Plan
 from .sharded import Sharded
 
@@ -47,7 +49,12 @@ class SpareRoom:
         self._watch = BatchWatch(sharded)
         self._batch: Batch | None = None
         self._of: tuple[Plan, Batch | None] | None = None
-        self._room = 0
+        self._room = Kept()
+
+    @property
+    def is_over_nodes(self) -> bool:
+        """Units may be kept by parts, too."""
+        return self._sharded.plan.inputs.setup.node_ranks > 1
 
     def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward with these inputs begins that backward follows."""
@@ -55,15 +62,17 @@ class SpareRoom:
         if batch is not None and (self._batch is None or batch.tokens > self._batch.tokens):
             self._batch = batch
 
-    def room(self) -> int:
+    def room(self) -> Kept:
         """For how many units, on this rank."""
         plan = self._sharded.plan
         if self._of is None or self._of[0] is not plan or self._of[1] is not self._batch:
             self._of = plan, self._batch
-            self._room = len(kept_units(replace(plan.inputs, batch=self._batch), plan.placements))
+            self._room = room_for(replace(plan.inputs, batch=self._batch), plan.placements)
         return self._room
 
-    def first(self, count: int) -> frozenset[int]:
-        """So many units, by their places in the layout."""
+    def first(self, kept: Kept) -> tuple[frozenset[int], frozenset[int]]:
+        """The units to be kept, whole and by parts, by their places in the layout."""
         plan = self._sharded.plan
-        return frozenset(candidates(plan.layout, plan.placements, plan.inputs.setup)[:count])
+        setup = plan.inputs.setup
+        setup = kept.into(setup, candidates(plan.layout, plan.placements, setup))
+        return setup.kept, setup.parts

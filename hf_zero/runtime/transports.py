@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Roads:
         storage: what allocates, and holds what the tiers of the engine share.
         plan: what is to rest in which tier; the same spans in the same units as it was asked for.
         free_host_bytes: what the monitor of `auto` finds free in host memory, by the number of ranks that share it.
+        node_name: of the machine that this rank runs on; ranks with the same name share one, see `comm.nodes`.
     """
 
     wire: Callable[[torch.device], SoloWire] = open_wire
@@ -39,3 +41,4 @@ class Roads:
     storage: type[Storage] = Storage
     plan: Callable[[PlanInputs], Plan] = plan
     free_host_bytes: Callable[[int], int] = free_host_bytes
+    node_name: Callable[[], str] = socket.gethostname

@@ -19,7 +19,7 @@ from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
 from ..config import StagePolicy
 from ..core.layout import UnitLayout
-from ..errors import StallError, StateError, TierError, ZeroError, is_told
+from ..errors import OutOfMemoryError, StallError, StateError, TierError, ZeroError, is_told
 from ..tiers.tier import Tier
 from . import writes
 from .flat_param import Flat
@@ -61,6 +61,9 @@ class Unit:
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
         self._unsent: list[Inflight] = []
+        self._has_parts = False
+        """Spans have a `part`. Only while SHARDED."""
+        self._comes_from_parts = self._sends_full = False
         self._lent: list[Inflight] = []
         """Copies up that have arrived here; what they read in host memory may not be written before they are closed."""
         self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
@@ -70,8 +73,13 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, {self.layout.numel} elements)"
 
-    def gather(self) -> None:
-        """Start to bring the full parameters in."""
+    def gather(self, *, from_parts: bool = False) -> None:
+        """Start to bring the full parameters in.
+
+        Args:
+            from_parts: from what the ranks of this node have of it since its last release, where they have; on all ranks alike.
+                Else that is old, and is given back.
+        """
         if self.state is not State.SHARDED or self.shows_whole:
             return
         named = self._named("gather") if profiler._is_profiler_enabled else None
@@ -87,6 +95,18 @@ class Unit:
         for flat in self.flats:
             if not flat.resident:
                 flat.open(f"gathering unit {self.name!r}")
+        if self._has_parts and from_parts and (node := self.wire.node) is not None:
+            for flat in self.flats:
+                if flat.part is not None:
+                    self._gathers.append(flat.gather_part(node))
+            self.drop_parts()
+            self._comes_from_parts = self._sends_full = True
+            self.state = State.GATHERING
+            if named is not None:
+                named.__exit__(None, None, None)
+            return
+        if self._has_parts:
+            self.drop_parts()
         for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
             if flat.rest is not Tier.DEVICE:
                 self._brings.append((flat, flat.bring()))
@@ -143,8 +163,9 @@ class Unit:
                 f"unit {self.name!r}: wait() in state {self.state.value}, allowed in GATHERING or GATHERED"
             )
         named = self._named("wait for gather") if profiler._is_profiler_enabled else None
-        if self._sends_late:
+        if self._sends_late and not self._comes_from_parts:
             self._send()
+        self._comes_from_parts = False
         for inflight in self._arrivals:
             inflight.wait()
         self._lent += self._arrivals
@@ -179,8 +200,25 @@ class Unit:
         if self._sends_late and self.state is State.GATHERING:
             self.wait()
 
-    def release(self) -> None:
-        """Full parameters go away, unless the stage keeps them."""
+    def drop_parts(self) -> None:
+        """What this rank keeps of it for backward is given back."""
+        self._has_parts = False
+        for flat in self.flats:
+            flat.drop_part()
+
+    @property
+    def has_lost_parts(self) -> bool:
+        """It is released, and this rank has no part of it; or a parameter has been given other values since."""
+        if self.state is not State.SHARDED:
+            return False
+        return not self._has_parts or any(flat.moved(flat.guards.addresses) for flat in self.flats)
+
+    def release(self, *, parts: bool = False) -> None:
+        """Full parameters go away, unless the stage keeps them.
+
+        Args:
+            parts: this rank keeps its part of them, among those of its node.
+        """
         if self.state is State.SHARDED or self.policy.keep_full:
             return
         if self.state is State.GATHERING:
@@ -191,7 +229,7 @@ class Unit:
                     return
                 raise
         for flat in self.flats:
-            if flat.rest is not Tier.DEVICE:
+            if flat.rest is not Tier.DEVICE or self._sends_full:
                 self._close_sends()  # peers are still being sent what `full` holds
                 break
         for flat in self.flats:
@@ -201,6 +239,13 @@ class Unit:
                 writes.carry_in_use(flat, self)
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
+        if parts and (node := self.wire.node) is not None:
+            try:
+                for flat in self.flats:
+                    flat.keep_part(node)
+                self._has_parts = True
+            except OutOfMemoryError:  # on this rank alone: told to all at the start of the backward
+                self.drop_parts()
         # From here on Ctrl-C may end this anywhere: what is left open is opened again by the next gather. In the other order
         # the next release would take what released parameters show for values that somebody wrote.
         self.state, self.is_masked = State.SHARDED, True
@@ -286,6 +331,7 @@ class Unit:
 
     def _close_sends(self) -> None:
         unsent, self._unsent = self._unsent, []
+        self._sends_full = False
         for inflight in unsent:
             inflight.close()
 
@@ -329,6 +375,8 @@ class Unit:
         """
         if self._unsent or self._lent:
             self.close()
+        if self._has_parts:
+            self.drop_parts()
         for flat in self.trained:
             if flat.span.optimizer == optimizer:
                 flat.refresh_device()
@@ -342,6 +390,8 @@ class Unit:
         """The masters were written, here or on another rank: what is gathered is old. On every rank alike."""
         self.finish_step()
         self.close()
+        if self._has_parts:
+            self.drop_parts()
         for flat in self.flats:
             flat.refresh()
             flat.stale = True

@@ -32,7 +32,17 @@ from ..plan.machine import here
 from ..plan.plan import Plan
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from ..plan.work import CHANNELS, COLLECTIVES, LINKS, ROADS, WAITS, Traffic, across_in_total, work_in_total
+from ..plan.work import (
+    CHANNELS,
+    COLLECTIVES,
+    LINKS,
+    ROADS,
+    WAITS,
+    Traffic,
+    across_in_total,
+    node_in_total,
+    work_in_total,
+)
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
@@ -292,9 +302,12 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         engine.config.wire,
         engine.schedule.backward.puts_off,
         engine.schedule.backward.kept,
+        engine.schedule.backward.parted,
+        plan.inputs.setup.node_ranks,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
-    traffic = Traffic.of(work, across_in_total(plan.layout, setup))
+    node = node_in_total(plan.layout, plan.placements, setup)
+    traffic = Traffic.of(work, across_in_total(plan.layout, setup), node)
     return memory_of(plan.layout, plan.placements, setup), traffic
 
 

@@ -120,13 +120,14 @@ class Trace:
         place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
         held: not released. 1: until the next forward or step, 2: until the end of a backward.
         keeps: it is to stay gathered from a forward to its backward, on every rank; `is_kept`: it does.
+        parts: it is to stay so by parts, cut among the ranks of each node; `is_parted`: it does, once it is released.
     """
 
     __slots__ = (
         "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
-        "expected", "first", "held", "in_backward", "in_open", "is_kept", "joinable", "keeps", "kept", "latest", "local",
-        "modules", "noted", "noticed", "opened", "pending", "place", "reduced", "running", "seen", "stays", "step", "stepped",
-        "strict", "unit", "use", "uses", "weightless",
+        "expected", "first", "held", "in_backward", "in_open", "is_kept", "is_parted", "joinable", "keeps", "kept", "latest",
+        "local", "modules", "noted", "noticed", "opened", "parts", "pending", "place", "reduced", "running", "seen", "stays",
+        "step", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -148,7 +149,7 @@ class Trace:
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
-        self.keeps = self.is_kept = False
+        self.keeps = self.is_kept = self.parts = self.is_parted = False
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
         # In the backward under way:
         self.place = self.step = -1
@@ -170,10 +171,17 @@ class Trace:
     def release(self) -> None:
         """Unless it is held, or kept for its backward."""
         if not self.held and not self.is_kept:
-            self.unit.release()
+            self.unit.release(parts=self.is_parted)
+
+    def forget_parts(self) -> None:
+        """What it has by parts is of no more use. Not called without any: steps count their calls."""
+        self.is_parted = False
+        self.unit.drop_parts()
 
     def leave(self) -> None:
         """Its backward is over: as `release`, and it is kept no more."""
         self.is_kept = False
+        if self.is_parted:
+            self.forget_parts()
         if not self.held:
             self.unit.release()

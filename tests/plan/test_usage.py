@@ -219,7 +219,7 @@ def leaking(rank: int, world: int) -> tuple[int, int, int, int]:
     model, optimizer, engine = build(stage=3, layers=6)
     kept = engine.units[1:3]
     for unit in kept:
-        unit.release = lambda: None  # type: ignore[method-assign]
+        unit.release = lambda **_: None  # type: ignore[method-assign]
     recorder = engine.record()
     for step in range(3):
         backward(model, engine, rank, step)
