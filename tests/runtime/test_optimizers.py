@@ -17,10 +17,18 @@ pytestmark = pytest.mark.gloo
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's element-wise optimizer."""
+    """A user's element-wise optimizer, with methods of every kind."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99)):
         super().__init__(params, {"lr": lr, "betas": betas})
+
+    @staticmethod
+    def direction(momentum, grad, beta):
+        return torch.sign(momentum * beta + grad * (1 - beta))
+
+    @classmethod
+    def moved(cls, momentum, grad, betas):
+        return cls.direction(momentum, grad, betas[0])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -29,7 +37,8 @@ class Lion(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
-                p.add_(torch.sign(m * group["betas"][0] + p.grad * (1 - group["betas"][0])), alpha=-group["lr"])
+                p.add_(self.moved(m, p.grad, group["betas"]), alpha=-group["lr"])
+                p.add_(self.direction(m, p.grad, group["betas"][1]), alpha=-group["lr"])
                 m.lerp_(p.grad, 1 - group["betas"][1])
 
 
