@@ -84,6 +84,33 @@ def test_optimizer_is_bit_equal(two, name):
     two.run(check_optimizer, name)
 
 
+class OnSphere(nn.Parameter):
+    """A parameter that its optimizer treats in a way of its own, as geoopt's."""
+
+
+class Spherical(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
+            p.div_(p.norm())
+
+
+def refuse_special(rank: int, world: int, stage: int) -> None:
+    model = Stack()
+    name, param = next(iter(model.named_parameters()))
+    owner, _, key = name.rpartition(".")
+    setattr(model.get_submodule(owner), key, OnSphere(param.detach()))
+    with pytest.raises(zero.UnsupportedOptimizerError, match="Spherical.*rules of its own for a OnSphere"):
+        zero.shard(model, Spherical(model.parameters()), zero.ZeroConfig(stage=stage))
+    zero.shard(model, torch.optim.AdamW(model.parameters()), zero.ZeroConfig(stage=stage))  # torch's look at no class
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_with_rules_of_their_own_are_refused_by_name(two, stage):
+    two.run(refuse_special, stage)
+
+
 def refuse(rank: int, world: int) -> None:
     for build, word in (
         (lambda p: torch.optim.LBFGS(p), "LBFGS"),
