@@ -106,11 +106,14 @@ def _generate(
 
 
 def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None], patches: Patches) -> None:
-    """`call` after every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …"""
+    """`call` after every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …
+
+    Static and class methods are left alone: they have no optimizer to change, and are not to be called with one.
+    """
     for name in dir(type(optimizer)):
         if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
             continue
-        method = getattr(type(optimizer), name)
+        method = inspect.getattr_static(type(optimizer), name)
         if inspect.isfunction(method):
             patches.method(optimizer, name, partial(_then, partial(method, optimizer), call))
 

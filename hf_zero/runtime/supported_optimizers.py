@@ -190,6 +190,10 @@ def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tu
         return Needs.ITS_OWN, kept
     if kind.__module__.startswith("torch.optim") and _KNOWN.get(kind.__name__, ("", ""))[0] is Needs.ELEMENTS:
         return Needs.ELEMENTS, ""
+    # What it steps over instead, and what it is tried on, are plain tensors.
+    special = {type(p).__name__ for group in optimizer.param_groups for p in group["params"] if _is_special(p, params)}
+    if special and not kind.__module__.startswith("torch.optim"):
+        return Needs.ITS_OWN, f"it may have rules of its own for a {min(special)}, and would be given plain tensors"
     odd = _odd_state(optimizer)
     if odd is not None and odd[0] is Needs.ITS_OWN:
         return odd
@@ -207,6 +211,11 @@ def _kept_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]
         if name not in ("param_groups", "state", "defaults") and any(found in params for found in _tensors(value, 3)):
             return f"it keeps the parameters it was built with (as {name!r})"
     return None
+
+
+def _is_special(param: Tensor, params: Container[Tensor]) -> bool:
+    """A trained parameter of the model of a class derived from torch's: geoopt's optimizers keep those on their manifold."""
+    return type(param) is not nn.Parameter and param in params and param.requires_grad
 
 
 def _tensors(value: Any, depth: int) -> Iterator[nn.Parameter]:

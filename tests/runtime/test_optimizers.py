@@ -17,10 +17,18 @@ pytestmark = pytest.mark.gloo
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's element-wise optimizer."""
+    """A user's element-wise optimizer, with methods of every kind."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99)):
         super().__init__(params, {"lr": lr, "betas": betas})
+
+    @staticmethod
+    def direction(momentum, grad, beta):
+        return torch.sign(momentum * beta + grad * (1 - beta))
+
+    @classmethod
+    def moved(cls, momentum, grad, betas):
+        return cls.direction(momentum, grad, betas[0])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -29,7 +37,8 @@ class Lion(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
-                p.add_(torch.sign(m * group["betas"][0] + p.grad * (1 - group["betas"][0])), alpha=-group["lr"])
+                p.add_(self.moved(m, p.grad, group["betas"]), alpha=-group["lr"])
+                p.add_(self.direction(m, p.grad, group["betas"][1]), alpha=-group["lr"])
                 m.lerp_(p.grad, 1 - group["betas"][1])
 
 
@@ -73,6 +82,33 @@ def check_optimizer(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_is_bit_equal(two, name):
     two.run(check_optimizer, name)
+
+
+class OnSphere(nn.Parameter):
+    """A parameter that its optimizer treats in a way of its own, as geoopt's."""
+
+
+class Spherical(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
+            p.div_(p.norm())
+
+
+def refuse_special(rank: int, world: int, stage: int) -> None:
+    model = Stack()
+    name, param = next(iter(model.named_parameters()))
+    owner, _, key = name.rpartition(".")
+    setattr(model.get_submodule(owner), key, OnSphere(param.detach()))
+    with pytest.raises(zero.UnsupportedOptimizerError, match="Spherical.*rules of its own for a OnSphere"):
+        zero.shard(model, Spherical(model.parameters()), zero.ZeroConfig(stage=stage))
+    zero.shard(model, torch.optim.AdamW(model.parameters()), zero.ZeroConfig(stage=stage))  # torch's look at no class
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_with_rules_of_their_own_are_refused_by_name(two, stage):
+    two.run(refuse_special, stage)
 
 
 def refuse(rank: int, world: int) -> None:
