@@ -115,7 +115,9 @@ def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None]
             continue
         method = inspect.getattr_static(type(optimizer), name)
         if inspect.isfunction(method):
-            patches.method(optimizer, name, partial(_then, partial(method, optimizer), call))
+            told = partial(_then, partial(method, optimizer), call)
+            told.__wrapped__ = method  # type: ignore[attr-defined]  # another optimizer of its class has the method itself
+            patches.method(optimizer, name, told)
 
 
 def _then(method: Callable[..., Any], call: Callable[[], None], *args: Any, **kwargs: Any) -> Any:

@@ -18,22 +18,37 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Counts:
-    """Numbers of an optimizer that its step changes, besides each parameter's state, as they are now.
+    """Numbers of an optimizer that its step changes, besides each parameter's state: as they are now, or not there yet.
 
     Args:
         names: attributes of the optimizer, and options of its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-        self._own = {key: _copied(value) for key, value in optimizer.__dict__.items() if key in names}
-        self._groups = [{key: _copied(group[key]) for key in names if key in group} for group in optimizer.param_groups]
+        self._names = names
+        self._own, *self._groups = (
+            {key: _copied(having[key]) for key in names if key in having}
+            for having in (optimizer.__dict__, *optimizer.param_groups)
+        )
 
-    @property
-    def own(self) -> dict[str, Any]:
-        return {key: _copied(value) for key, value in self._own.items()}
+    def put_back(self, optimizer: torch.optim.Optimizer, group: int) -> None:
+        """As they were, in an optimizer whose only group is this one. What the first step makes (`step` in a group, by which
+        a rule knows that it has not begun) is not there before."""
+        for having, was in ((optimizer.__dict__, self._own), (optimizer.param_groups[0], self._groups[group])):
+            for name in self._names:
+                having.pop(name, None)
+            having.update({name: _copied(value) for name, value in was.items()})
 
-    def group(self, index: int) -> dict[str, Any]:
-        return {key: _copied(value) for key, value in self._groups[index].items()}
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What another optimizer of its class is to have, besides groups and state. Methods that were put on the object are this
+    one's: they would write its state."""
+    skipped = {"state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"}
+    for key, value in optimizer.__dict__.items():
+        method = getattr(value, "__wrapped__", None)
+        if method is not None and method is getattr(type(optimizer), key, None):
+            skipped.add(key)
+    return {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
 
 
 def _copied(value: Any) -> Any:
@@ -59,10 +74,9 @@ class Twin:
         steps_without_gradient: bool = False,
         counts: Counts | None = None,
     ) -> None:
-        skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
         self._kind = type(optimizer)
         self._twin: Any = object.__new__(self._kind)
-        self._twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
+        self._twin.__dict__.update(attributes_of(optimizer))
         options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._counts = counts
@@ -87,8 +101,7 @@ class Twin:
         twin = self._twin
         twin.param_groups = [{**self._options[group], "params": [param]}]
         if self._counts is not None:
-            twin.__dict__.update(self._counts.own)
-            twin.param_groups[0].update(self._counts.group(group))
+            self._counts.put_back(twin, group)
         twin.state.clear()
         if state:
             twin.state[param] = state

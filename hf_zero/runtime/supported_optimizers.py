@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.save import scalar
 from ..errors import CheckpointError, UnsupportedOptimizerError
+from .reads import plain_class
+from .shadow_optimizer import attributes_of
 
 
 class Needs(Enum):
@@ -191,9 +193,9 @@ def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tu
     if kind.__module__.startswith("torch.optim") and _KNOWN.get(kind.__name__, ("", ""))[0] is Needs.ELEMENTS:
         return Needs.ELEMENTS, ""
     # What it steps over instead, and what it is tried on, are plain tensors.
-    special = {type(p).__name__ for group in optimizer.param_groups for p in group["params"] if _is_special(p, params)}
-    if special and not kind.__module__.startswith("torch.optim"):
-        return Needs.ITS_OWN, f"it may have rules of its own for a {min(special)}, and would be given plain tensors"
+    special = None if kind.__module__.startswith("torch.optim") else _special(optimizer, params)
+    if special is not None:
+        return Needs.ITS_OWN, f"it may have rules of its own for a {special}, and would be given plain tensors"
     odd = _odd_state(optimizer)
     if odd is not None and odd[0] is Needs.ITS_OWN:
         return odd
@@ -213,9 +215,16 @@ def _kept_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]
     return None
 
 
-def _is_special(param: Tensor, params: Container[Tensor]) -> bool:
-    """A trained parameter of the model of a class derived from torch's: geoopt's optimizers keep those on their manifold."""
-    return type(param) is not nn.Parameter and param in params and param.requires_grad
+def _special(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> str | None:
+    """The class of a trained parameter of the model where it is derived from torch's: geoopt's optimizers keep such on their
+    manifold. Released parameters count as what they are when they are gathered."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in params and param.requires_grad and isinstance(param, nn.Parameter):
+                kind = plain_class(param)
+                if kind is not nn.Parameter:
+                    return kind.__name__
+    return None
 
 
 def _tensors(value: Any, depth: int) -> Iterator[nn.Parameter]:
@@ -267,8 +276,8 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> tuple[Needs, str] | None:
 
 
 _SHOWN = {"lr": 0.01, "initial_lr": None, "weight_decay": 0.01}
-"""Options of groups that do not change the rule, and what a trial takes for 0: a warm-up's first rate, or no decay, shows
-nothing of what a rule does to some shapes and not to others."""
+"""Options of groups that do not change the rule, and what a trial takes for less: what a rule does to some shapes and not to
+others, or to parameters beside each other, is lost in rounding at a warm-up's first rate or a decay of 1e-4."""
 
 
 class _Trial:
@@ -283,7 +292,7 @@ class _Trial:
         self._tried = f"tried on a tensor of {' x '.join(map(str, shape))}"
         for name, shown in _SHOWN.items():
             value = self._options.get(name)
-            if shown is not None and isinstance(value, (int, float, Tensor)) and float(value) == 0.0:
+            if shown is not None and isinstance(value, (int, float, Tensor)) and 0 <= float(value) < shown:
                 self._options[name] = torch.full_like(value, shown) if isinstance(value, Tensor) else shown
 
     def why_not_elements(self) -> str | None:
@@ -292,6 +301,8 @@ class _Trial:
         if torch.equal(whole, self._values[0].flatten()):
             return f"{_STEPS} steps on a small example moved nothing, so there is no telling what it does"
         parts = torch.cat([self._run(lambda t: t.flatten()[:_CUT])[0], self._run(lambda t: t.flatten()[_CUT:])[0]])
+        if (number := self.number_of_gradients()) is not None:
+            return number
         if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
             return f"it gives other results on two flat slices than on a whole parameter ({self._tried})"
         reductions = _Reductions(whole.numel())
@@ -305,11 +316,26 @@ class _Trial:
         alone = self._run(lambda tensor: tensor, talks)[0]
         if talks.found is not None:
             return f"it communicates by itself ({talks.found})"
+        if (number := self.number_of_gradients()) is not None:
+            return number
         for other_first in (False, True):
             for apart in (False, True):
                 if not torch.allclose(alone, self._run_beside(other_first, apart), rtol=1e-5, atol=1e-7):
                     return f"it gives a parameter another update beside others than alone ({self._tried})"
         return None
+
+    def number_of_gradients(self) -> str | None:
+        """Which number in its groups follows the gradients (the distance of D-Adaptation): each rank, and each stretch of an
+        offloaded step, would have its own."""
+        found = []
+        for scale in (1.0, 3.0):
+            param = nn.Parameter(self._values[0].clone())
+            twin = self._stepped([[param]], [(param, lambda grad, scale=scale: grad * scale)])  # type: ignore[misc]
+            found.append(
+                {key: value for key, value in twin.param_groups[0].items() if isinstance(value, (float, Tensor))}
+            )
+        differing = (key for key, value in found[0].items() if not _same_number(value, found[1].get(key)))
+        return next((f"{key!r} in its groups depends on the gradients of all parameters" for key in differing), None)
 
     def _run_beside(self, other_first: bool, apart: bool) -> Tensor:
         """The parameter, flat, after the same steps with another one beside it: of as many dimensions, smaller, larger values.
@@ -356,8 +382,8 @@ class _Trial:
         twin: Any = self._stepped([[param]], grads)
         before = {**self._optimizer.__dict__, **self._options}
         after = {key: value for key, value in {**twin.__dict__, **twin.param_groups[0]}.items() if key != "params"}
-        numbers = {key for key, value in after.items() if isinstance(value, (int, float, Tensor)) and key in before}
-        return frozenset(key for key in numbers if repr(before[key]) != repr(after[key]))
+        numbers = {key for key, value in after.items() if isinstance(value, (int, float, Tensor))}
+        return frozenset(key for key in numbers if key not in before or repr(before[key]) != repr(after[key]))
 
     def stepped_once(self) -> torch.optim.Optimizer:
         del self._values[2:]
@@ -391,15 +417,19 @@ class _Trial:
 def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Of the same class and settings over these groups, without state. Tensors among the settings are copies."""
     twin = object.__new__(type(optimizer))
-    skipped = ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-    own = {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
-    twin.__dict__.update({key: _apart(value) for key, value in own.items()})
+    twin.__dict__.update({key: _apart(value) for key, value in attributes_of(optimizer).items()})
     groups = [{key: value if key == "params" else _apart(value) for key, value in group.items()} for group in groups]
     torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
     train = getattr(twin, "train", None)
     if callable(train):  # schedule-free ones step in that mode only
         train()
     return twin
+
+
+def _same_number(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _apart(value: Any) -> Any:

@@ -297,16 +297,21 @@ def test_on_two_ranks(job: tuple[Results, Path], check: str) -> None:
 
 @pytest.mark.gloo
 def test_push_to_the_hub(tmp_path: Path) -> None:
-    """Every save and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered."""
+    """Saves and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered.
+
+    A Trainer sends a save's two commits from two threads, and leaves out a save that comes while the one before is being sent.
+    """
     with Hub() as hub:
         found = launch("hub_job", tmp_path, hub.url, TOKEN, warm=False)
     steps = [f"Training in progress, step {step}" for step in (2, 4)]
-    expected = [name for step in steps for name in (step, f"{step}, checkpoint")] + ["the end"]
+    saves = {("main", name) for step in steps for name in (step, f"{step}, checkpoint")}
     for stage in range(4):
         found(f"push {stage}")
         repo = hub.repos[f"user/tiny{stage}"]
         files = repo.branches["main"]
-        assert repo.commits == [("main", name) for name in expected]
+        assert repo.commits[-1] == ("main", "the end")
+        assert len({*repo.commits}) == len(repo.commits) >= 3
+        assert {*repo.commits[:-1]} <= saves
         assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(files)
         assert not [name for name in files if "zero_saving" in name]
         final = load_file(tmp_path / f"final{stage}.safetensors")

@@ -100,13 +100,14 @@ def check(
     optimizer=sgd,
     bound: float = 1e-6,
     roads: Roads | None = None,
+    **settings,
 ) -> None:
     expected = reference(build, loss, world, steps, optimizer)
     for stage in stages:
         torch.manual_seed(0)
         model = build()
         opt = optimizer([p for p in model.parameters() if p.requires_grad])
-        engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage), roads=roads)
+        engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage, **settings), roads=roads)
         for step in range(steps):
             loss(model, rank, step).backward()
             opt.step()

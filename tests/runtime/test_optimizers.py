@@ -42,6 +42,46 @@ class Lion(torch.optim.Optimizer):
                 m.lerp_(p.grad, 1 - group["betas"][1])
 
 
+class Begins(torch.optim.Optimizer):
+    """As those of pytorch_optimizer: a group that has no `step` has not begun, and a method makes its states."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    def init_group(self, group):
+        for p in group["params"]:
+            if p.grad is not None:
+                self.state[p]["m"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if "step" not in group:
+                self.init_group(group)
+                group["step"] = 1
+            else:
+                group["step"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p]["m"].lerp_(p.grad, 0.1)
+                    p.add_(m, alpha=-group["lr"] / (1 - 0.9 ** group["step"]))
+
+
+class Late(Begins):
+    """The states are made when a parameter is met."""
+
+    def init_group(self, group):
+        pass
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not self.state[p]:
+                    self.state[p]["m"] = torch.zeros_like(p)
+        super().step(closure)
+
+
 class Mixes(torch.optim.SGD):
     """A user's optimizer with one norm for all parameters: nothing in its name says so."""
 
@@ -70,6 +110,8 @@ OPTIMIZERS = {
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "user's Lion": lambda p: Lion(p, lr=1e-2),
+    "begins": Begins,
+    "begins late": Late,
 }
 
 
@@ -82,6 +124,44 @@ def check_optimizer(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_is_bit_equal(two, name):
     two.run(check_optimizer, name)
+
+
+def check_offloaded(rank: int, world: int, name: str, folder: str) -> None:
+    for tier in ("cpu", "disk"):
+        settings = {"offload_optimizer": tier, "offload_dir": folder}
+        check(rank, world, Stack, token_loss, stages=(1, 3), optimizer=OPTIMIZERS[name], bound=0.0, **settings)
+
+
+@pytest.mark.parametrize("name", ["user's Lion", "begins", "begins late"])
+def test_a_users_optimizer_is_bit_equal_offloaded(two, tmp_path, name):
+    """What makes states, counts and knows that it has begun is its own methods and groups."""
+    two.run(check_offloaded, name, str(tmp_path))
+
+
+class Adapts(Lion):
+    """As D-Adaptation: what it knows of all gradients is a number in its group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            squares = [p.grad.square().sum() for p in group["params"] if p.grad is not None]
+            group["distance"] = group.get("distance", 0.0) + float(sum(squares))
+
+
+def refuse_what_mixes(rank: int, world: int) -> None:
+    """Also at a rate at which the trial's results would be lost in rounding."""
+    for tier, stage in (("none", 1), ("none", 3), ("cpu", 1)):
+        for build, reason in ((Adapts, "'distance' in its groups depends on"), (Mixes, "another update beside others")):
+            model = Stack()
+            with pytest.raises(zero.UnsupportedOptimizerError, match=reason):
+                zero.shard(
+                    model, build(model.parameters(), lr=1e-8), zero.ZeroConfig(stage=stage, offload_optimizer=tier)
+                )
+
+
+def test_what_mixes_parameters_is_refused(two):
+    two.run(refuse_what_mixes)
 
 
 class OnSphere(nn.Parameter):
