@@ -359,6 +359,9 @@ class _Trial:
         held = [key for key in new if not _has_place(twin.param_groups[0][key])]
         if held:
             return Needs.ITS_OWN, f"it keeps state in its groups (as {held[0]!r}), which cannot be saved"
+        named = [key for key in twin.state if not isinstance(key, Tensor)]
+        if named:
+            return Needs.ITS_OWN, f"it keeps state of no parameter (as state[{named[0]!r}]), which cannot be shared out"
         found: tuple[Needs, str] | None = None
         for state, value in next(iter(twin.state.values()), {}).items():
             if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):

@@ -149,10 +149,23 @@ class Adapts(Lion):
             group["distance"] = group.get("distance", 0.0) + float(sum(squares))
 
 
+class Named(Lion):
+    """As pytorch_optimizer's MADGRAD: a count of its own among the states of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.state.setdefault("k", torch.zeros(1)).add_(1)
+
+
 def refuse_what_mixes(rank: int, world: int) -> None:
     """Also at a rate at which the trial's results would be lost in rounding."""
     for tier, stage in (("none", 1), ("none", 3), ("cpu", 1)):
-        for build, reason in ((Adapts, "'distance' in its groups depends on"), (Mixes, "another update beside others")):
+        for build, reason in (
+            (Adapts, "'distance' in its groups depends on"),
+            (Mixes, "another update beside others"),
+            (Named, r"state\['k'\]"),
+        ):
             model = Stack()
             with pytest.raises(zero.UnsupportedOptimizerError, match=reason):
                 zero.shard(
