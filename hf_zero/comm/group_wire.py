@@ -2,7 +2,8 @@
 
 * `PairWire`: CPU (gloo). gloo's reduce-scatter sends what an all-reduce sends, and its collectives run one at a time;
   point-to-point messages send each byte once, run at the same time, and let us sum **in rank order**, so that the
-  result does not depend on the network and equals `((g0 + g1) + g2) / N` to the bit.
+  result does not depend on the network and equals `((g0 + g1) + g2) / N` to the bit. Ranks of one machine read gathers and
+  reduces out of each other's memory where they may (`direct`); the sums are the same.
 * `CollectiveWire`: the backend's own collectives (NCCL).
 """
 
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from ..errors import RankMismatchError
 from .codec import Codec, fits, gather_coded, reduce_coded
+from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight
 from .watch import Watch, Watcher
-from .wire import Cuts, SoloWire, Wait, land
+from .wire import Cuts, SoloWire, Wait, average_in_order, land
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
@@ -39,6 +41,7 @@ _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 _WATCHERS: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
 """Of the process, because its threads are: a wire's rank waits for another's that may be in the call of another wire."""
+_READERS: WeakKeyDictionary[dist.ProcessGroup, Reader] = WeakKeyDictionary()
 
 
 class GroupWire(SoloWire):
@@ -225,11 +228,18 @@ class GroupWire(SoloWire):
 
 
 class PairWire(GroupWire):
-    """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart."""
+    """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart.
+
+    Attributes:
+        is_direct: gathers and reduces do without, where ranks can read each other's memory.
+    """
+
+    is_direct = True
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
         self._first_tag = 0
+        self._direct: Direct | None = None
         self._asked: Wait | None = None
         """Of the last `start_maximum`, until its answer is there. A receive that is let go of would block its connection."""
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -240,6 +250,8 @@ class PairWire(GroupWire):
 
     def take_number(self) -> None:
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
+        if self.is_direct:
+            self._direct = open_direct(self, _reader)
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         # No all-reduce: where ranks have diverged two of different lengths would meet, and gloo would abort the process. The
@@ -266,6 +278,11 @@ class PairWire(GroupWire):
 
         return answer
 
+    @property
+    def is_read_directly(self) -> bool:
+        """Whether gathers and reduces are read out of the other ranks' memory. The same on all ranks."""
+        return self._direct is not None
+
     def _message_tag(self, tag: int, kind: int) -> int:
         """What only this engine's message of this span, kind and step has.
 
@@ -280,11 +297,16 @@ class PairWire(GroupWire):
             return DONE
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
-        span, tag = tag, self._message_tag(tag, _GATHER_TAG)
-        group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
         place = full[cuts[self.rank] : cuts[self.rank + 1]]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
+        if self._direct is not None and tag < SPANS:
+            try:
+                return self._direct.gather(full, own, tag, cuts, self.gather_kind)
+            except RuntimeError as error:
+                self._refuse(error)
+        span, tag = tag, self._message_tag(tag, _GATHER_TAG)
+        group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
         try:
             receives = [
                 Wait(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag).wait, traffic, watch, kind, span)
@@ -298,9 +320,14 @@ class PairWire(GroupWire):
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
         self.traffic.moved(self.reduce_kind, _others(sent, self.size))
-        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
         into[self.rank].copy_(out[self.rank])
+        if self._direct is not None and tag < SPANS:
+            try:
+                return self._direct.swap(sent, landing, tag, self.reduce_kind)
+            except RuntimeError as error:
+                self._refuse(error)
+        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         group = self.group
         try:
             receives = [self._wait_for(group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
@@ -318,6 +345,11 @@ class PairWire(GroupWire):
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         mine = source[cuts[self.rank] : cuts[self.rank + 1]]
         self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
+        if self._direct is not None and tag < SPANS:
+            try:
+                return self._direct.reduce(source, out, tag, cuts, self.reduce_kind)
+            except RuntimeError as error:
+                self._refuse(error)
         span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
         group, traffic, watch = self.group, self.traffic, self.watch
@@ -339,7 +371,7 @@ class PairWire(GroupWire):
                 if index + 2 < len(cut):
                     pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag, span))
                 parts[self.rank] = mine[start:stop]
-                _average_in_order(parts, out[start:stop])
+                average_in_order(parts, out[start:stop])
                 pending[index] = ([], [])
             out[mine.numel() :].zero_()
 
@@ -440,6 +472,14 @@ def _watcher(home: dist.ProcessGroup) -> Watcher:
     return found
 
 
+def _reader() -> Reader:
+    home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+    found = _READERS.get(home)
+    if found is None:
+        found = _READERS[home] = Reader(home)
+    return found
+
+
 def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> None:
     """Break every wait over a group, in whichever thread."""
     group = of()
@@ -493,16 +533,3 @@ def _pieces(tensor: Tensor, numel: int) -> list[Tensor]:
     if tensor.numel() <= numel:
         return [tensor]
     return list(tensor.split(numel))
-
-
-def _average_in_order(parts: list[Tensor], out: Tensor) -> None:
-    """out = (((p0 + p1) + p2) + …) / N, summed in the type of `out`."""
-    if parts[0].dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
-        rest = parts[2:]
-    else:
-        out.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        out.add_(part)
-    out.mul_(1.0 / len(parts))

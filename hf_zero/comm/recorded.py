@@ -145,6 +145,8 @@ class _Recorded(GroupWire):
 class RecordedPairs(_Recorded, PairWire):
     """gloo's wire, recorded."""
 
+    is_direct = False  # there is no memory of ranks that are not there
+
 
 class RecordedCollectives(_Recorded, CollectiveWire):
     """NCCL's, recorded."""

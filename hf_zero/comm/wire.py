@@ -185,6 +185,19 @@ def land(source: Tensor, out: Tensor, scale: float) -> None:
     out[source.numel() :].zero_()
 
 
+def average_in_order(parts: list[Tensor], out: Tensor) -> None:
+    """out = (((p0 + p1) + p2) + …) / N, summed in the type of `out`."""
+    if parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+    out.mul_(1.0 / len(parts))
+
+
 def wire_device(wire: SoloWire, default: torch.device) -> torch.device:
     """Where a tensor must be to travel."""
     device = getattr(wire, "device", None)

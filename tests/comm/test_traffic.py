@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.common import batch, bert, gpt2, optimizer_for
+from hf_zero.runtime.transports import Roads
+from tests.kit.common import Sockets, batch, bert, gpt2, optimizer_for
 
 pytestmark = pytest.mark.gloo
 
@@ -111,14 +112,20 @@ def test_a_frozen_base_is_not_sent_after_a_step(pools, stage):
 
 def test_bytes_on_the_wire_are_those_counted(two):
     """The loopback interface's own counters agree with ours."""
-    sent, counted = two.run(measure_loopback)[0]
+    sent, counted = two.run(measure_loopback, False)[0]
     assert counted <= sent < counted * 1.05 + 300_000
 
 
-def measure_loopback(rank: int, world: int) -> tuple[int, int]:
+def test_ranks_of_one_machine_send_next_to_nothing(two):
+    sent, counted = two.run(measure_loopback, True)[0]
+    assert sent < 300_000 < counted
+
+
+def measure_loopback(rank: int, world: int, direct: bool) -> tuple[int, int]:
     model = gpt2(n_layer=4, n_embd=256)
     optimizer = optimizer_for(model, 1)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    roads = Roads() if direct else Roads(wire=Sockets)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), roads=roads)
     ids = batch(0, 0, rank)
     for step in range(4):
         if step == 2:

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import PairWire
 from hf_zero.core.layout import ALIGN_NUMEL, Span
 from hf_zero.plan.costs import Placement, together
 from hf_zero.plan.plan import Plan, plan
@@ -55,6 +56,12 @@ def bert(frozen: bool = True, **changes: Any) -> nn.Module:
 
 
 MODELS = {"gpt2": gpt2, "bert": bert}
+
+
+class Sockets(PairWire):
+    """As between machines."""
+
+    is_direct = False
 
 
 @dataclass(frozen=True)

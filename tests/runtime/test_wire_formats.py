@@ -14,7 +14,7 @@ from hf_zero.comm.codec import CODECS
 from hf_zero.comm.group_wire import CollectiveWire, PairWire
 from hf_zero.comm.hybrid import in_replicas
 from hf_zero.comm.wire import SoloWire
-from tests.kit.common import Case, batch, gpt2, optimizer_for, train_engine
+from tests.kit.common import Case, Sockets, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Mode, Watch
 
 pytestmark = pytest.mark.gloo
@@ -48,7 +48,7 @@ def reduced(rank: int, world: int, name: str, numel: int, missing: int, bad: flo
     for source in sources:
         source[source.numel() - missing :] = 0.0
     good = True
-    for kind in (PairWire, CollectiveWire):
+    for kind in (PairWire, Sockets, CollectiveWire):
         wire = kind(CPU)
         wire.start(30.0)
         wire.codec = CODECS[name]
