@@ -149,8 +149,10 @@ class Unit:
                 self._gathers.append(flat.gather(self.wire))
                 continue
             if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):  # without a call for each
+                self._sends_full = self._sends_full or flat.resident
                 self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index, flat.span.cuts))
                 continue
+            self._sends_full = True
             with flat.storage.link.behind_up():
                 self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index, flat.span.cuts))
 
@@ -174,6 +176,8 @@ class Unit:
             inflight.wait()
         self._unsent += self._gathers
         self._gathers = []
+        if self._sends_full:
+            self._close_sends()  # peers are still being sent what the program may write from here on
         for flat in self.flats:
             flat.point(flat.views)
             if flat.shown_dtype is not None:
@@ -228,10 +232,6 @@ class Unit:
                 if is_told(error):  # torch calls hooks after an error, too, and would warn of each that raises
                     return
                 raise
-        for flat in self.flats:
-            if flat.rest is not Tier.DEVICE or self._sends_full:
-                self._close_sends()  # peers are still being sent what `full` holds
-                break
         for flat in self.flats:
             if flat.shown_dtype is not None:
                 flat.point(flat.views)
