@@ -107,7 +107,8 @@ def work(rank: int, world: int, port: int, options: dict[str, Any], pipe: Any) -
     shape = options["batch"], options["sequence"]
     if world > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    wire = open_wire(torch.device("cpu"), stall_s=0)
+    wire = open_wire(torch.device("cpu"))
+    wire.start(stall_s=0)
     plain = Steps(options["model"], None, *shape)
     engines = {stage: Steps(options["model"], stage, *shape) for stage in options["stages"]}
     for each in (plain, *engines.values()):

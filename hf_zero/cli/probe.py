@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ..comm.group_wire import open_wire
+from ..comm.watch import STALL_S
 from ..errors import ConfigError
 from ..huggingface.plugin import ZeroAccelerator
 from ..plan.machine import busy_share, kept, probe
@@ -27,6 +28,7 @@ def run(options: ProbeOptions) -> None:
     accelerator = ZeroAccelerator()  # joins the ranks that torchrun has started, and says which device is this one's
     try:
         wire = open_wire(accelerator.device)
+        wire.start(STALL_S)  # messages as an engine's
         machine = probe(accelerator.device, wire, ranks=wire.ranks_here(), offload_dir=options.offload_dir)
         if wire.rank == 0:
             path = kept(cache_folder()) if options.output is None else Path(options.output)

@@ -214,10 +214,15 @@ class Arrival(Wait):
             self._direct.answer(self._key, self._number)
         except Exception as error:  # whoever waits raises it
             self._error = error
+        self._take = _nothing  # it holds the tensors
         self._is_over = True
         if self._blocked is not None:
             self._blocked.release()
         return True
+
+
+def _nothing(addresses: Addresses) -> None:
+    pass
 
 
 class Taken(Wait):

@@ -44,7 +44,9 @@ def test_what_is_hidden():
 
 
 def measured(rank: int, world: int) -> tuple[object, ...]:
-    found = measure(torch.device("cpu"), open_wire(torch.device("cpu")), (1 << 10, 1 << 16, 1 << 24))
+    wire = open_wire(torch.device("cpu"))
+    wire.start(30.0)
+    found = measure(torch.device("cpu"), wire, (1 << 10, 1 << 16, 1 << 24))
     assert found is not None
     assert [sent for sent, _ in found.points] == [1 << 10, 1 << 16, 1 << 24]
     return found.latency_s, found.bandwidth, found.overlap, found.points
