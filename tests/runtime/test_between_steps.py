@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import PairWire
+from hf_zero.comm.inflight import Inflight
+from hf_zero.runtime.transports import Roads
 from tests.kit.offloading import SMALL_ROADS
 
 pytestmark = pytest.mark.gloo
@@ -256,3 +261,57 @@ def resume(rank: int, world: int, place: str, kind: str, folder: Path) -> list[T
 def test_a_state_dict_of_another_form_is_taken_as_torch_takes_it(pools, tmp_path, kind, place):
     (ours,), (plain,) = (pools[1].run(resume, where, kind, tmp_path) for where in (place, "plain"))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
+
+
+class Slow(PairWire):
+    """Peers have taken what this rank sends of a gather only when it has been waited for."""
+
+    sources: list[tuple[int, int]]
+
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
+        move, extent = super().gather(full, own, tag, cuts), (own.data_ptr(), own.data_ptr() + own.nbytes)
+        self.sources.append(extent)
+
+        def taken() -> None:
+            move.close()
+            self.sources.remove(extent)
+
+        return Inflight((), (SimpleNamespace(wait=taken),), move.wait)
+
+
+def written_early(rank: int, world: int, settings: dict[str, Any], dtype: str) -> int:
+    """Looks, wherever a program may write to a weight, whether peers are still being sent that memory."""
+    model = Adapted()
+    optimizer = adamw(model, set())
+    Slow.sources = []
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings), mixed_precision=dtype, roads=Roads(wire=Slow))
+    seen = 0
+
+    def look(module: nn.Module, *_: object) -> None:
+        nonlocal seen
+        for param in module.parameters(recurse=settings["stage"] < 3):
+            seen += 1
+            begin, end = param.data_ptr(), param.data_ptr() + param.nbytes
+            assert all(end <= first or last <= begin for first, last in Slow.sources)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+        module.register_forward_hook(look)
+    for step in range(3):
+        model(torch.full((2, WIDTH), 1.0 + step)).square().mean().backward()
+        optimizer.step()
+        look(model)
+        optimizer.zero_grad()
+    engine.detach()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["no", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_params": "cpu", "offload_optimizer": "cpu"}],
+    ids=["1", "2", "3", "3-cpu"],
+)
+def test_what_a_program_may_write_is_no_longer_sent(two, settings, dtype):
+    """Else a peer that is late would get what was written to it in the meantime (SAM, noise, `p.data.mul_`)."""
+    assert all(seen > 20 for seen in two.run(written_early, settings, dtype))
