@@ -70,6 +70,8 @@ class Unit(Protocol):
 
     def close(self) -> None: ...
 
+    def drop_parts(self) -> None: ...
+
     def look_over(self) -> None: ...
 
 
@@ -376,6 +378,7 @@ class WriteWatch:
             if replaced:
                 unit.finish_step()
                 unit.close()
+                unit.drop_parts()
                 carry_given(flat, unit.name)
         elif not self._keeps:
             unit.look_over()
