@@ -208,11 +208,13 @@ class Unit:
 
     @property
     def is_old(self) -> bool:
-        """Somebody has written to masters, or to released parameters: a gather would bring in other values than the last."""
+        """Somebody has written to masters or parameters: a gather would bring in other values than the last."""
         released = self.state is State.SHARDED
         with AsTheyAre():
             return any(
-                (released and flat.moved(flat.guards.addresses)) or any(shard.edited(False) for shard in flat.shards)
+                flat.moved(flat.guards.addresses if released else flat.addresses)
+                or (not released and flat.was_written)
+                or any(shard.edited(False) for shard in flat.shards)
                 for flat in self.flats
             )
 
@@ -220,7 +222,8 @@ class Unit:
         """Full parameters go away, unless the stage keeps them.
 
         Args:
-            parts: this rank keeps its part of them, among those of its node.
+            parts: this rank keeps its part of them, among those of its node. Not of values that somebody has written: what
+                a gather brings in of these goes through the masters, and maybe through codes.
         """
         if self.state is State.SHARDED or self.policy.keep_full:
             return
@@ -239,7 +242,8 @@ class Unit:
             if flat.shown_dtype is not None:
                 flat.point(flat.views)
             try:
-                writes.carry_in_use(flat, self)
+                if writes.carry_in_use(flat, self):
+                    parts = False
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
         if parts and (node := self.wire.node) is not None:

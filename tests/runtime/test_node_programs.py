@@ -162,6 +162,7 @@ SETTINGS = {
     "device": {},
     "host": HOST,
     "disk": DISK,
+    "int8": {"wire": "int8"},
     "bf16": {"mixed_precision": "bf16"},
     "bf16-host": {"mixed_precision": "bf16", **HOST},
     "bf16-disk": {"mixed_precision": "bf16", "offload_optimizer": "cpu", "offload_params": "disk"},
@@ -307,4 +308,42 @@ def test_no_room_for_a_part_on_one_rank(pools) -> None:
     plain = pools[4].run(short_of_memory, None)
     for (mine, sent), (theirs, _) in zip(pools[4].run(short_of_memory, memory + ROOM), plain):
         assert sent
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+class Shrinking(nn.Module):
+    """A block that writes its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.mul_(0.9)
+        return rows + torch.tanh(self.inner(rows))
+
+
+def shrinking(rank: int, world: int, memory: int | None, wire: str) -> tuple[list[Tensor], int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Shrinking() for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = zero.ZeroConfig(stage=3, device_memory=memory, wire=wire)
+    engine = zero.shard(model, optimizer, config, roads=Roads(node_names=lambda wire: "aabb"))
+    torch.manual_seed(rank)
+    for _ in range(5):
+        model(torch.randn(3, 64)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [zero.full_parameter(param).clone() for param in model.parameters()]
+    needed, parted = engine.plan.memory.at_most(Tier.DEVICE), len(engine.schedule.backward.parted)
+    engine.detach()
+    return found, needed, parted
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_weights_that_a_forward_writes(pools, wire: str) -> None:
+    plain = pools[4].run(shrinking, None, wire)
+    for (mine, _, parted), (theirs, _, _) in zip(pools[4].run(shrinking, plain[0][1] + 40_000, wire), plain):
+        assert parted
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
