@@ -113,7 +113,8 @@ class Saving:
         """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
             if self._wire.rank == 0:
-                with naming(self.folder):
+                # No graph: between a forward and its backward a look at a weight would bring it in, on this rank alone.
+                with naming(self.folder), torch.no_grad():
                     drawing = draw()
                 placed = [item for file in drawing.files for item in self._create(file)]
                 for entry, stored in placed:

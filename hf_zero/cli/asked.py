@@ -47,8 +47,17 @@ class Asked:
             architecture = self.model.architecture
             batch = Batch(options.batch, options.sequence, checkpointing, options.offload_activations, architecture)
         layout = self.model.layout(self.precision, config.shards(world_size))
-        tensors, micro_batches = options.optimizer_tensors, options.accumulation
-        return PlanInputs(layout, self.machine, config, world_size, self.precision, tensors, batch, micro_batches)
+        return PlanInputs(
+            layout,
+            self.machine,
+            config,
+            world_size,
+            self.precision,
+            options.optimizer_tensors,
+            batch,
+            options.accumulation,
+            node_ranks=options.world_size // options.nodes if options.nodes > 1 else 1,
+        )
 
 
 def machine_of(options: PlanOptions) -> tuple[Machine, str]:

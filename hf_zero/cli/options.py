@@ -19,6 +19,7 @@ class PlanOptions(Options):
     Examples:
       hf-zero plan 7B --mixed-precision bf16
       hf-zero plan llama-3-8b --world-size 4 --device-memory 24GiB --batch 4 --sequence 4096
+      hf-zero plan llama-3-8b --world-size 32 --nodes 4 --zero-stage 3 --device-memory 24GiB
       hf-zero plan out/checkpoint-500 --zero-stage 3 --zero-offload-optimizer cpu
       hf-zero plan gpt2-xl --sweep --plot sweep.png
 
@@ -28,6 +29,7 @@ class PlanOptions(Options):
     model: str | None = argument("size, built-in name, folder, file or Hub id", default=None)
     parameters: str | None = flag("in place of MODEL: a number of parameters, such as 7.5B", metavar="N")
     world_size: int = flag("number of ranks", 8)
+    nodes: int = flag("number of machines, with as many ranks each: what stays within them at stage 3", 1)
     zero_stage: int | None = setting(
         "stage", default=None, help="this stage alone, with all details", metavar="[0|1|2|3]"
     )
@@ -94,6 +96,7 @@ class SimulateOptions(Options):
       hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak --plot weak.png
+      hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --device-memory 16GiB
     """
 
     model: str = argument("built-in name, folder or Hub id")
@@ -116,6 +119,11 @@ class SimulateOptions(Options):
     )
     zero_replicas: int = setting("replicas", metavar="R")
     zero_wire: str = setting("wire")
+    device_memory: str | None = setting(
+        "device_memory",
+        help="bytes per rank on the device: units stay for backward as long as it has room",
+        metavar="SIZE",
+    )
     scaling: str = flag(
         "1 to --world-size ranks; weak: --batch rows for each, strong: the rows of them all shared out",
         "none",

@@ -29,6 +29,8 @@ def run(options: PlanOptions) -> int:
     writable(options.plot)
     if options.world_size < 1:
         raise ConfigError(f"--world-size must be at least 1, found {options.world_size}")
+    if options.nodes < 1 or options.world_size % options.nodes:
+        raise ConfigError(f"{options.world_size} ranks do not divide by {options.nodes} nodes")
     if options.zero_stage is not None:
         options.config(options.zero_stage).check_world_size(
             options.world_size

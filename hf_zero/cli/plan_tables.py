@@ -103,6 +103,10 @@ def plan(made: Plan, model: Model, source: str) -> None:
             for road in ("compute", *ROADS, "device", "host")
             if road in alone
         ]
+        if made.traffic.node:
+            rows.insert(
+                1 + [row[0] for row in rows].index("gather"), ["of these, within nodes", _size(made.traffic.node), ""]
+            )
         whole = [["step, overlapped", "", _seconds(made.step_s)]] if made.step_s is not None else []
         table(console, "one step", ("", "moved per rank", "seconds alone"), rows, whole)
     for line in made.reasons:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Pr
 from ..runtime.engine import Engine
 from ..runtime.shard import shard
 from ..runtime.transports import Roads
+from ..runtime.usage import predicted
 from ..tiers.tier import Tier
 from .commands import print_json
 from .files import writable
@@ -113,15 +114,19 @@ def recorded_step(
     accumulation: int,
     *,
     collectives: bool = False,
+    node_ranks: int | None = None,
 ) -> tuple[Record, Engine]:
     """One steady step of fused AdamW without clipping, over the process group that is open. A collective, like its steps.
 
     Args:
         collectives: see `recorded_wire`.
+        node_ranks: so many neighbours share a machine; None: as ranks say themselves.
     """
     record = Record()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     roads = Roads(wire=partial(recorded_wire, record, collectives=collectives))
+    if node_ranks is not None:
+        roads = replace(roads, node_names=lambda wire: [str(rank // node_ranks) for rank in range(wire.size)])
     engine = shard(model, optimizer, config, mixed_precision=mixed_precision, roads=roads)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
@@ -239,7 +244,12 @@ def run(options: SimulateOptions) -> None:
     if options.plot and options.scaling == "none":
         raise ConfigError("--plot draws how a step scales: add --scaling weak or --scaling strong")
     writable(options.plot)
-    config = ZeroConfig(stage=options.zero_stage, replicas=options.zero_replicas, wire=options.zero_wire)
+    config = ZeroConfig(
+        stage=options.zero_stage,
+        replicas=options.zero_replicas,
+        wire=options.zero_wire,
+        device_memory=options.device_memory,
+    )
     config.check_world_size(options.world_size)
     hardware = _hardware(options)
     empty = _empty(options.model)
@@ -310,8 +320,9 @@ def _simulated(
             options.mixed_precision,
             options.accumulation,
             collectives=hardware.collectives,
+            node_ranks=ranks // nodes,
         )
-        peak_bytes = engine.plan.memory.at_peak(Tier.DEVICE)
+        peak_bytes = predicted(engine, options.accumulation)[0].at_peak(Tier.DEVICE)
     network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)
     taken = replay(record.events, network.time_s, hardware.processor)
     return Simulated(network, hardware.processor, batch, record, taken, peak_bytes)

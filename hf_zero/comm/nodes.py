@@ -6,6 +6,8 @@ A unit whose gathered values are cut among the ranks of each node needs no other
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from typing import cast
 
 from .group_wire import GroupWire
@@ -14,20 +16,25 @@ from .inflight import Count
 from .wire import SoloWire
 
 
-def open_node(wire: SoloWire, name: str) -> None:
+def host_names(wire: SoloWire) -> list[str]:
+    """Of each rank's machine. A collective."""
+    names: list[str] = wire.exchange(socket.gethostname())
+    return names
+
+
+def open_node(wire: SoloWire, names: Sequence[str]) -> None:
     """`wire.node` is the wire within this rank's node afterwards. A collective.
 
     It stays None unless all nodes have the same number of ranks, more than one, which divides the ranks that parameters are
     sharded among and is less than these, and the ranks of a node are neighbours.
 
     Args:
-        name: of this rank's node.
+        names: of each rank's node; the same on every rank, and so is what follows from them.
     """
     shards = wire.size if wire.shard_group is None else wire.shard_group.size
-    names = wire.exchange(name)  # the same on every rank, and so is what follows from it
     count = names.count(names[0])
     first_of = [names[rank - rank % count] for rank in range(wire.size)]
-    if not 1 < count < shards or shards % count or names != first_of or len({*names}) * count != wire.size:
+    if not 1 < count < shards or shards % count or [*names] != first_of or len({*names}) * count != wire.size:
         return
     world = cast(GroupWire, wire.world if isinstance(wire, HybridWire) else wire)
     ranks = range(wire.size)

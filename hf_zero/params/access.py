@@ -159,6 +159,7 @@ def _write(
             if whole or not place.unit.policy.keep_full:
                 place.unit.release()  # before the write: what a release finds in the whole values counts
             place.unit.close()
+            place.unit.drop_parts()
             place.write(master_of, part)
             if whole:
                 place.written()

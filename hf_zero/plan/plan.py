@@ -311,20 +311,25 @@ def _reasons(made: Plan) -> Iterator[str]:
 def _kept(made: Plan, candidates: int) -> Iterator[str]:
     """On units that stay gathered, whole or by parts, of so many that could."""
     layout = made.layout
-    names = [layout.units[at].name for at in made.kept]
-    which = f" ({names[-1]} to {names[0]})" if len(names) > 1 else f" ({names[0]})" if names else ""
     without = Traffic.of(work_in_total(layout, made.placements, made.inputs.setup))
     saved = size_text(without.gather + without.up - made.traffic.gather - made.traffic.up)
     nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
     yield (
-        f"{len(names)} of {candidates} units{which} stay gathered from forward to backward, the last ones, as many as "
-        f"device_memory has room for: {nbytes} for {saved} less to bring in per step"
+        f"{len(made.kept)} of {candidates} units{_named(layout, made.kept)} stay gathered from forward to backward, the last "
+        f"ones, as many as device_memory has room for: {nbytes} for {saved} less to bring in per step"
     )
-    if made.inputs.setup.node_ranks > 1:
+    if made.inputs.setup.node_ranks > 1 and len(made.kept) < candidates:
         yield (
-            f"{len(made.kept_parts)} more keep a part on each of the {made.inputs.setup.node_ranks} ranks of a node: backward "
-            f"brings them in with {size_text(made.traffic.node)} per step within nodes, and nothing between them"
+            f"{len(made.kept_parts)} more{_named(layout, made.kept_parts)} keep a part on each of the "
+            f"{made.inputs.setup.node_ranks} ranks of a node: backward brings them in with {size_text(made.traffic.node)} per "
+            f"rank and step within nodes; {size_text(made.traffic.gather - made.traffic.node)} are gathered from all nodes"
         )
+
+
+def _named(layout: Layout, units: Sequence[int]) -> str:
+    """Units by their places, the last one first: the last and the first of them."""
+    names = [layout.units[at].name for at in units]
+    return f" ({names[-1]} to {names[0]})" if len(names) > 1 else f" ({names[0]})" if names else ""
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:

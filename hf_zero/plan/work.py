@@ -214,12 +214,14 @@ def _is_coded(numel: int, span: Span, setup: Setup) -> bool:
 
 
 def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Work:
-    """The sum over all spans."""
+    """The sum over all spans; gathers within nodes among them."""
     total: Work = {}
     for unit, used in zip(layout.units, uses(layout, setup)):
         for span in unit.spans:
             for key, value in work_of(span, placements[span.index], setup, used).items():
                 total[key] = total.get(key, 0) + value
+    if node := node_in_total(layout, placements, setup):
+        total[PASSES, "gather"] = total.get((PASSES, "gather"), 0) + node
     return total
 
 
@@ -252,7 +254,7 @@ class Traffic:
     across: int = 0
     """Of `reduce`, what goes to other replicas."""
     node: int = 0
-    """Beside `gather`: from rank to rank of a node, for backward."""
+    """Of `gather`, what goes from rank to rank of a node: for backward, where units are kept by parts."""
 
     @staticmethod
     def of(work: Work, across: float = 0, node: int = 0) -> Traffic:

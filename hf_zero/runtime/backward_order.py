@@ -6,8 +6,8 @@ are gathered in the order of their last use. A rank whose backward leaves a unit
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 from ..comm.wire import SoloWire
@@ -68,6 +68,7 @@ class BackwardOrder:
             sends: gradients are reduced in it; else they wait on this rank for one that does.
         """
         self._sync, self._sends = sync, sends
+        there = 0 if self._spare is None else self._there()
         for trace in self._traces:
             trace.reduced = trace.stepped = False
             # Kept from forward, on every rank: it is not gathered again.
@@ -98,11 +99,7 @@ class BackwardOrder:
         numbers += [int(not first) for first in firsts]
         if self._spare is not None:
             room = self._spare.room()
-            numbers += (-room.whole,)
-            if self._spare.is_over_nodes:
-                # What one rank has lost, or has been given new values for meanwhile, no rank may send.
-                lost = any(trace.is_parted and trace.unit.has_lost_parts for trace in self._traces)
-                numbers += (-room.count, int(lost))
+            numbers += (-room.whole, -room.count, there, -there)
         # Steps made, the optimizer's options, what is sent: whether all ranks have the same of these is one maximum and one
         # minimum.
         alike = (self._wire.watch.step + self._options.mark() + (0 if sends else _WAITS)) & 0x7FFFFFFF
@@ -127,13 +124,10 @@ class BackwardOrder:
             for place, trace in enumerate(self._order):
                 trace.place = place
             if self._spare is not None:  # from the next forward on
-                room = Kept(-numbers[4 * count])
-                if self._spare.is_over_nodes:
-                    room = replace(room, count=-numbers[4 * count + 1])
-                    for trace in self._traces if numbers[4 * count + 2] else ():
-                        if trace.is_parted:
-                            trace.forget_parts()
-                kept, parts = self._spare.first(room)
+                least_whole, least_count, there, not_there = numbers[4 * count : 4 * count + 4]
+                if there != -not_there:
+                    self._let_go()
+                kept, parts = self._spare.first(Kept(-least_whole, -least_count))
                 for trace in self._traces:
                     trace.keeps, trace.parts = trace.at in kept, trace.at in parts
                     if (
@@ -145,6 +139,24 @@ class BackwardOrder:
                 for step, trace in enumerate(self._walk):
                     trace.step = step
         return self._order
+
+    def _there(self) -> int:
+        """Which units are here from a forward, whole or by parts, as one number of 31 bits.
+
+        Ranks may differ in it: a block may have run without a graph on one of them, or have been given other values.
+        """
+        found = bytearray()
+        for trace in self._traces:
+            if (trace.is_kept or trace.unit.has_parts) and trace.unit.is_old:
+                trace.leave()
+            found.append(1 if trace.unit.state is not State.SHARDED else 2 if trace.unit.has_parts else 0)
+        return zlib.crc32(found) & 0x7FFFFFFF
+
+    def _let_go(self) -> None:
+        """Ranks have other units than each other from their forwards: each of these is gathered from all ranks."""
+        for trace in self._traces:
+            trace.leave()
+            trace.came = trace.entered = trace.unit.state is not State.SHARDED
 
     def need(self, trace: Trace) -> None:
         """Backward enters this unit: it is there afterwards, and the one that comes next is on its way."""

@@ -171,6 +171,11 @@ class Flat(SpanValues):
             if a != b and i not in self.pinned and self.params[i].numel()
         ]
 
+    @property
+    def was_written(self) -> bool:
+        """Whether `counted` has something to tell."""
+        return any(param._version != version for param, version in zip(self.params, self._versions))
+
     def counted(self) -> list[int]:
         """Parameters (places in `params`) that were written in place since the last call, as torch counts it."""
         versions = self._versions

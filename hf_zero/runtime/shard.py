@@ -104,7 +104,7 @@ def shard(
     agree.same_structure(wire, config, mixed_precision, specs, originals, names)
     wire.open_groups()
     if keeps(config, wire.size):
-        open_node(wire, roads.node_name())
+        open_node(wire, roads.node_names(wire))
     agree.same_values(wire, assembly.local_values(), fingerprint)
 
     # The plan needs to know what the tiers have room for, and may be refused as well.

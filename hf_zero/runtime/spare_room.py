@@ -2,8 +2,8 @@
 
 Activations are not known when the plan is made. They are estimated from the shape of the largest batch so far; each rank says
 at the start of a backward for how many units it has room, and the least of these numbers holds from the next forward on.
-Where units may be kept by parts there are two numbers, and the least of each fits on every rank: more of one never makes room
-for the other.
+There are two numbers, of whole units and of units by parts, and the least of each fits on every rank: more of one never
+makes room for the other.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class SpareRoom:
         self._batch: Batch | None = None
         self._of: tuple[Plan, Batch | None] | None = None
         self._room = Kept()
-
-    @property
-    def is_over_nodes(self) -> bool:
-        """Units may be kept by parts, too."""
-        return self._sharded.plan.inputs.setup.node_ranks > 1
 
     def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward with these inputs begins that backward follows."""

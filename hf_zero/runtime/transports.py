@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..comm.group_wire import open_wire
+from ..comm.nodes import host_names
 from ..comm.wire import SoloWire
 from ..core.units import LIMITS, Limits
 from ..plan.machine import free_host_bytes
@@ -31,7 +31,8 @@ class Roads:
         storage: what allocates, and holds what the tiers of the engine share.
         plan: what is to rest in which tier; the same spans in the same units as it was asked for.
         free_host_bytes: what the monitor of `auto` finds free in host memory, by the number of ranks that share it.
-        node_name: of the machine that this rank runs on; ranks with the same name share one, see `comm.nodes`.
+        node_names: of the machine that each rank runs on, the same on every rank; those with the same name share one, see
+            `comm.nodes`. A collective, which is asked for where the answer matters.
     """
 
     wire: Callable[[torch.device], SoloWire] = open_wire
@@ -41,4 +42,4 @@ class Roads:
     storage: type[Storage] = Storage
     plan: Callable[[PlanInputs], Plan] = plan
     free_host_bytes: Callable[[int], int] = free_host_bytes
-    node_name: Callable[[], str] = socket.gethostname
+    node_names: Callable[[SoloWire], Sequence[str]] = host_names

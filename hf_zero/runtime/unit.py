@@ -61,7 +61,7 @@ class Unit:
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
         self._unsent: list[Inflight] = []
-        self._has_parts = False
+        self.has_parts = False
         """Spans have a `part`. Only while SHARDED."""
         self._comes_from_parts = self._sends_full = False
         self._lent: list[Inflight] = []
@@ -95,7 +95,7 @@ class Unit:
         for flat in self.flats:
             if not flat.resident:
                 flat.open(f"gathering unit {self.name!r}")
-        if self._has_parts and from_parts and (node := self.wire.node) is not None:
+        if self.has_parts and from_parts and (node := self.wire.node) is not None:
             for flat in self.flats:
                 if flat.part is not None:
                     self._gathers.append(flat.gather_part(node))
@@ -105,7 +105,7 @@ class Unit:
             if named is not None:
                 named.__exit__(None, None, None)
             return
-        if self._has_parts:
+        if self.has_parts:
             self.drop_parts()
         for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
             if flat.rest is not Tier.DEVICE:
@@ -206,22 +206,28 @@ class Unit:
 
     def drop_parts(self) -> None:
         """What this rank keeps of it for backward is given back."""
-        self._has_parts = False
+        self.has_parts = False
         for flat in self.flats:
             flat.drop_part()
 
     @property
-    def has_lost_parts(self) -> bool:
-        """It is released, and this rank has no part of it; or a parameter has been given other values since."""
-        if self.state is not State.SHARDED:
-            return False
-        return not self._has_parts or any(flat.moved(flat.guards.addresses) for flat in self.flats)
+    def is_old(self) -> bool:
+        """Somebody has written to masters or parameters: a gather would bring in other values than the last."""
+        released = self.state is State.SHARDED
+        with AsTheyAre():
+            return any(
+                flat.moved(flat.guards.addresses if released else flat.addresses)
+                or (not released and flat.was_written)
+                or any(shard.edited(False) for shard in flat.shards)
+                for flat in self.flats
+            )
 
     def release(self, *, parts: bool = False) -> None:
         """Full parameters go away, unless the stage keeps them.
 
         Args:
-            parts: this rank keeps its part of them, among those of its node.
+            parts: this rank keeps its part of them, among those of its node. Not of values that somebody has written: what
+                a gather brings in of these goes through the masters, and maybe through codes.
         """
         if self.state is State.SHARDED or self.policy.keep_full:
             return
@@ -236,14 +242,15 @@ class Unit:
             if flat.shown_dtype is not None:
                 flat.point(flat.views)
             try:
-                writes.carry_in_use(flat, self)
+                if writes.carry_in_use(flat, self):
+                    parts = False
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
         if parts and (node := self.wire.node) is not None:
             try:
                 for flat in self.flats:
                     flat.keep_part(node)
-                self._has_parts = True
+                self.has_parts = True
             except OutOfMemoryError:  # on this rank alone: told to all at the start of the backward
                 self.drop_parts()
         # From here on Ctrl-C may end this anywhere: what is left open is opened again by the next gather. In the other order
@@ -375,7 +382,7 @@ class Unit:
         """
         if self._unsent or self._lent:
             self.close()
-        if self._has_parts:
+        if self.has_parts:
             self.drop_parts()
         for flat in self.trained:
             if flat.span.optimizer == optimizer:
@@ -390,7 +397,7 @@ class Unit:
         """The masters were written, here or on another rank: what is gathered is old. On every rank alike."""
         self.finish_step()
         self.close()
-        if self._has_parts:
+        if self.has_parts:
             self.drop_parts()
         for flat in self.flats:
             flat.refresh()

@@ -227,6 +227,9 @@ class Usage:
         if (across := engine.traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
             sent["reduce"] += across.bytes
             wait_s["reduce"] += across.wait_s
+        if (node := engine.traffic.kinds.get("node")) is not None:  # the same parameters, from ranks of this node
+            sent["gather"] += node.bytes
+            wait_s["gather"] += node.wait_s
         moves = () if monitor is None else tuple(monitor.moves)
         return Counters(self._peak(), sent, wait_s, moves, process_bytes(engine))
 

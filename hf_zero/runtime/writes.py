@@ -70,6 +70,8 @@ class Unit(Protocol):
 
     def close(self) -> None: ...
 
+    def drop_parts(self) -> None: ...
+
     def look_over(self) -> None: ...
 
 
@@ -239,11 +241,15 @@ def carry_given(flat: Flat, unit: str) -> None:
             take_over(flat, unit, index, is_guard=True)
 
 
-def carry_in_use(flat: Flat, unit: Unit) -> None:
-    """Before a release: what was written while the parameters were there is carried over."""
+def carry_in_use(flat: Flat, unit: Unit) -> bool:
+    """Before a release: what was written while the parameters were there is carried over.
+
+    Returns:
+        Whether torch counts a write, or `param.data` was replaced: what a gather brings in may be other than what is shown.
+    """
     if flat.unread:
         flat.unread = False
-        return
+        return False
     replaced, written = flat.moved(flat.addresses), flat.counted()
     if replaced or written or flat.watched:
         unit.close()
@@ -256,6 +262,7 @@ def carry_in_use(flat: Flat, unit: Unit) -> None:
             carry(flat, low, high)
         for index in replaced:
             take_over(flat, unit.name, index)
+    return bool(replaced or written)
 
 
 def note_written(flat: Flat, written: Iterable[int]) -> None:
@@ -376,6 +383,7 @@ class WriteWatch:
             if replaced:
                 unit.finish_step()
                 unit.close()
+                unit.drop_parts()
                 carry_given(flat, unit.name)
         elif not self._keeps:
             unit.look_over()

@@ -141,6 +141,18 @@ def test_auto_for_a_machine_in_a_file(capsys, folder, tmp_path):
     assert values["step_s"] > 0
 
 
+def test_parts_within_nodes_are_shown(capsys):
+    arguments = ["plan", "gpt2", "--world-size", 8, "--zero-stage", 3, "--device-memory", "690MiB"]
+    one, two = (run(capsys, *arguments, "--nodes", nodes) for nodes in (1, 2))
+    assert "within nodes" not in one
+    assert "of these, within nodes" in two
+    assert "keep a part on each of the 4 ranks of a node" in " ".join(two.split())
+    rows = [json.loads(run(capsys, *arguments, "--nodes", nodes, "--json")) for nodes in (1, 2)]
+    kept, parts = ([len(row[name]) for row in rows] for name in ("kept", "kept_parts"))
+    assert parts[0] == 0 < parts[1]
+    assert kept[0] < kept[1] + parts[1]
+
+
 def test_what_does_not_fit_is_said(capsys, folder):
     error = refused(capsys, "plan", folder, "--world-size", 2, "--zero-stage", 2, "--zero-offload-optimizer", "auto",
                     "--device-memory", "100KB", "--host-memory", "1GB", status=1)  # fmt: skip
@@ -154,6 +166,7 @@ def test_what_does_not_fit_is_said(capsys, folder):
         (("--parameters", "many"), "expected a number such as 7.5B"),
         (("--parameters", "1B", "--plot", "x.png"), "add --sweep"),
         (("--parameters", "1B", "--world-size", "0"), "--world-size must be at least 1"),
+        (("--parameters", "1B", "--world-size", "8", "--nodes", "3"), "8 ranks do not divide by 3 nodes"),
         (("--parameters", "1B", "--machine", "/nowhere.json"), "no machine file"),
         (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
         (("--parameters", "1B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),
