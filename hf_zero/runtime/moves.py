@@ -201,7 +201,7 @@ class Monitor:
         """False: the tier refused, and is asked no more. Other ranks know nothing of it, so it must be no error here."""
         item.unit.finish_step()
         if item.shard is None:
-            item.unit.close()  # peers may still be sent what moves
+            item.unit.close()  # the device may still be given what moves
         before = item.tier
         what = f"step {self._step}: {'parameters' if item.shard is None else 'optimizer state'} of {item.unit.name!r}"
         line = f"{what} ({size_text(item.nbytes(self._states))}) from the {before.value} to the {tier.value}: {why}"

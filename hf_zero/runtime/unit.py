@@ -60,10 +60,9 @@ class Unit:
         self._brings: list[tuple[Flat, Inflight]] = []
         self._arrivals: list[Inflight] = []
         self._gathers: list[Inflight] = []
-        self._unsent: list[Inflight] = []
         self.has_parts = False
         """Spans have a `part`. Only while SHARDED."""
-        self._comes_from_parts = self._sends_full = False
+        self._comes_from_parts = False
         self._lent: list[Inflight] = []
         """Copies up that have arrived here; what they read in host memory may not be written before they are closed."""
         self._reduces: list[tuple[Flat, Inflight, Tensor, Tensor]] = []
@@ -83,8 +82,6 @@ class Unit:
         if self.state is not State.SHARDED or self.shows_whole:
             return
         named = self._named("gather") if profiler._is_profiler_enabled else None
-        if self._unsent:
-            self._close_sends()
         if self._lent:
             self._lent = [inflight for inflight in self._lent if not inflight.ready]
         if self.stepping is not None:
@@ -100,7 +97,7 @@ class Unit:
                 if flat.part is not None:
                     self._gathers.append(flat.gather_part(node))
             self.drop_parts()
-            self._comes_from_parts = self._sends_full = True
+            self._comes_from_parts = True
             self.state = State.GATHERING
             if named is not None:
                 named.__exit__(None, None, None)
@@ -149,10 +146,8 @@ class Unit:
                 self._gathers.append(flat.gather(self.wire))
                 continue
             if flat.rest is Tier.DEVICE and isinstance(flat.own, Tensor):  # without a call for each
-                self._sends_full = self._sends_full or flat.resident
                 self._gathers.append(self.wire.gather(flat.full, flat.own, flat.span.index, flat.span.cuts))
                 continue
-            self._sends_full = True
             with flat.storage.link.behind_up():
                 self._gathers.append(self.wire.gather(flat.full, flat.place, flat.span.index, flat.span.cuts))
 
@@ -173,11 +168,8 @@ class Unit:
         self._lent += self._arrivals
         self._arrivals = []
         for inflight in self._gathers:
-            inflight.wait()
-        self._unsent += self._gathers
+            inflight.close()  # from here on the program may write to what was sent: weights, or the optimizer's tensors
         self._gathers = []
-        if self._sends_full:
-            self._close_sends()  # peers are still being sent what the program may write from here on
         for flat in self.flats:
             flat.point(flat.views)
             if flat.shown_dtype is not None:
@@ -328,19 +320,11 @@ class Unit:
             self.wait()
 
     def close(self) -> None:
-        """Wait until the peers, and the device, have taken what they are given: `own` may be written again."""
-        if self._unsent:
-            self._close_sends()
+        """Wait until the device has taken what it is given: `own` may be written again."""
         if self._lent:
             lent, self._lent = self._lent, []
             for inflight in lent:
                 inflight.close()
-
-    def _close_sends(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        self._sends_full = False
-        for inflight in unsent:
-            inflight.close()
 
     @property
     def is_idle(self) -> bool:
@@ -380,7 +364,7 @@ class Unit:
         Args:
             optimizer: which one's; spans of others are as they were.
         """
-        if self._unsent or self._lent:
+        if self._lent:
             self.close()
         if self.has_parts:
             self.drop_parts()

@@ -298,7 +298,10 @@ def written_early(rank: int, world: int, settings: dict[str, Any], dtype: str) -
         module.register_forward_pre_hook(look)
         module.register_forward_hook(look)
     for step in range(3):
-        model(torch.full((2, WIDTH), 1.0 + step)).square().mean().backward()
+        loss = model(torch.full((2, WIDTH), 1.0 + step)).square().mean()
+        assert not Slow.sources, "a program may write to the optimizer's tensors now"
+        loss.backward()
+        assert not Slow.sources
         optimizer.step()
         look(model)
         optimizer.zero_grad()
