@@ -141,16 +141,25 @@ def _zero_redundancy(job: Job, model: nn.Module) -> Step:
     return _loop(job, wrapped, optimizer, no_sync=getattr(wrapped, "no_sync", nullcontext))
 
 
-def _hf_zero(stage: int, spare_memory: str | None = None) -> Callable[[Job, nn.Module], Step]:
-    """`spare_memory`: units stay gathered between forward and backward, and gradients of micro-batches on their rank."""
+def _hf_zero(stage: int, spare_memory: str | None = None, *, sockets: bool = False) -> Callable[[Job, nn.Module], Step]:
+    """`spare_memory`: units stay gathered between forward and backward, and gradients of micro-batches on their rank.
+    `sockets`: CPU ranks of one machine do not read each other's memory."""
 
     def build(job: Job, model: nn.Module) -> Step:
         import hf_zero as zero
+        from hf_zero.comm.group_wire import PairWire
+        from hf_zero.runtime.transports import Roads
+
+        class Sockets(PairWire):
+            is_direct = False
 
         optimizer = _adamw(job, model.parameters())
-        precision = "bf16" if job.mixed else "no"
         engine = zero.shard(
-            model, optimizer, zero.ZeroConfig(stage=stage, device_memory=spare_memory), mixed_precision=precision
+            model,
+            optimizer,
+            zero.ZeroConfig(stage=stage, device_memory=spare_memory),
+            mixed_precision="bf16" if job.mixed else "no",
+            roads=Roads(wire=Sockets) if sockets else None,
         )
         no_sync = partial(engine.no_sync, defer=spare_memory is not None)
         return _loop(job, model, optimizer, no_sync=no_sync, clip=engine.clip_grad_norm_)
@@ -225,6 +234,8 @@ BUILDERS: dict[str, Callable[[Job, nn.Module], Step]] = {
     "zero1": _hf_zero(1),
     "zero2": _hf_zero(2),
     "zero3": _hf_zero(3),
+    "zero2-sockets": _hf_zero(2, sockets=True),
+    "zero3-sockets": _hf_zero(3, sockets=True),
     "zero3-keep": _hf_zero(3, spare_memory="16GiB"),
     "fsdp2": _fsdp2(reshard=True),
     "fsdp2-keep": _fsdp2(reshard=False),
