@@ -25,6 +25,8 @@ T = TypeVar("T")
 _MIN_BLOCKS = 2
 _SIZE_PARTS = 8  # a small model without blocks is cut into about this many units
 _SMALL = 16  # a part of this fraction of what it could be cut from, or joined to, is small
+_CHOOSING = frozenset({nn.AdaptiveLogSoftmaxWithLoss})
+"""torch's modules that run a child for what of the batch falls to it, and not at all where nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     if found:
         return found
     children: list[nn.Module] = []
+    chosen = {inner for module in model.modules() if type(module) in _CHOOSING for inner in module.modules()}
     for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in chosen:
             there = [
                 child for child in module if child is not None
             ]  # as lists of optional layers have (x-transformers)
@@ -195,8 +198,12 @@ def _cut(block: nn.Module, names: dict[nn.Module, str], limits: Limits) -> Itera
 def _reads_its_children(module: nn.Module, inside: set[int], holders: Counter[nn.Parameter], most: int) -> bool:
     """A module with parameters of its own may read its children's directly (MultiheadAttention does): it hosts both.
 
+    So does one that runs its children or not as its batch has it: other ranks may run others.
+
     Not where that would make a unit of `most` bytes of a module that has few itself: reads are noticed where it was wrong.
     """
+    if type(module) in _CHOOSING:
+        return True
     own = _own(module)
     if not own or not any(True for _ in module.children()):
         return False

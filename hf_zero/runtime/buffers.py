@@ -6,6 +6,10 @@ buffers that change, in one message of bytes. Which these are the ranks agree on
 word on gradients also says whether any rank has another tensor in a buffer's place, or one that was written to (version
 counters), and only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let
 pass once.
+
+Writes that torch counts none of (`buffer.data`, the fused observers of quantisation-aware training) are found by fingerprints,
+in some backwards: the 1st, 2nd, 4th, ... since the ranks last agreed, then every `_EVERY`th. Such a buffer is sent from
+then on.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from .saved_tensors import in_backward_of_any
 Sign = tuple[tuple[int, ...], str]
 """Shape and type."""
 _ALIGN = 16  # every buffer's bytes begin at a multiple of this
+_EVERY = 64
 
 
 class Buffers:
@@ -53,6 +58,10 @@ class Buffers:
         if wire.size > 1:
             self._start()
         self._seen = self._now()
+        self._bits = self._bits_now()
+        self._uncounted: set[str] = set()
+        """Changed on this rank though no version moved, since the ranks last agreed."""
+        self._backwards = 0  # since then
 
     # The start ------------------------------------------------------------------------------------------------------
 
@@ -139,25 +148,56 @@ class Buffers:
         now, seen = self._now(), self._seen
         return len(now) != len(seen) or bool([1 for (a, v), (b, w) in zip(now, seen) if a is not b or v != w])
 
+    def ask(self) -> bool:
+        """`changed`, at the end of a backward that syncs; in some of them it looks for writes that torch has not counted."""
+        if not self.watched:
+            return False
+        self._backwards += 1
+        changed = self.changed()
+        if changed or not self._backwards & (self._backwards - 1) or self._backwards % _EVERY == 0:
+            self._look()
+        return changed or bool(self._uncounted)
+
+    def _bits_now(self) -> dict[str, tuple[Tensor, int, list[int]]]:
+        """Every buffer that is not live: the tensor, its version, and the fingerprint of its bytes."""
+        if not self.watched:
+            return {}
+        versions = {id(buffer): version for buffer, version in self._now()}
+        rest = {name: buffer for name, buffer in self._named().items() if id(buffer) in versions}
+        prints = self.prints(rest)
+        return {name: (buffer, versions[id(buffer)], prints[name][1]) for name, buffer in rest.items()}
+
+    def _look(self) -> None:
+        before, self._bits = self._bits, self._bits_now()
+        for name, (buffer, version, bits) in self._bits.items():
+            was = before.get(name)
+            if was is not None and was[0] is buffer and was[1] == version and was[2] != bits:
+                self._uncounted.add(name)
+
     def agree(self, changed: bool) -> None:
         """After a backward that syncs. A collective where `changed`.
 
         Args:
-            changed: whether `changed()` on any rank.
+            changed: whether `ask()` on any rank.
         """
         if not changed:
             return
         before = {id(buffer): version for buffer, version in self._seen}
         self._seen = self._now()
         moved = {id(buffer) for buffer, version in self._seen if before.get(id(buffer)) != version}
-        mine_moved = {name: buffer for name, buffer in self._named().items() if id(buffer) in moved}
-        names = dict.fromkeys(name for theirs in self._wire.exchange(list(mine_moved)) for name in theirs)
+        mine_moved = [name for name, buffer in self._named().items() if id(buffer) in moved]
+        said = self._wire.exchange((mine_moved, [name for name in self._bits if name in self._uncounted]))
+        uncounted = dict.fromkeys(name for _, theirs in said for name in theirs)
+        names = dict.fromkeys([*(name for theirs, _ in said for name in theirs), *uncounted])
         everyone = self._exchange({name: buffer for name, buffer in self._named().items() if name in names})
         alike = self._alike(everyone)
         equal = {name for name in alike if all(theirs[name] == everyone[0][name] for theirs in everyone)}
-        self._make_live([name for name in alike if name not in equal or name in self._passed], alike)
+        again = self._passed | uncounted.keys()  # nothing tells of the next write of an uncounted one
+        self._make_live([name for name in alike if name not in equal or name in again], alike)
         self._passed |= equal
         self._seen = self._now()
+        self._uncounted.clear()
+        self._backwards = 0
 
     def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign]) -> None:
         self._live |= {name: signs[name] for name in names}

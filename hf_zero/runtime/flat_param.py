@@ -83,6 +83,11 @@ class Flat(SpanValues):
         """Stretches of the slice that are compared at every release, see `writes`."""
         self.watched_digests: list[int] = []
         """Of these, as they were gathered; empty where they are compared with masters on the device."""
+        self.looks: Sequence[int] = ()
+        self.looks_always: set[int] = set()
+        """Parameters (places in `params`) that are compared with what was gathered; in every step. See `writes`."""
+        self.looked: dict[int, int] = {}
+        """Digests of these, while they are gathered."""
         self.edits: Notes | None = None
         """Who notes what programs write; see `writes`."""
         self._versions = [param._version for param in self.params]

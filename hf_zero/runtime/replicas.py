@@ -44,7 +44,7 @@ _CAUSES = {
     "without a seed",
     "flag": "Freeze and unfreeze parameters on every rank alike",
     "count": "The optimizer has made other steps there: its state was loaded or changed on some ranks alone",
-    "buffer": "It was written through `.data`, which torch does not count, so it is not sent as other buffers are: write "
+    "buffer": "It was written through `.data`, which torch does not count, so it was not sent before this forward: write "
     "to the buffer itself, or on every rank alike",
     _WRITTEN: "Ranks hold parts of one model: write to its parameters on every rank alike (random numbers by a "
     "generator with the same seed), or inside zero.GatheredParameters(params, modifier_rank=0)",

@@ -156,7 +156,7 @@ class Training:
                 before_forward=self._before_forward,
                 before_backward=self._before_backward,
                 after_reduce=self._step_unit if in_backward else None,
-                ask=self.buffers.changed,
+                ask=self.buffers.ask,
                 after_backward=self._after_backward,
                 broke_off=self._backward_broke_off,
                 options=Options(self.sharded, self.writes.edits),
@@ -232,7 +232,7 @@ class Training:
     def _before_backward(self) -> None:
         self.sharded.refuse_unsharded("a backward")
         self._wire.watch.phase = "backward"
-        if self.config.step_in_backward:
+        if self.config.step_in_backward or self.writes.looks:
             self.writes.before_backward()
         if self.schedule.backward.sends:
             self.gradients.hide()

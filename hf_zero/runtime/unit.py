@@ -21,7 +21,7 @@ from ..config import StagePolicy
 from ..core.layout import UnitLayout
 from ..errors import OutOfMemoryError, StallError, StateError, TierError, ZeroError, is_told
 from ..tiers.tier import Tier
-from . import writes
+from . import looks, writes
 from .flat_param import Flat
 from .flat_param import State as State  # what others need of a unit
 from .reads import AsTheyAre, GatherOnRead, ParameterDict
@@ -177,7 +177,9 @@ class Unit:
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
             if flat.watched and not self.policy.keep_full:
-                writes.note_watched(flat)
+                looks.note_watched(flat)
+            if flat.looks:
+                looks.look(flat)
             flat.stale = False
         self.state, self.is_masked = State.GATHERED, False
         if not self.always_asks:

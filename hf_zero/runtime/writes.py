@@ -9,8 +9,8 @@ What is looked at, and when:
   stage 3 with every gather and release.
 * at stage 3, a write while a parameter is released gathers its unit (`reads.ReleasedParameter`).
 * at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module
-  of the user's own holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Other writes
-  through `.data` inside a forward are not seen there.
+  of the user's own holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Trained ones
+  (first values made of the first batch) are compared in some steps: see `WriteWatch.before_forward`.
 * the optimizer's tensors (a schedule-free optimizer's `eval()`, SAM, Lookahead): their version counters, and a sample
   of the values for writes through `.data`, before every forward and step.
 
@@ -26,7 +26,7 @@ moves its master by as much; one that is written by more sets it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -37,11 +37,8 @@ from ..errors import StateError
 from ..tiers.array import fetch
 from ..tiers.fingerprint import digest
 from .flat_param import Flat, State
+from .looks import changed, look, uncounted, watch
 from .reads import AsTheyAre
-
-WATCHED_NUMEL = 1 << 22
-"""Frozen parameters of a module of the user's own are compared at every release up to this size."""
-_PLAIN_NAMES = frozenset({"Conv1D"})
 
 
 class Step(Protocol):
@@ -251,6 +248,8 @@ def carry_in_use(flat: Flat, unit: Unit) -> bool:
         flat.unread = False
         return False
     replaced, written = flat.moved(flat.addresses), flat.counted()
+    if flat.looked:
+        written += uncounted(flat, {*replaced, *written})
     if replaced or written or flat.watched:
         unit.close()
         if replaced:
@@ -272,55 +271,6 @@ def note_written(flat: Flat, written: Iterable[int]) -> None:
             flat.edits.note(flat, index, flat.views[index])
 
 
-def note_watched(flat: Flat) -> None:
-    """After a gather: what `changed` compares with. A master that rests elsewhere is not read from there to be compared."""
-    if flat.watched:
-        flat.watched_digests = [] if flat.in_memory else [digest(flat.place[low:high]) for low, high in flat.watched]
-
-
-def changed(flat: Flat) -> list[tuple[int, int]]:
-    """Watched stretches that may hold other values than the masters."""
-    if not flat.watched_digests:
-        return flat.watched
-    found = zip(flat.watched, flat.watched_digests)
-    return [(low, high) for (low, high), was in found if digest(flat.place[low:high]) != was]
-
-
-def watch(model: nn.Module, flats: Sequence[Flat]) -> None:
-    """Frozen parameters that a forward may write through `.data`: small ones, of modules that are not torch's layers."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                owners.setdefault(param, []).append(module)
-    for flat in flats:
-        flat.watched, flat.watched_digests = [], []
-        if not flat.span.trainable and not flat.in_files:
-            flat.watched = list(_joined(flat, [any(map(_is_own, owners.get(param, ()))) for param in flat.params]))
-
-
-def _is_own(module: nn.Module) -> bool:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return True
-    return not type(module).__module__.startswith("torch.nn.") and type(module).__name__ not in _PLAIN_NAMES
-
-
-def _joined(flat: Flat, wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """This rank's elements of them in its slice, in as few stretches as there are."""
-    slots = {id(slot) for slot, is_ in zip(flat.span.slots, wanted) if is_ and slot.spec.numel <= WATCHED_NUMEL}
-    low = high = -1
-    for part in flat.span.overlaps(flat.rank):
-        if id(part.source) not in slots:
-            continue
-        if part.start != high:
-            if high > low:
-                yield low, high
-            low = part.start
-        high = part.stop
-    if high > low:
-        yield low, high
-
-
 class WriteWatch:
     """When one engine looks for values that somebody else wrote, and who follows them.
 
@@ -340,6 +290,9 @@ class WriteWatch:
     def restart(self) -> None:
         """The units' spans are new."""
         self._samples_at: object = None
+        self._forwards = {True: 0, False: 0}  # with a graph, and without
+        self.looks = False
+        """At all trained parameters, in the forward under way and what follows it."""
         self.counts_references = True
         """Before the next forward; set where tensors over whole parameters are new."""
         self.optimizer_wrote = False
@@ -391,6 +344,10 @@ class WriteWatch:
     def before_forward(self, now: object, *, values: bool) -> None:
         """What everybody computes with follows what was written. A collective where masters were.
 
+        Trained parameters that were written through `.data` are looked for in forwards 1, 2, 4, ..., by two digests of all
+        values, and where they are released in the backwards after those; there those of modules with such code (`names_data`),
+        and such as were found, are looked at in every pass.
+
         Args:
             now: other than the last time: the optimizer's tensors are looked at closely.
             values: parameters, too: their step comes before `before_step`.
@@ -413,6 +370,10 @@ class WriteWatch:
                 self._versions = versions
                 for flat in self._flats:
                     note_written(flat, flat.counted())
+        graph = torch.is_grad_enabled()
+        count = self._forwards[graph] = self._forwards[graph] + 1
+        if self.looks or not count & (count - 1):
+            self._set_looks(not count & (count - 1))
         closely, self._samples_at = now != self._samples_at, now
         written = self._masters(closely)
         if not written:
@@ -425,10 +386,23 @@ class WriteWatch:
             for flat in written:
                 flat.refresh()
 
+    def _set_looks(self, looks: bool) -> None:
+        self.looks = looks
+        for unit in self._units:
+            for flat in unit.trained:
+                flat.looked = {}
+                flat.looks = [*flat.looks_always]
+                if looks and not (self._keeps and flat.span.shards == 1):
+                    flat.looks = range(len(flat.params))
+                    if self._keeps and unit.state is State.GATHERED:  # others, as soon as they are
+                        look(flat)
+
     def before_backward(self) -> None:
-        """What was written so far counts before the step."""
+        """What was written so far counts before the step. Where whole parameters stay, writes through `.data` are told."""
         for unit in self._units:
             unit.written = None
+            for flat in unit.trained if self._keeps else ():
+                note_written(flat, uncounted(flat, set()))
 
     def before_step(self, *, in_backward: bool) -> None:
         """Masters and what is computed with are one before they are updated. Without communication.
@@ -458,6 +432,8 @@ class WriteWatch:
                 for flat in unit.flats:
                     self._settle(unit, flat, values=flat.span.is_updated)
             self._note()
+        if self.looks and self._keeps:
+            self._set_looks(False)  # they change now
         for flat in self._masters(True):
             flat.refresh()
             flat.stale = flat.stale or flat.keeps

@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -78,6 +80,51 @@ class Tracker(nn.Module):
         return self.head(x + self.mean + self.queue.mean(0)) * (1 + self.rare.float().sum())
 
 
+class Quantised(nn.Module):
+    """What quantisation-aware training watches and rounds: a layer, a batch norm, an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
+        self.stem, self.norm, self.head = nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = self.norm(self.stem(self.quant(pixel_values.flatten(1)[:, :12])))
+        return self.dequant(self.head(F.relu(x)))
+
+
+def quantised(traced: bool) -> nn.Module:
+    """Its observers' extremes, scales and zero points are written by an operator that torch counts no write of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if traced:
+            mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
+            return quantize_fx.prepare_qat_fx(Quantised().train(), mapping, (torch.zeros(2, 3, 2, 2),))
+        model = Quantised().train()
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        return quantization.prepare_qat(model)
+
+
+class Hidden(nn.Module):
+    """Writes through `.data`: one buffer in each forward, one from the third on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("late", torch.zeros(8))
+        self.register_buffer("still", torch.ones(8))
+        self.calls = 0
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = self.layer(pixel_values.flatten(1)[:, :12])
+        self.calls += 1
+        self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        if self.calls >= 3:  # looked for after the first change was agreed on, too
+            self.late.data.lerp_(x.detach().mean(0), 0.5)
+        return self.head(x - self.mean * self.still + self.late)
+
+
 def images(rank: int, step: int) -> Tensor:
     return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(10 * step + rank)) + rank
 
@@ -101,7 +148,8 @@ def theirs(model: nn.Module) -> Built:
 
 
 def program(built: Built, rank: int, script: str) -> list[Tensor]:
-    """`t` a step, `a` a micro-step in `no_sync`, `d` two forwards and a backward, `e` evaluation, `w` a write between steps.
+    """`t` a step, `a` a micro-step in `no_sync`, `d` two forwards and a backward, `e` evaluation, `w` a write between steps,
+    `o` and `O` observers off and on.
 
     Answers with the outputs and buffers after each.
     """
@@ -114,6 +162,8 @@ def program(built: Built, rank: int, script: str) -> list[Tensor]:
             with torch.no_grad():
                 found.append(logits_of(wrapped(pixel_values=x)).clone())
             wrapped.train()
+        elif what in "oO":  # observers are switched off and on again: a write that is counted, before some that are not
+            model.apply(quantization.disable_observer if what == "o" else quantization.enable_observer)
         elif what == "w":
             with torch.no_grad():
                 next(model.buffers()).add_(float(rank))
@@ -134,6 +184,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "norms": (Normed, ("tatteaattedt", "attedtet")),
     "recomputed": (lambda: Normed(recompute=True), ("ttet",)),
     "tracker": (Tracker, ("ttattett", "tttwtt")),
+    "quantised": (lambda: quantised(False), ("tttettat", "ottttttOtttt")),
+    "quantised and traced": (lambda: quantised(True), ("tttettat",)),
+    "hidden": (Hidden, ("tttttttttt",)),
 }
 
 

@@ -180,6 +180,23 @@ class Experts(nn.Module):
         return x + self.branches[self.choice](x)
 
 
+class RareWords(nn.Module):
+    """torch's adaptive softmax runs a cluster of words only where the batch has some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(23, 8), nn.Linear(8, 8)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 23, [2, 11], div_value=2.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.softmax(self.body(self.embed(ids)).flatten(0, 1), ids.flatten()).loss
+
+
+def rare_words_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    ids = ids_for(rank, step)
+    return model(ids if rank == 0 else ids % 2)
+
+
 class Mixture(Stack):
     block = Experts
 
@@ -366,6 +383,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "tied": (lambda: Stack(tied=True), token_loss),
     "odd shapes": (OddShapes, token_loss),
     "experts chosen per rank": (Mixture, mixture_loss),
+    "rare words on one rank": (RareWords, rare_words_loss),
     "module called several times": (Twice, token_loss),
     "in place": (InPlace, token_loss),
     "goes around the blocks": (GoesAround, token_loss),

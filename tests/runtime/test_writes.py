@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.errors import RankMismatchError
 from tests.kit.common import autocast
 
 pytestmark = pytest.mark.gloo
@@ -27,7 +28,7 @@ class Codes(nn.Module):
         super().__init__()
         self.code = nn.Parameter(torch.zeros(9, 33), requires_grad=False)
         self.gain = nn.Parameter(torch.ones(33))
-        self.how = how
+        self.how, self.writes = how, True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.how == "counted":
@@ -43,7 +44,14 @@ class Codes(nn.Module):
                         self.code.add_(1)
                 case "replaced":
                     self.code.data = self.code.data + 1
+                case "trained":  # first values made of a batch, and once more
+                    if self.writes:
+                        self.gain.data.mul_(0.5)
         return out
+
+
+def bound(layer: nn.Linear) -> None:
+    layer.weight.data.clamp_(-0.1, 0.1)
 
 
 class Net(nn.Module):
@@ -54,9 +62,12 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(33)
         self.frozen = nn.Linear(33, 33).requires_grad_(False)
         self.codes = nn.Sequential(Codes(how))
+        self.how = how
         self.last = nn.Linear(33, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "bound":  # of a module of torch's, whose code does not say so
+            bound(self.first)
         return self.last(self.codes(self.frozen(self.norm(self.first(x)))))
 
 
@@ -188,20 +199,63 @@ def test_writes_between_steps_are_carried_over(pools, tmp_path, world, stage):
 
 
 def in_forward(pair: Pair, kind: str) -> None:
-    for _ in range(3):
+    for step in range(3):
+        pair.model.codes[0].writes = pair.plain.codes[0].writes = step != 1
         pair.backward()
         pair.step()
     pair.model.eval()
     pair.plain.eval()
     pair.forward()
     code = zero.full_parameter(pair.model.codes[0].code)
-    assert torch.equal(code, torch.full((9, 33), 3.0)), code
+    if kind not in ("trained", "bound"):
+        assert torch.equal(code, torch.full((9, 33), 3.0)), code
     pair.check()
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
 def test_writes_in_a_forward_are_kept(pools, tmp_path, world, stage):
-    pools[world].run(everywhere, tmp_path, stage, in_forward, ("data", "counted", "replaced"), timeout_s=100)
+    pools[world].run(
+        everywhere, tmp_path, stage, in_forward, ("data", "counted", "replaced", "trained", "bound"), timeout_s=100
+    )
+
+
+class FirstBatch(nn.Module):
+    """Takes its first values from the first batch that it sees, which is another one on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(9, 5), nn.Parameter(torch.zeros(5))
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if not self.ready:
+            self.shift.data.copy_(-x.detach().mean(dim=0))
+            self.ready = True
+        return x + self.shift
+
+
+def other_first_values(rank: int, world: int, folder: Path, stage: int) -> str:
+    torch.manual_seed(0)
+    model = FirstBatch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    try:
+        for step in range(2):
+            model(
+                torch.randn(4, 9, generator=torch.Generator().manual_seed(2 * step + rank))
+            ).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RankMismatchError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_first_values_that_ranks_make_of_their_own_batches_are_refused_by_name(two, tmp_path, stage):
+    for said in two.run(other_first_values, tmp_path, stage):
+        assert "parameter 'shift' is not on rank 1 what it is on rank 0" in said, said
 
 
 class Averaging(torch.optim.SGD):
