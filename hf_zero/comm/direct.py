@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -147,9 +148,10 @@ class Direct:
         return addresses
 
     def answer(self, key: int, number: int) -> None:
-        """Tell the senders that their messages were taken."""
+        """Tell the senders that their messages were taken; one that has ended since then need not know."""
         for answer in self._answers:
-            answer.write(number, self.board.taken(key))
+            with suppress(RuntimeError):
+                answer.write(number, self.board.taken(key))
 
     def check(self) -> None:
         """Now and then, while somebody waits.
@@ -268,7 +270,7 @@ class Reader:
 
     def __init__(self, owner: object) -> None:
         self.boards: list[Board] = []
-        """Kept as long as the process: other ranks may write into them at any time."""
+        """What tells the others that messages are taken here, until `_end`."""
         self.arrivals: SimpleQueue[Arrival | None] = SimpleQueue()
         self._process = os.getpid()
         self._thread = threading.Thread(target=_take_all, args=(self.arrivals,), name="hf_zero reader", daemon=True)
@@ -280,6 +282,8 @@ class Reader:
         if os.getpid() == self._process:  # a fork has no such thread
             self.arrivals.put(None)
             self._thread.join(10)
+            for board in self.boards:
+                board.words[0] = 0  # who still waits for this rank finds it gone, though its process may live on
 
 
 @torch.no_grad()
@@ -316,6 +320,9 @@ class Board:
         self._size, self._row = size, size * (_SLOTS + 1)
         nbytes = 2 * (1 + 2 * SPANS * self._row) * _WORD
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Never given back: other ranks may still write here when this one has let go of its group, and what would lie here
+        # then would have their words in it.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.words = memoryview(self._memory).cast("q")
         self.words[0] = _MAGIC
@@ -364,13 +371,21 @@ class Peer:
 
     @property
     def is_there(self) -> bool:
-        """Whether the process lives, with its board, and may be read."""
+        """Whether the process lives, takes messages for that board, and may be read."""
         found = ctypes.c_int64()
         try:
             self.read(self.board, ctypes.addressof(found), _WORD)
         except RuntimeError:
             return False
         return found.value == _MAGIC
+
+    def takes_notes(self, rank: int, place: int) -> bool:
+        """Whether it may be written to as well: a sandbox can refuse one of the two calls. Rank `rank` has taken nothing yet."""
+        try:
+            Note(self, rank).write(0, place)
+        except RuntimeError:
+            return False
+        return True
 
 
 class Note:
@@ -407,7 +422,7 @@ def open_direct(home: Home, reader: Callable[[], Reader]) -> Direct | None:
     told = home.exchange((machine, os.getpid(), board.address))
     is_able = bool(machine) and all(there == machine for there, _, _ in told)
     peers = [Peer(rank, process, at) for rank, (_, process, at) in enumerate(told) if rank != home.rank]
-    is_able = is_able and all(peer.is_there for peer in peers)
+    is_able = is_able and all(peer.is_there and peer.takes_notes(home.rank, board.taken(0)) for peer in peers)
     if not all(home.exchange(is_able)):
         return None
     reads = reader()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
@@ -204,3 +206,27 @@ def threads_of(rank: int, world: int) -> int:
 
 def test_one_thread_reads_for_all_engines(two):
     assert two.run(threads_of) == [1, 1]
+
+
+def let_go(rank: int, world: int) -> None:
+    """Rank 1 lets go of its process group, and lives: its board is no longer answered, nor given to anybody else."""
+    wire = started()
+    if rank == 1:
+        del wire
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(3.0)
+        return
+    time.sleep(0.5)
+    start = time.monotonic()
+    with pytest.raises(zero.StallError):
+        wire.gather(torch.empty(20), torch.ones(10), 0).close()
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_rank_that_let_go_of_its_group_is_noticed():
+    pool = RankPool(2)
+    try:
+        pool.run(let_go, timeout_s=60)
+    finally:
+        pool.stop()
