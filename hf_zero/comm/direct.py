@@ -380,7 +380,7 @@ class Peer:
         return found.value == _MAGIC
 
     def takes_notes(self, rank: int, place: int) -> bool:
-        """Whether it may be written to as well: a sandbox can refuse one of the two calls. Rank `rank` has taken nothing yet."""
+        """Whether it may be written to as well: a sandbox can refuse one of two calls. Rank `rank` has taken nothing so far."""
         try:
             Note(self, rank).write(0, place)
         except RuntimeError:
