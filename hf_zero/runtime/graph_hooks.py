@@ -47,6 +47,7 @@ class Callbacks:
     Attributes:
         before_forward: the model's forward begins with these arguments, and no part of it is under way. The units may be cut
             anew in it.
+        before_look: parameters of released units are read between passes.
         before_backward: the first event of a backward, before the ranks agree on its order.
         after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
         ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
@@ -58,6 +59,7 @@ class Callbacks:
 
     options: Options
     before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
+    before_look: Callable[[], None] = lambda: None
     before_backward: Callable[[], None] = lambda: None
     after_reduce: Callable[[Unit], None] | None = None
     ask: Callable[[], bool] = lambda: False

@@ -105,8 +105,10 @@ def _generate(
         return stock(*args, **kwargs)
 
 
-def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None], patches: Patches) -> None:
-    """`call` after every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …
+def around_own_methods(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None], patches: Patches
+) -> None:
+    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …
 
     Static and class methods are left alone: they have no optimizer to change, and are not to be called with one.
     """
@@ -115,16 +117,19 @@ def after_own_methods(optimizer: torch.optim.Optimizer, call: Callable[[], None]
             continue
         method = inspect.getattr_static(type(optimizer), name)
         if inspect.isfunction(method):
-            told = partial(_then, partial(method, optimizer), call)
+            told = partial(_between, before, partial(method, optimizer), after)
             told.__wrapped__ = method  # type: ignore[attr-defined]  # another optimizer of its class has the method itself
             patches.method(optimizer, name, told)
 
 
-def _then(method: Callable[..., Any], call: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+def _between(
+    before: Callable[[], None], method: Callable[..., Any], after: Callable[[], None], *args: Any, **kwargs: Any
+) -> Any:
+    before()
     try:
         return method(*args, **kwargs)
     finally:
-        call()
+        after()
 
 
 def _apply(

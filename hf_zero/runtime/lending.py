@@ -162,6 +162,7 @@ class Lending:
                 if trace.unit.is_masked:  # gathered for a look before
                     trace.unit.set_masked(False)
             return
+        self._backward.callbacks.before_look()
         for trace, references in list(self.current.looks.items()):
             is_viewed = trace.unit.references > references
             if trace not in traces and trace.held == 1 and not is_viewed:

@@ -254,6 +254,16 @@ class Schedule:
                 if trace is not keep and trace.unit.state is not State.SHARDED:
                     trace.release()
 
+    def end_looks(self) -> None:
+        """What was gathered for reads between passes is released, and what was written to it is carried over.
+
+        Raises:
+            StateError: somebody keeps a view of it.
+        """
+        if self._current.looks:
+            self._current.look_over()
+            self._current.drop_holds(1)
+
     def quiesce(self) -> None:
         """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""
         if self._current.in_backward:

@@ -72,6 +72,8 @@ _TRIED_DEEPER = (8, 17, 192), (17, 8, 12, 16)
 """As many elements in 3 and 4 dimensions."""
 _STEPS = 8
 """So many that rules which begin with their state alone (RAdam's) move parameters, too."""
+_TRIED_FIRST = (8, 12)
+"""Before that: a rule that makes a matrix of n x n of n elements in a row would take hours over as many as `_TRIED` has."""
 _CUT = 2311  # elements of the first part: nothing divides it
 
 
@@ -238,8 +240,8 @@ def _tensors(value: Any, depth: int) -> Iterator[nn.Parameter]:
 # Trials --------------------------------------------------------------------------------------------------------------
 
 
-def _trials(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
-    """One for each kind of group and each number of dimensions."""
+def _trials(optimizer: torch.optim.Optimizer, *shapes: tuple[int, ...]) -> Iterator[_Trial]:
+    """One for each kind of group and each number of dimensions, or each of `shapes`."""
     seen: list[dict[str, Any]] = []
     depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
     for group in optimizer.param_groups:
@@ -247,12 +249,16 @@ def _trials(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
         kept = {key: value for key, value in options.items() if key not in _SHOWN}
         if not any(repr(kept) == repr(other) for other in seen):
             seen.append(kept)
-            yield _Trial(optimizer, options, _TRIED)
-            yield from (_Trial(optimizer, options, shape) for shape in _TRIED_DEEPER if len(shape) in depths)
+            wanted = shapes or (_TRIED, *(shape for shape in _TRIED_DEEPER if len(shape) in depths))
+            yield from (_Trial(optimizer, options, shape) for shape in wanted)
 
 
 def _disagreement(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the optimizer is not element-wise; None where it is."""
+    with suppress(Exception):  # what cannot be tried on so few elements is tried on more
+        for trial in _trials(optimizer, _TRIED_FIRST):
+            if (why := trial.why_not_elements()) is not None:
+                return why
     try:
         return next((why for trial in _trials(optimizer) if (why := trial.why_not_elements())), None)
     except Exception as error:
@@ -300,7 +306,8 @@ class _Trial:
         whole = self._run(lambda tensor: tensor)[0]
         if torch.equal(whole, self._values[0].flatten()):
             return f"{_STEPS} steps on a small example moved nothing, so there is no telling what it does"
-        parts = torch.cat([self._run(lambda t: t.flatten()[:_CUT])[0], self._run(lambda t: t.flatten()[_CUT:])[0]])
+        cut = min(_CUT, whole.numel() // 3 + 1)
+        parts = torch.cat([self._run(lambda t: t.flatten()[:cut])[0], self._run(lambda t: t.flatten()[cut:])[0]])
         if (number := self.number_of_gradients()) is not None:
             return number
         if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):

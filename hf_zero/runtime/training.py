@@ -104,7 +104,7 @@ class Training:
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
                 patches.hooks(*self.state_dict_hooks.register(module))
         self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
-        self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh)
+        self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh, self._followed)
         self._hook_model()
         self.optimizers = BoundOptimizers(
             sharded,
@@ -154,6 +154,7 @@ class Training:
             self._wire,
             Callbacks(
                 before_forward=self._before_forward,
+                before_look=self._before_look,
                 before_backward=self._before_backward,
                 after_reduce=self._step_unit if in_backward else None,
                 ask=self.buffers.ask,
@@ -176,7 +177,8 @@ class Training:
         self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
         self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
         self._patches.hooks(AroundStep(optimizer, partial(self._step, optimizer), partial(self._computed, optimizer)))
-        overrides.after_own_methods(optimizer, self._optimizer_wrote, self._patches)
+        # Before: what is gathered shows values that the method may write to the optimizer's tensors; it would be taken for new.
+        overrides.around_own_methods(optimizer, self.schedule.end_looks, self._optimizer_wrote, self._patches)
         self._patches.method(optimizer, "zero_grad", partial(self._zero_grad_of, optimizer))
         self._patches.method(optimizer, "state_dict", partial(self.optimizers.state_dict, optimizer))
         self._patches.method(optimizer, "load_state_dict", partial(self.optimizers.load_state_dict, optimizer))
@@ -277,6 +279,10 @@ class Training:
         """
         self.offload.check()
         raise StateError(f"{what}: {reason}. Call zero_grad() and make the step's forwards and backwards again")
+
+    def _before_look(self) -> None:
+        if self.writes.optimizer_wrote:
+            self.writes.follow()
 
     def _optimizer_wrote(self) -> None:
         self.writes.optimizer_wrote = True
@@ -470,6 +476,10 @@ class Training:
         """
         self.offload.finish_step()
 
+    def _followed(self, flats: Sequence[Flat]) -> None:
+        if self._unsharded is not None:
+            self._unsharded.refill(flats)
+
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
         self.state_dict_hooks.after_load()
@@ -497,6 +507,7 @@ class Training:
         if in_backward_of_any():
             raise StateError("zero.unsharded cannot begin in a backward")
         self.quiesce()
+        self.writes.follow()
         free_bytes = free_device_bytes(self.sharded, self.offload, self._wire.ranks_here())
         whole = Unsharded(self.sharded, in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
         whole.begin()
@@ -505,6 +516,7 @@ class Training:
         completed = False
         try:
             yield
+            self.writes.follow()
             completed = True
         finally:
             try:

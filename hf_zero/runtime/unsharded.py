@@ -140,6 +140,13 @@ class Unsharded:
             flat.show(index, whole.views[index])
 
     @torch.no_grad()
+    def refill(self, flats: Iterable[Flat]) -> None:
+        """The optimizer's tensors of these spans were written (`optimizer.eval()`): parameters follow. A collective."""
+        for flat in flats:
+            if flat in self._wholes:
+                self._fill(self._wholes[flat])
+
+    @torch.no_grad()
     def carry(self, flats: Iterable[Flat] | None = None) -> None:
         """The masters have what was written to the parameters. Without communication.
 
@@ -164,6 +171,12 @@ class Unsharded:
                     f"parameter {flat.span.spec.name!r} of unit {unit.name!r}, or one beside it, was written inside "
                     "zero.unsharded: its values stay in the model's own files, which are not written. Load the model without "
                     "offload_params='disk' to change it"
+                )
+            if any(shard.edited(False) for shard in flat.shards):
+                raise StateError(
+                    f"parameters of unit {unit.name!r} ({flat.span.spec.name!r}, …) and the optimizer's own tensors of them "
+                    "were both written inside zero.unsharded: there is no telling which counts. Call the optimizer's methods "
+                    "(eval(), train()) before it, or after"
                 )
             unit.close()
             for index in whole.mine:

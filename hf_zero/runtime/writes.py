@@ -278,12 +278,19 @@ class WriteWatch:
         units: the engine's own list: a unit in it is replaced where it is cut anew, see `restart`.
         release: returns with nothing gathered and all masters those of one step.
         refresh: after masters were written, whole parameters follow, where the stage keeps them. A collective.
+        followed: then, with these spans; it may communicate.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], release: Callable[[], None], refresh: Callable[[], None]
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        release: Callable[[], None],
+        refresh: Callable[[], None],
+        followed: Callable[[list[Flat]], None],
     ) -> None:
-        self._model, self._units, self._release, self._refresh = model, units, release, refresh
+        self._model, self._units = model, units
+        self._release, self._refresh, self._followed = release, refresh, followed
         self.edits = Edits()
         self.restart()
 
@@ -375,6 +382,10 @@ class WriteWatch:
         if self.looks or not count & (count - 1):
             self._set_looks(not count & (count - 1))
         closely, self._samples_at = now != self._samples_at, now
+        self.follow(closely)
+
+    def follow(self, closely: bool = True) -> None:
+        """What everybody computes with follows what was written to the optimizer's tensors. A collective where it was."""
         written = self._masters(closely)
         if not written:
             return
@@ -385,6 +396,7 @@ class WriteWatch:
             self._release()
             for flat in written:
                 flat.refresh()
+        self._followed(written)
 
     def _set_looks(self, looks: bool) -> None:
         self.looks = looks

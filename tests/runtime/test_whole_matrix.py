@@ -364,6 +364,28 @@ def test_refused_elsewhere_with_advice_that_is_true(pools, tmp_path, world):
     pools[world].run(refused, str(tmp_path))
 
 
+class Rows(torch.optim.Optimizer):
+    """As Alice: multiplies with a matrix of as many rows and columns as the parameter has rows."""
+
+    def __init__(self, params, most: list[int]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                grad = param.grad.reshape(len(param), -1)
+                self.most[0] = max(self.most[0], len(grad))
+                param.sub_((grad @ grad.T @ grad).view_as(param), alpha=0.01)
+
+
+def test_a_trial_of_a_rule_over_rows_has_few_of_them():
+    most, model = [0], nn.Linear(8, 8)
+    assert needs_wholes(Rows(model.parameters(), most), set(model.parameters()), cut=False, offloaded=False)
+    assert 0 < most[0] < 1000
+
+
 def test_what_is_element_wise():
     class Hides(Layerwise):
         def __init__(self, params):

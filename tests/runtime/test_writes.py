@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import RankMismatchError, StateError
 from tests.kit.common import autocast
 
 pytestmark = pytest.mark.gloo
@@ -291,6 +291,52 @@ def schedule_free(pair: Pair, kind: str) -> None:
             optimizer.train()
 
 
+def shown_at_once(pair: Pair, kind: str) -> None:
+    """No forward comes between the optimizer's `eval()` and who reads; nor does one between those and its `train()`."""
+
+    def switch(to: str) -> None:
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            getattr(optimizer, to)()
+
+    def compare() -> None:
+        for mine, plain in zip(pair.model.parameters(), pair.plain.parameters()):
+            torch.testing.assert_close(mine.detach().float(), plain.detach(), rtol=pair.tolerance, atol=pair.tolerance)
+
+    for _ in range(2):
+        pair.backward()
+        pair.step()
+        switch("eval")
+        with zero.unsharded(pair.model):
+            compare()
+            switch("train")
+            with torch.no_grad():
+                pair.forward()
+            switch("eval")
+        if pair.engine.config.stage == 3:  # elsewhere nobody is asked
+            compare()
+        switch("train")
+        pair.check()
+
+
+def written_in_both(pair: Pair, kind: str) -> None:
+    """Inside zero.unsharded: where parameters are copies there is no telling which counts."""
+    if pair.engine.config.stage < 3:  # the same memory, or a carry of its own
+        return
+    pair.backward()
+    pair.step()
+    said = ""
+    try:
+        with zero.unsharded(pair.model):
+            with torch.no_grad():
+                pair.model.last.weight.fill_(0.5)
+            with torch.no_grad():
+                for param in pair.optimizer.param_groups[0]["params"]:
+                    param.mul_(2.0)
+    except StateError as error:
+        said = str(error)
+    assert "were both written inside zero.unsharded" in said, said
+
+
 def perturbed(pair: Pair, kind: str) -> None:
     """As SAM: the optimizer's tensors are moved, and moved back before the step."""
     for _ in range(2):
@@ -315,12 +361,12 @@ def in_memory(rank: int, world: int, folder: Path, stage: int, play: Callable[..
     for dtype, tier in itertools.product(
         ("no", "bf16"), RELEASED[:1] if stage < 3 else ({}, {"offload_params": "cpu"})
     ):
-        pair = Pair(rank, world, dtype, folder, make=averaging if play is schedule_free else sgd, stage=stage, **tier)
+        pair = Pair(rank, world, dtype, folder, make=sgd if play is perturbed else averaging, stage=stage, **tier)
         play(pair, "")
         pair.engine.detach()
 
 
-@pytest.mark.parametrize("play", [schedule_free, perturbed])
+@pytest.mark.parametrize("play", [schedule_free, shown_at_once, written_in_both, perturbed])
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 0), pytest.param(2, 1, marks=SLOW), (2, 2), (2, 3)])
 def test_writes_to_the_optimizers_tensors_are_followed(pools, tmp_path, world, stage, play):
     pools[world].run(in_memory, tmp_path, stage, play, timeout_s=60)
