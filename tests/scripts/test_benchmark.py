@@ -36,20 +36,20 @@ def test_measures_engines(tmp_path: Path, peers: list[str]) -> None:
         "--clip",
         "0",
     ]
-    done = run("compare.py", *toy, "--engines", "zero2", *peers, "--measure", "time", "--output", str(output))
+    done = run("compare.py", *toy, "--engines", "zero2-sockets", *peers, "--measure", "time", "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(output.read_text())
     assert record["failures"] == {}
     assert record["machine"]["versions"]["torch"]
-    assert list(record["results"]) == ["ddp", "zero2", *peers]
+    assert list(record["results"]) == ["ddp", "zero2-sockets", *peers]
     for engine, row in record["results"].items():
         assert engine in done.stdout
         assert row["ratio"] > 0
         assert len(row["losses"]) == 10
     # Two ranks: a full all-reduce sends 4Ψ from each; stage 2 sends as much, in two halves.
     assert record["results"]["ddp"]["sent"] == pytest.approx(1, rel=0.03)
-    assert record["results"]["zero2"]["sent"] == pytest.approx(1, rel=0.03)
-    assert record["results"]["zero2"]["loss_difference"] == 0
+    assert record["results"]["zero2-sockets"]["sent"] == pytest.approx(1, rel=0.03)
+    assert record["results"]["zero2-sockets"]["loss_difference"] == 0
     assert record["results"]["ddp"]["collectives_by_kind"] == {"allreduce": 1}
 
 
