@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import warnings
 import weakref
@@ -50,9 +51,15 @@ def keep_freed(most_bytes: int = 1 << 30) -> None:
     """From now on freed host memory below that size stays mapped, for what is allocated next. For this process.
 
     For ranks that compute on CPUs: gradients and buckets come and go in each step, and memory that is mapped anew costs seven
-    times as much to fill (a page fault for every 4 KiB).
+    times as much to fill (a page fault for every 4 KiB). Whoever sets malloc's thresholds in the environment keeps them: its
+    price is resident memory, the holes in the heap among it.
     """
-    if _mallopt is not None:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    chosen = any(
+        f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
+        for name in ("MMAP", "TRIM")
+    )
+    if _mallopt is not None and not chosen:
         _mallopt(_MMAP_THRESHOLD, most_bytes)
         _mallopt(_TRIM_THRESHOLD, most_bytes)
 

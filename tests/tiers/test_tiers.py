@@ -838,6 +838,36 @@ def test_large_memory_is_on_huge_pages(tmp_path: Path) -> None:
     assert not _asks_for_huge_pages(small.data_ptr())
 
 
+FREED = """
+    import torch
+    from hf_zero.tiers.host import keep_freed
+
+    def resident_mib() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096 >> 20
+
+    keep_freed()
+    before = resident_mib()
+    torch.ones(16 << 20)  # 64 MiB, dropped at once
+    print(resident_mib() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [
+        ({}, True),
+        ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072:glibc.malloc.trim_threshold=131072"}, False),
+    ],
+)
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(chosen: dict[str, str], kept: bool) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    program = [sys.executable, "-c", textwrap.dedent(FREED)]
+    done = subprocess.run(program, env={**clean, **chosen}, capture_output=True, text=True, timeout=120, check=True)
+    assert (int(done.stdout) > 48) is kept
+
+
 def test_memory_outlives_its_first_tensor() -> None:
     """What is unlocked when the memory goes is unlocked no sooner."""
     before = resident_bytes()
