@@ -132,7 +132,7 @@ class Direct:
         for post in self._posts:
             post.write(word, at)
         arrival = Arrival(self, key, number, step, take, kind, span)
-        self.reader.arrivals.put(arrival)
+        self.reader.arrivals.put(weakref.ref(arrival))
         return Inflight((arrival,), (Taken(self, key, number, sent, kind, span),))
 
     def find(self, key: int, number: int, step: int) -> dict[int, int] | None:
@@ -167,9 +167,12 @@ class Direct:
 
 
 class Arrival(Wait):
-    """Messages of one key and number from all other ranks: under way until the reader's thread has taken them."""
+    """Messages of one key and number from all other ranks: under way until the reader's thread has taken them.
 
-    __slots__ = ("_blocked", "_direct", "_error", "_is_over", "_key", "_number", "_step", "_take")
+    The thread does not hold it: what nobody can wait for any more (an engine that went in the middle of a pass) is given up.
+    """
+
+    __slots__ = ("__weakref__", "_blocked", "_direct", "_error", "_is_over", "_key", "_number", "_step", "_take")
 
     def __init__(
         self,
@@ -271,7 +274,7 @@ class Reader:
     def __init__(self, owner: object) -> None:
         self.boards: list[Board] = []
         """What tells the others that messages are taken here, until `_end`."""
-        self.arrivals: SimpleQueue[Arrival | None] = SimpleQueue()
+        self.arrivals: SimpleQueue[weakref.ref[Arrival] | None] = SimpleQueue()
         self._process = os.getpid()
         self._thread = threading.Thread(target=_take_all, args=(self.arrivals,), name="hf_zero reader", daemon=True)
         self._thread.start()
@@ -287,8 +290,8 @@ class Reader:
 
 
 @torch.no_grad()
-def _take_all(arrivals: SimpleQueue[Arrival | None]) -> None:
-    waiting: list[Arrival] = []
+def _take_all(arrivals: SimpleQueue[weakref.ref[Arrival] | None]) -> None:
+    waiting: list[weakref.ref[Arrival]] = []
     moved = time.perf_counter()
     while True:
         try:
@@ -300,13 +303,18 @@ def _take_all(arrivals: SimpleQueue[Arrival | None]) -> None:
                 waiting.append(arrival)
         except Empty:
             pass
-        left = [arrival for arrival in waiting if not arrival.look()]
+        left = [arrival for arrival in waiting if not _is_over(arrival)]
         now = time.perf_counter()
         if len(left) < len(waiting):
             moved = now
         else:
             time.sleep(pause_s(now - moved))
         waiting = left
+
+
+def _is_over(awaited: weakref.ref[Arrival]) -> bool:
+    arrival = awaited()  # no longer than here: the last to hold it may let go
+    return arrival is None or arrival.look()
 
 
 class Board:

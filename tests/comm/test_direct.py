@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,30 @@ def threads_of(rank: int, world: int) -> int:
 
 def test_one_thread_reads_for_all_engines(two):
     assert two.run(threads_of) == [1, 1]
+
+
+def abandoned(rank: int, world: int) -> None:
+    """Rank 0 begins what rank 1 never does, and lets go of it: neither tensors nor a thread that looks for it stay."""
+    wire = started()
+    if rank == 0:
+        full, out = torch.empty(2000), torch.empty(1000)
+        gone = [weakref.ref(full), weakref.ref(out)]
+        moves = [wire.gather(full, torch.ones(1000), 0), wire.reduce(torch.ones(2000), out, 1)]
+        time.sleep(0.05)  # the thread looks for them
+        del full, out, moves
+        deadline = time.monotonic() + 20
+        while any(each() is not None for each in gone):
+            assert time.monotonic() < deadline, "somebody holds tensors of a transfer that nobody waits for"
+            gc.collect()
+            time.sleep(0.01)
+    wire.barrier()
+    full = torch.empty(2000)
+    wire.gather(full, torch.full((1000,), float(rank)), 2).close()
+    assert full[999:1001].tolist() == [0, 1]
+
+
+def test_what_nobody_waits_for_is_given_up(two):
+    two.run(abandoned)
 
 
 def let_go(rank: int, world: int) -> None:
