@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm.direct import PIECE_BYTES
+from hf_zero.comm.direct import PIECE_BYTES, SPANS
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.wire import average_in_order
 from hf_zero.runtime.transports import Roads
@@ -207,6 +207,26 @@ def threads_of(rank: int, world: int) -> int:
 
 def test_one_thread_reads_for_all_engines(two):
     assert two.run(threads_of) == [1, 1]
+
+
+def beyond(rank: int, world: int) -> None:
+    """One span more than a board has room for, beside one that has: by sockets, the same values."""
+    wire = started()
+    moves = []
+    for span in (SPANS - 1, SPANS, 3 * SPANS):
+        full, out = torch.empty(200), torch.empty(100)
+        begun = [wire.gather(full, torch.full((100,), float(span + rank)), span)]
+        begun.append(wire.reduce(torch.full((200,), float(span + rank)), out, span))
+        moves.append((span, full, out, begun))
+    for span, full, out, begun in moves:
+        for move in begun:
+            move.close()
+        assert full[99:101].tolist() == [span, span + 1]
+        assert bool((out == span + 0.5).all())
+
+
+def test_more_spans_than_a_board_has_room_for(two):
+    two.run(beyond)
 
 
 def abandoned(rank: int, world: int) -> None:
