@@ -6,9 +6,10 @@ A gathered parameter's `.data` is its view of the span's buffer (`span_values`);
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from ..config import StagePolicy
 from ..core.layout import Span
 from ..core.precision import Precision, dtype_of
 from ..plan.costs import Placement
+from ..tiers.fingerprint import digest
 from ..tiers.pool import Storage
-from .reads import Lender, plain_class, released_class
+from .reads import AsTheyAre, Lender, plain_class, released_class
 from .span_values import SpanValues
 from .state_shard import Shard, assembled, is_elementwise
 
@@ -51,10 +53,31 @@ class Guards:
         self.addresses = [guard.data_ptr() for guard in self.shown]
 
 
-class Notes(Protocol):
-    """Who is told what programs have written to whole parameters (`writes.Edits`)."""
+class Edits:
+    """What programs have written to whole parameters of one engine, as torch counts writes, or by `param.data = x`.
 
-    def note(self, flat: Flat, index: int, values: Tensor) -> None: ...
+    Attributes:
+        found: by parameter, the digest of its values after the last write. A write that is seen twice changes nothing.
+        mark: a number of 31 bits that depends on `found` alone.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self.mark = 0
+
+    def note(self, flat: Flat, index: int, values: Tensor) -> None:
+        """`values`: the whole parameter's."""
+        if flat.span.shards == 1:
+            return
+        with AsTheyAre():
+            found = digest(values.detach().contiguous().view(-1))
+        name = flat.span.slots[index].spec.name
+        self.mark = (self.mark + _mark(name, found) - _mark(name, self.found.get(name))) & 0x7FFFFFFF
+        self.found[name] = found
+
+
+def _mark(name: str, found: int | None) -> int:
+    return 0 if found is None else zlib.crc32(f"{name} {found}".encode())
 
 
 class Flat(SpanValues):
@@ -80,7 +103,7 @@ class Flat(SpanValues):
         self._distances = [slot.offset * size if slot.spec.numel else None for slot in self.span.slots]
         """Bytes from the start of `full`; None: a tensor without elements has no address."""
         self.watched: list[tuple[int, int]] = []
-        """Stretches of the slice that are compared at every release, see `writes`."""
+        """Stretches of the slice that are compared at every release, see `carrying`."""
         self.watched_digests: list[int] = []
         """Of these, as they were gathered; empty where they are compared with masters on the device."""
         self.looks: Sequence[int] = ()
@@ -88,8 +111,7 @@ class Flat(SpanValues):
         """Parameters (places in `params`) that are compared with what was gathered; in every step. See `writes`."""
         self.looked: dict[int, int] = {}
         """Digests of these, while they are gathered."""
-        self.edits: Notes | None = None
-        """Who notes what programs write; see `writes`."""
+        self.edits: Edits | None = None
         self._versions = [param._version for param in self.params]
         self.guards = Guards(span, self.device)
         self._plain: list[Any] = [plain_class(param) for param in self.params]

@@ -21,8 +21,7 @@ from .host_step import Stepper
 from .moves import Arrangement, Monitor, OptimizerOf
 from .shadow_optimizer import Counts, Twin
 from .transports import Roads
-from .unit import Unit
-from .writes import Step
+from .unit import Step, Unit
 
 STATES = ("parameters", "gradients", "optimizer")
 

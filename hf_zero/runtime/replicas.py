@@ -20,12 +20,11 @@ from ..errors import RankMismatchError
 from ..tiers.array import in_memory
 from ..tiers.fingerprint import fingerprint
 from .buffers import Buffers
-from .flat_param import Flat
+from .flat_param import Edits, Flat
 from .reads import AsTheyAre
 from .saved_tensors import in_backward_of_any
 from .sharded import Sharded
 from .unit import State, Unit
-from .writes import Edits
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
 _PLAIN = _NUMBERS | {tuple}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,19 @@ from ..config import StagePolicy
 from ..core.layout import UnitLayout
 from ..errors import OutOfMemoryError, StallError, StateError, TierError, ZeroError, is_told
 from ..tiers.tier import Tier
-from . import looks, writes
+from . import carrying
 from .flat_param import Flat
 from .flat_param import State as State  # what others need of a unit
 from .reads import AsTheyAre, GatherOnRead, ParameterDict
+
+
+class Step(Protocol):
+    """An update under way in another thread."""
+
+    def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 class Unit:
@@ -42,7 +52,7 @@ class Unit:
         self._sends_late = any(flat.rest is Tier.DISK for flat in flats)
         """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
         where this rank has moved something since: collectives have one order."""
-        self.stepping: writes.Step | None = None
+        self.stepping: Step | None = None
         """The update of this unit that another thread is busy with."""
         self.written: str | None = None
         """A parameter that was written between passes, while its unit was there for somebody to read."""
@@ -88,7 +98,7 @@ class Unit:
             self.finish_step()
         if not self.policy.keep_full:
             for flat in self.flats:
-                writes.carry_given(flat, self.name)
+                carrying.carry_given(flat, self.name)
         for flat in self.flats:
             if not flat.resident:
                 flat.open(f"gathering unit {self.name!r}")
@@ -177,9 +187,9 @@ class Unit:
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
             if flat.watched and not self.policy.keep_full:
-                looks.note_watched(flat)
+                carrying.note_watched(flat)
             if flat.looks:
-                looks.look(flat)
+                carrying.look(flat)
             flat.stale = False
         self.state, self.is_masked = State.GATHERED, False
         if not self.always_asks:
@@ -236,7 +246,7 @@ class Unit:
             if flat.shown_dtype is not None:
                 flat.point(flat.views)
             try:
-                if writes.carry_in_use(flat, self):
+                if carrying.carry_in_use(flat, self.name, self.close):
                     parts = False
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
@@ -285,11 +295,11 @@ class Unit:
                     for index in (*replaced, *written):
                         self.written = self.written or flat.span.slots[index].spec.name
                     if replaced:
-                        writes.part_from_views(flat, replaced)
-                    writes.carry(flat)
-                    writes.note_written(flat, written)
+                        carrying.part_from_views(flat, replaced)
+                    carrying.carry(flat)
+                    carrying.note_written(flat, written)
                     for index in replaced:
-                        writes.take_over(flat, self.name, index)
+                        carrying.take_over(flat, self.name, index)
                 except TierError as error:  # on this rank alone: told to all at the end of the pass
                     self.failure = self.failure or error
 

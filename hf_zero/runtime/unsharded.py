@@ -20,10 +20,10 @@ from ..config import size_text
 from ..core.precision import dtype_of
 from ..errors import OutOfMemoryError, RankMismatchError, StateError
 from ..tiers.fingerprint import digest
+from .carrying import put
 from .flat_param import Flat
 from .sharded import Sharded
 from .unit import State, Unit
-from .writes import put
 
 
 @dataclass(eq=False)
