@@ -10,8 +10,8 @@
   runs on plain tensors of the master's type, and what it wrote goes back to this rank's elements. Lists are worked
   through one gradient at a time.
 
-What the masters in the optimizer's groups show is in `slices`, over the same frame: `stand_in`. What a stand-in asks its
-`Keeper` for is in `gradient_ops`.
+What the masters in the optimizer's groups show is in `stand_in`, over the same frame. What stand-ins ask their `Keeper` for is
+in `gradient_ops`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..core.layout import Span
 from ..errors import StateError
+from . import stand_in
 from .saved_tensors import in_backward_of_any
 from .stand_in import OPERATIONS, Call, Kind, StandIn, is_tensors, plain_of
 
@@ -52,12 +53,11 @@ class Accumulated(Protocol):
 F = TypeVar("F", bound=Accumulated)
 
 
-class Keeper(Protocol):
-    """Who has the gradients; see `gradient_ops`. Norms are 0-dim float64, the same on every rank."""
+class Keeper(stand_in.Keeper, Protocol):
+    """Who has the gradients; see `gradient_ops`."""
 
     def ready(self, handles: Handles[Any], index: int, name: str) -> None:
         """The gradient may be used now."""
-        ...
 
     def whole(self, handles: Handles[Any], index: int) -> Tensor: ...
 
@@ -69,21 +69,7 @@ class Keeper(Protocol):
         self, handles: Handles[Any], index: int, run: Callable[[Tensor, Callable[[Any], Any]], None]
     ) -> None: ...
 
-    def norms(self, grads: Sequence[tuple[Handles[Any], int]], order: float) -> list[Tensor]: ...
-
     def norm(self, handles: Handles[Any], index: int, order: float) -> Tensor: ...
-
-    def wrote(self) -> None:
-        """Gradients have other values now."""
-        ...
-
-    def settle_step(self) -> None:
-        """No thread reads gradients in host memory any more."""
-        ...
-
-    def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor: ...
-
-    def norm_over_ranks(self, part: Tensor, order: float) -> Tensor: ...
 
 
 class Gradient(StandIn):

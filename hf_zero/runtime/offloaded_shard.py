@@ -14,7 +14,7 @@ from ..errors import StateError
 from ..tiers.array import DiskArray, OnDisk, OnDone, Shaped, Values, is_array
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier, padded
-from .slices import Slice
+from .stand_in import Slice
 from .state_shard import MASTER, B, Claim, DeviceShard, Shard, is_elementwise
 
 

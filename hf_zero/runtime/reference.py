@@ -12,7 +12,7 @@ It goes around the schedule, the wire's gathers and reduces, spans, tiers and th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from .nonfinite import kind_of
 from .shadow_optimizer import Twin
 from .sharded import Place, Sharded, gradient_of, master_of, state_of
 from .unit import Unit
@@ -265,3 +264,22 @@ def _eps(dtype: torch.dtype) -> float:
 
 def _number(value: Tensor) -> str:
     return f"{value.item():.6g}"
+
+
+def kind_of(tensor: Tensor) -> str | None:
+    """`NaN` or `inf`, where one is in the tensor; None where all is finite, or nobody can look."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `torch.func`: there is no one value
+        return None
+    with torch.no_grad():
+        values = tensor.detach()
+        if values.layout is torch.sparse_coo:
+            values = values.coalesce().values()
+        if values.layout is not torch.strided or bool(values.isfinite().all()):
+            return None
+        return "NaN" if bool(values.isnan().any()) else "inf"
+
+
+def kind_in(tensors: Iterable[Any]) -> str | None:
+    return next((kind for each in tensors if isinstance(each, Tensor) and (kind := kind_of(each))), None)

@@ -21,7 +21,6 @@ from ..plan.plan import Drafter
 from ..tiers.fingerprint import fingerprint
 from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
-from . import deferred_hooks
 from . import instance_methods as overrides
 from .build import Assembly, device_of
 from .clipping import Overflow
@@ -126,7 +125,7 @@ def shard(
 
     # From here on the model changes.
     assembly.build(specs, sharded.plan.placements)
-    deferred_hooks.take_off(model)
+    overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
     training = Training(sharded, assembly, offload, overflow, patches, machine, mixed_precision)
     training.adopt(optimizers, originals, kinds)

@@ -140,12 +140,10 @@ class StateDictHooks(ABC):
     def close(self, param: nn.Parameter, landing: Tensor) -> None:
         """This rank's part of what torch has copied into `landing` is the parameter's value now."""
 
-    @abstractmethod
-    def before_load(self) -> None:
+    def before_load(self) -> None:  # noqa: B027 -- nothing, where each parameter is opened as its module is reached
         """Once a call."""
 
-    @abstractmethod
-    def after_load(self) -> None:
+    def after_load(self) -> None:  # noqa: B027 -- nothing, where each is closed as its module is left
         """Once a call."""
 
     # Saving ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ A slice is one shard, or a few where the plan splits it between tiers. The optim
 `Shard.move` makes the one of another tier, with the same master. The last two and `SHARDS`, which has the class of each tier,
 are in `offloaded_shard`.
 
-On several ranks what a master shows between a backward and the optimizer's own step is a `gradients.Slice`, whose norms are
+On several ranks what a master shows between a backward and the optimizer's own step is a `stand_in.Slice`, whose norms are
 those over all ranks. Code of this package asks for `grad` or `device_grad`, which are never one.
 """
 
@@ -31,8 +31,7 @@ from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .gradients import Keeper
-from .slices import Slice
+from .stand_in import Keeper, Slice
 
 MASTER = "master"
 """What the values themselves are called among a shard's arrays on disk, and in checkpoints."""

@@ -14,7 +14,7 @@ from ..comm.wire import SoloWire, wire_device
 from ..tiers.array import in_memory
 from .flat_param import Flat
 from .optimizer import Binding, load_plainly
-from .slices import OwnGradient
+from .stand_in import OwnGradient
 from .supported_optimizers import moves_without_gradient
 from .unit import Unit
 
@@ -99,7 +99,7 @@ class WholeBinding(Binding):
                 if not flat.present[index]:
                     wholes[index].grad = None
                 else:
-                    wholes[index].grad = part if plainly or keeper is None else OwnGradient.of(keeper, part)
+                    wholes[index].grad = part if plainly or keeper is None else OwnGradient(keeper, part, local=part)
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""
