@@ -53,12 +53,8 @@ class Assembly:
     """The units of one model, and which parameter is where.
 
     Attributes:
-        sharded: the model, and what is built.
         owned: by optimizer: where it steps over parameters whole, what one of some shape costs; else None.
         counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
-
-    Raises:
-        ConfigError: it was born on another number of ranks.
     """
 
     def __init__(self, sharded: Sharded, drafter: Drafter, planner: Callable[[PlanInputs], Plan]) -> None:
@@ -96,8 +92,7 @@ class Assembly:
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
 
     def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
-        """With what a step costs over each parameter that its optimizer must have whole; where ranks share the model out, such
-        a parameter has one owner."""
+        """With what a step costs over each parameter that its optimizer must have whole, and that has one owner."""
         if not any(self.owned):
             return specs
         costs = [self.owned[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
@@ -157,7 +152,7 @@ class Assembly:
         return [WholeBinding if is_ else Binding for is_ in wholes]
 
     def originals(self, optimizers: Sequence[torch.optim.Optimizer], bound: Sequence[Binding]) -> list[Groups]:
-        """The parameters in the optimizers' groups, as these were built; see `originals_of`."""
+        """See `originals_of`."""
         return originals_of(optimizers, {param: names[0] for param, names in self.sharded.names.items()}, bound)
 
     def plan(
@@ -167,10 +162,8 @@ class Assembly:
         known: Machine,
         ranks_here: int,
     ) -> Plan:
-        """The plan for these specs; nothing changes. A collective under `auto`, and once there are units.
-
-        Args:
-            known: measured speeds. What is free is looked up now, on every rank.
+        """The plan for these specs, with measured speeds and what is free now; nothing changes. A collective under `auto`, and
+        once there are units.
         """
         sharded, machine = self.sharded, Machine()
         if sharded.config.is_auto:
@@ -208,11 +201,7 @@ class Assembly:
         specs: list[list[ParamSpec]],
         placements: Sequence[Placement],
     ) -> None:
-        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
-
-        Args:
-            placements: by span.
-        """
+        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on."""
         self._placements = placements
         self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
@@ -377,11 +366,7 @@ class Assembly:
         return {index: found[index] for index in set(found).intersection(*everyone)}
 
     def check(self) -> None:
-        """Before a step, with all units at rest.
-
-        Raises:
-            LayoutError: a frozen one has a gradient of this rank's alone, from a backward of a part of the model.
-        """
+        """Before a step, with all units at rest: raises where a frozen parameter has a gradient, which is this rank's alone."""
         for flat in self._frozen:
             for index, param in enumerate(flat.params):
                 if param.grad is not None:
@@ -391,10 +376,8 @@ class Assembly:
                     )
 
     def look_at_flags(self) -> bool:
-        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication.
-
-        Raises:
-            LayoutError: frozen under `step_in_backward`, which steps over whole spans as their gradients come.
+        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication. Refuses what
+        was frozen under `step_in_backward`, which steps over whole spans as their gradients come.
         """
         before = self._flags
         with AsTheyAre():

@@ -46,9 +46,7 @@ class Engine:
         training: what happens in its passes and steps.
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, the first of several, or None.
-        optimizers: all of them.
         saves: those that are written behind training.
-        layout: where each element lives.
         traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`;
             with replicas also `across`).
     """
@@ -426,12 +424,16 @@ class Engine:
         self.training.quiesce()
 
     def finish_step(self) -> None:
-        """See `Training.finish_step`."""
-        self.training.finish_step()
+        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
+
+        Raises:
+            StateError, TierError: one broke off.
+        """
+        self.offload.finish_step()
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self.training.refresh()
+        self.training.state_dict_hooks.after_load()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
@@ -448,8 +450,8 @@ class Engine:
         self.sharded.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
-            if self.schedule.backward.order.preemption is not None:
-                self.schedule.backward.order.preemption.close()
+            if (preemption := self.schedule.backward.order.preemption) is not None:
+                preemption.close()
             bindings = self.training.optimizers.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
@@ -462,13 +464,6 @@ class Engine:
         for binding, state in zip(bindings, states):
             binding.unbind(state)
         self.training.optimizers.bindings, self.sharded.optimizers = [], []
-
-    def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
-        """See `on_preemption`."""
-        if self.schedule.backward.order.preemption is not None:
-            self.schedule.backward.order.preemption.close()
-        made = self.schedule.backward.order.preemption = Preemption(signals)
-        return made
 
 
 def on_preemption(
@@ -496,7 +491,11 @@ def on_preemption(
     engine = model if isinstance(model, Engine) else engine_of(model)
     if engine is None:
         raise ConfigError(f"on_preemption: this {type(model).__name__} is not sharded; call zero.shard first")
-    return engine.end_on(signals)
+    order = engine.schedule.backward.order
+    if order.preemption is not None:
+        order.preemption.close()
+    order.preemption = made = Preemption(signals)
+    return made
 
 
 def engine_of(model: nn.Module) -> Engine | None:

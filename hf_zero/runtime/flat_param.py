@@ -66,7 +66,6 @@ class Edits:
         self.mark = 0
 
     def note(self, flat: Flat, index: int, values: Tensor) -> None:
-        """`values`: the whole parameter's."""
         if flat.span.shards == 1:
             return
         with AsTheyAre():
@@ -142,11 +141,7 @@ class Flat(SpanValues):
             self.params[index].__class__ = self._released[index]
 
     def mask(self, lender: Lender, owner: weakref.ref[Any], *, released: bool) -> None:
-        """Reads of released parameters are told to `lender`, which knows the unit by `owner`.
-
-        Args:
-            released: whether they are now.
-        """
+        """Reads of parameters, while they are released, are told to `lender`, which knows the unit by `owner`."""
         self._lender = lender
         made = {kind: released_class(kind, lender, owner) for kind in dict.fromkeys(self._plain)}
         self._released = [made[kind] for kind in self._plain]
@@ -266,11 +261,8 @@ class Flat(SpanValues):
 
 
 def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:
-    """A collective. All ranks' slices of a span, 1-D: on CPU on rank 0 (`everywhere`: on all), on the meta device elsewhere.
-
-    Args:
-        own: this rank's slice, on the span's device.
-    """
+    """A collective. All ranks' slices of a span, 1-D, of this rank's (`own`): on CPU on rank 0 (`everywhere`: on all), on the
+    meta device elsewhere."""
     here = everywhere or wire.rank == 0
     if flat.span.shards == 1:
         return own.detach().cpu() if here else own.to("meta")

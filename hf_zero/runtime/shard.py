@@ -130,7 +130,7 @@ def shard(
     training = Training(sharded, assembly, offload, overflow, patches, machine, mixed_precision)
     training.adopt(optimizers, originals, kinds)
     engine = Engine(training, assembly, patches)
-    offload.explain_with(sharded.advice)
+    offload.storage.explain = sharded.advice
     if wire.rank == 0:
         _print_summary(training)
     if compile_ is not None:

@@ -253,11 +253,8 @@ class SpanValues(SpanGradients):
         self._point_wholes()
 
     def keep_part(self, node: SoloWire) -> None:
-        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`.
-
-        Raises:
-            OutOfMemoryError: there is no room; nothing is kept.
-        """
+        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`. OutOfMemoryError:
+        nothing is kept."""
         self.drop_part()
         if self.resident:
             return
@@ -266,10 +263,8 @@ class SpanValues(SpanGradients):
         self.part = self.storage.allocate("gathered", "keeping a part for backward", mine.nbytes, mine.clone)
 
     def gather_part(self, node: SoloWire) -> Inflight:
-        """What `keep_part` has cut up into `full`, which is open. A collective of the node.
-
-        `full` must stay unchanged until the Inflight is closed; `part` may go at once.
-        """
+        """What `keep_part` has cut up into `full`, which is open. A collective of the node. `full` must stay unchanged until
+        the Inflight is closed; `part` may go at once."""
         cuts = self._part_cuts(node)
         place = self.full[cuts[node.rank] : cuts[node.rank + 1]]
         if self.part is not None:
@@ -332,10 +327,8 @@ class SpanValues(SpanGradients):
         return link.up(own, self.place)
 
     def publish(self, shard: Shard, at: int, values: Tensor, staging: Staging | None = None) -> None:
-        """New master values of `shard`, from its element `at` on, into `own`. `values` are on the device or the host.
-
-        With `staging` (the thread that steps) copies to the device are left under way in it.
-        """
+        """New master values of `shard`, from its element `at` on, into `own`; from the device or the host. With `staging` (the
+        thread that steps) copies to the device are left under way in it."""
         if shard.aliased:
             return
         start, numel, link = shard.start + at, values.numel(), self.storage.link
@@ -386,12 +379,8 @@ class SpanValues(SpanGradients):
         self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
     ) -> None:
         """`own` rests in `rest` and every shard in its tier of `tiers` afterwards, with the same values. The unit is sharded.
-
-        Args:
-            keep_full: on the device `own` is a slice of `full`, which is allocated then; its other slices are undefined.
-
-        Raises:
-            TierError, ConfigError: a tier failed or has no room; what could not be moved is where it was.
+        What could not be moved (TierError, ConfigError) is where it was. With `keep_full` `own` is on the device a slice of
+        `full`, which is allocated then; its other slices are undefined.
         """
         equal = self._shares
         before, region = self.own, self._region
@@ -474,11 +463,7 @@ class SpanValues(SpanGradients):
         return {index: shard.whole_entries(optimizer.state, whole) for index, whole in (self.wholes or {}).items()}
 
     def put_whole(self, optimizer: torch.optim.Optimizer, index: int, entries: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of one of them; values come from anywhere and rest where the shard does.
-
-        Raises:
-            TierError: there is no room.
-        """
+        """Replace the optimizer's state of one of them, as `Shard.put`."""
         whole, options = (self.wholes or {})[index], optimizer.param_groups[self.span.spec.group]
         at_rest = self.shards[0].whole_at_rest(whole, entries, options)
         if at_rest:

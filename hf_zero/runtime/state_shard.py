@@ -149,11 +149,8 @@ class Shard(ABC):
         return torch.empty(self.numel, dtype=dtype, device=self._device)
 
     def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
-        """Replace the optimizer's state; values come from anywhere and rest where the shard does.
-
-        Raises:
-            TierError: there is no room.
-        """
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does. TierError: there is no
+        room."""
         self._set_state(optimizer, self._at_rest(optimizer, entries))
 
     def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
@@ -188,14 +185,8 @@ class Shard(ABC):
     def whole_at_rest(
         self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up.
-
-        Args:
-            entries: from anywhere; what rests here already is not copied.
-            options: of its group.
-
-        Raises:
-            TierError: there is no room.
+        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up. Entries come
+        from anywhere, and are not copied where they rest here already; options are its group's. TierError: there is no room.
         """
         return {key: self._whole_home(key, value, options) for key, value in entries.items()}
 
@@ -259,8 +250,7 @@ class Shard(ABC):
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
 
-    @abstractmethod
-    def land(self) -> None:
+    def land(self) -> None:  # noqa: B027 -- on the device pieces are added at once, in stream order
         """What is on its way is in `grad` afterwards."""
 
     @abstractmethod
@@ -273,9 +263,7 @@ class Shard(ABC):
 
     def follow_grad(self) -> bool:
         """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
-
-        Returns:
-            Whether anything was done. Never on the device: there the master's `.grad` is the gradient.
+        False where nothing was done. Never on the device: there the master's `.grad` is the gradient.
         """
         return False
 
@@ -293,10 +281,8 @@ class Shard(ABC):
         self.drop_grad()
 
     def claim(self) -> Claim | None:
-        """The gradient for a step that is made elsewhere; None if there is none.
-
-        It stays this shard's until `drop_grad`, but its memory is not written before that step is over.
-        """
+        """The gradient for a step that is made elsewhere, if there is one. It stays this shard's until `drop_grad`, but its
+        memory is not written before that step is over."""
         return None
 
     @property
@@ -307,10 +293,8 @@ class Shard(ABC):
     # What the master shows for it -------------------------------------------------------------------------------------
 
     def show_slice(self, keeper: Keeper, place: int) -> None:
-        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
-
-        Args:
-            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one. `place`: the
+        span's among all ranks' spans, at the first of its shards; else -1.
         """
         # In one method for all tiers: a call more for every shard of every step would be felt.
         local = None if self.is_offloaded else self.master.grad
@@ -334,16 +318,13 @@ class Shard(ABC):
         if self.is_offloaded:
             self._offered = shown
 
-    @abstractmethod
-    def hide_slice(self) -> None:
+    def hide_slice(self) -> None:  # noqa: B027 -- the optimizer's own step looks at nothing else
         """Before the optimizer's own step: what rests on the device shows the gradient itself."""
 
-    @abstractmethod
-    def hide_grad(self) -> None:
+    def hide_grad(self) -> None:  # noqa: B027 -- not what rests on the device
         """Around the optimizer's own step, which is for what rests on the device."""
 
-    @abstractmethod
-    def show_grad(self) -> None:
+    def show_grad(self) -> None:  # noqa: B027 -- on the device the master has it from the start
         """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
 
     # Between tiers ----------------------------------------------------------------------------------------------------
@@ -356,14 +337,12 @@ class Shard(ABC):
         wholes: Sequence[nn.Parameter] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
+        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over;
+        but where a tier fails or has no room (TierError, ConfigError) everything is where it was.
 
         Args:
             alias: memory in that tier that has the master's values already.
             wholes: whose states are here; `options`: of their group.
-
-        Raises:
-            TierError, ConfigError: a tier failed or has no room; everything is where it was.
         """
         if kind.tier is self.tier:
             return self
@@ -472,15 +451,6 @@ class DeviceShard(Shard):
             self.master.grad = grad.at_rest
             if self.shown is not None:
                 self.shown.local = None
-
-    def land(self) -> None:
-        """Nothing is on its way: pieces are added at once, in stream order."""
-
-    def hide_grad(self) -> None:
-        """The optimizer's own step is for it."""
-
-    def show_grad(self) -> None:
-        """The master has it from the start."""
 
 
 def is_elementwise(key: str, value: Any, numel: int) -> bool:

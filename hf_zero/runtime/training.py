@@ -60,12 +60,6 @@ class Training:
 
     Attributes:
         blocks: parts of the model that may be compiled by themselves.
-        buffers: those that follow rank 0's.
-        gradients: what parameters show as `.grad`.
-        optimizers: those that are bound.
-        recorder: what measures every step, see `Engine.record`.
-        schedule: hooks, gathers, reduces.
-        state_dict_hooks: what makes `model.state_dict()` whole.
         autocast: around every entry into the model, where it computes in another type.
     """
 
@@ -87,12 +81,10 @@ class Training:
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
         self._held = HeldSignals()
-        self._attempts: dict[
-            torch.optim.Optimizer, Attempt
-        ] = {}  # the step under way; steps, where a closure makes another's
-        self._stepped: set[torch.optim.Optimizer] = (
-            set()
-        )  # in this step of the model: since the last backward, each once
+        self._attempts: dict[torch.optim.Optimizer, Attempt] = {}
+        """The step under way; steps, where a closure makes another's."""
+        self._stepped: set[torch.optim.Optimizer] = set()
+        """In this step of the model: since the last backward, each once."""
         self._uncleared: set[int] = set()  # optimizers with gradients of a backward since their `zero_grad`
         self._lost: dict[int, str] = {}  # by optimizer, why this step's gradients are not all there
         self.recorder: Recorder | None = None
@@ -104,7 +96,7 @@ class Training:
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
                 patches.hooks(*self.state_dict_hooks.register(module))
         self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
-        self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh, self._followed)
+        self.writes = WriteWatch(self.model, self.units, self.quiesce, self.state_dict_hooks.after_load, self._followed)
         self._hook_model()
         self.optimizers = BoundOptimizers(
             sharded,
@@ -368,8 +360,7 @@ class Training:
                 self.offload.fail(f"{reason}; {written} had been written")
         self.offload.show_grads()
         self.gradients.show_slices()
-        for binding in self.optimizers.bindings:
-            binding.show_grads()
+        self.show_grads()
         self._wire.watch.phase = "what follows a step that raised"
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -408,19 +399,14 @@ class Training:
 
     # Between passes ---------------------------------------------------------------------------------------------------
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `Engine.zero_grad`."""
-        self._zero_grad(None, set_to_none)
-
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         """Of one of several: its gradients, and those that no optimizer has."""
         binding = self.optimizers.bound(optimizer, "zero_grad()")
-        self._zero_grad(binding if len(self.optimizers.bindings) > 1 else None, set_to_none)
+        self.zero_grad(set_to_none, index=binding.index if len(self.optimizers.bindings) > 1 else None)
 
-    def _zero_grad(self, binding: Binding | None, set_to_none: bool) -> None:
-        """`binding`: of the optimizer whose gradients are meant; None: all."""
+    def zero_grad(self, set_to_none: bool = True, *, index: int | None = None) -> None:
+        """See `Engine.zero_grad`; of the optimizer with this number, or (None) of all."""
         self.schedule.backward.recover()
-        index = None if binding is None else binding.index
         if index is None:
             self._uncleared.clear()
             self._lost.clear()
@@ -455,45 +441,29 @@ class Training:
         self.settle()
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
-        """Masters are those of one step, and have what was written to parameters since. Without communication.
-
-        Args:
-            flats: spans that matter; None: all.
+        """Masters (of these spans, or all) are those of one step, and have what was written to parameters since. Without
+        communication.
 
         Raises:
-            StateError, TierError: see `finish_step`; what was written cannot be carried over.
+            StateError, TierError: a step broke off; what was written cannot be carried over.
         """
-        self.finish_step()
+        self.offload.finish_step()
         if self._unsharded is not None:
             self._unsharded.carry(flats)
         self.writes.settle(flats)
-
-    def finish_step(self) -> None:
-        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
-
-        Raises:
-            StateError, TierError: one broke off.
-        """
-        self.offload.finish_step()
 
     def _followed(self, flats: Sequence[Flat]) -> None:
         if self._unsharded is not None:
             self._unsharded.refill(flats)
 
-    def refresh(self) -> None:
-        """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self.state_dict_hooks.after_load()
-
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
-        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
-
-        Args:
-            flats: whose gradients are to be what the parameters' `.grad` say; None: all.
+        """Reduce the gradients that `no_sync` left on this rank; those of these spans, or all, are what the parameters' `.grad`
+        say. A collective where there are any.
         """
         self.schedule.backward.flush()
         if self._lost:
             self._refuse_lost("gradients", next(iter(self._lost.values())))
-        self.finish_step()
+        self.offload.finish_step()
         if not in_backward_of_any():
             self.gradients.settle(flats)
 

@@ -34,10 +34,9 @@ from .unit import State, Unit
 
 
 class WriteWatch:
-    """When one engine looks for values that somebody else wrote, and who follows them.
+    """Of one engine.
 
     Args:
-        units: the engine's own list: a unit in it is replaced where it is cut anew, see `restart`.
         release: returns with nothing gathered and all masters those of one step.
         refresh: after masters were written, whole parameters follow, where the stage keeps them. A collective.
         followed: then, with these spans; it may communicate.
@@ -179,13 +178,8 @@ class WriteWatch:
                 note_written(flat, uncounted(flat, set()))
 
     def before_step(self, *, in_backward: bool) -> None:
-        """Masters and what is computed with are one before they are updated. Without communication.
-
-        Args:
-            in_backward: updates are under way since then, in another thread: a later write has nothing to be carried into.
-
-        Raises:
-            StateError: a parameter that is being updated was written; names it.
+        """Masters and what is computed with are one before they are updated. Without communication. Where another thread
+        updates them since the backward (`in_backward`), a later write has nothing to be carried into, and is refused by name.
         """
         if self._keeps and in_backward:
             for unit in self._units:
