@@ -28,11 +28,8 @@ class BoundOptimizers:
     """Of one sharded model, whose units are built and whose hooks are on.
 
     Args:
-        machine: measured speeds, for spans that are cut anew.
-        mixed_precision: as the ranks compare it.
-        held: signals wait while spans are cut anew.
-        quiesce: nothing is gathered and nothing on the move afterwards; a collective.
-        flush: reduces what `no_sync` left; a collective.
+        machine, mixed_precision: for spans that are cut anew, and how ranks compare them.
+        held: signals wait meanwhile.
         take_methods: takes over the methods of an optimizer that is bound for the first time.
 
     Attributes:
@@ -68,7 +65,7 @@ class BoundOptimizers:
         """See `Engine.bind`. A collective."""
         wanted = self._wanted(optimizers)
         bound = [binding.optimizer for binding in self.bindings]
-        if _same(bound, wanted) and all(binding.is_current() for binding in self.bindings):
+        if bound == wanted and all(binding.is_current() for binding in self.bindings):
             return
         self._sharded.refuse_unsharded("Engine.bind")
         with self._assembly.tried():
@@ -215,9 +212,7 @@ class BoundOptimizers:
             self._offload.monitor = Monitor(self._sharded, free)
 
     def bound(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        """Raises:
-        StateError: another optimizer has taken its place.
-        """
+        """Refused by name (`what`) where another optimizer has taken its place."""
         binding = self.binding_of(optimizer)
         if binding is None:
             raise StateError(
@@ -226,23 +221,18 @@ class BoundOptimizers:
             )
         return binding
 
-    def _quiet_binding(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        binding = self.bound(optimizer, what)
-        self._quiesce()
-        return binding
-
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return self._quiet_binding(optimizer, "state_dict()").state_dict()
+        binding = self.bound(optimizer, "state_dict()")
+        self._quiesce()
+        return binding.state_dict()
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        binding = self._quiet_binding(optimizer, "load_state_dict()")
+        binding = self.bound(optimizer, "load_state_dict()")
+        self._quiesce()
         if binding.one_gradient:
             what = "the optimizer's load_state_dict()"
             with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
                 report.mine = binding.marks(state_dict, self._sharded.names)
             self.make_room(report.everyone[0])
-        self._quiet_binding(optimizer, "load_state_dict()").load_state_dict(state_dict)
-
-
-def _same(one: Sequence[torch.optim.Optimizer], other: Sequence[torch.optim.Optimizer]) -> bool:
-    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other))
+            self._quiesce()
+        self.bound(optimizer, "load_state_dict()").load_state_dict(state_dict)  # spans may have been cut anew

@@ -260,6 +260,18 @@ class Flat(SpanValues):
             )
 
 
+def sent(
+    wire: SoloWire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int = 0
+) -> Tensor:
+    """A tensor of rank `source`, which passes it as `own`, on every rank. A collective."""
+    landing = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if own is not None:
+        landing.copy_(own)
+    if landing.numel():
+        wire.broadcast(landing.view(-1).view(torch.uint8), source)
+    return landing
+
+
 def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:
     """A collective. All ranks' slices of a span, 1-D, of this rank's (`own`): on CPU on rank 0 (`everywhere`: on all), on the
     meta device elsewhere."""

@@ -32,7 +32,7 @@ from ..tiers.array import OnDisk, fetch
 from ..tiers.pool import Storage
 from .flat_param import Flat
 from .offloaded_shard import DiskShard
-from .shadow_optimizer import Twin
+from .shadow_optimizer import Twin, copied
 from .state_shard import MASTER, Shard, is_elementwise
 from .unit import Unit
 from .whole_step import WholeSteps
@@ -134,17 +134,13 @@ class Stepper:
     def begin(
         self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, index: int, twin: Twin, after: Any
     ) -> None:
-        """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
-
-        Args:
-            index: which of the model's optimizers it is; the others' spans stay as they are.
-
-        Raises:
-            StateError: an earlier step broke.
+        """Start to update these units' offloaded shards of one optimizer (`index`) that have gradients; `unit.stepping` says
+        when each is done. StateError: an earlier step broke.
         """
         self.check()
         for unit in units:
-            claims = [claim for flat in unit.trained if _is_of(flat, index) for claim in _claims(flat, twin)]
+            mine = [flat for flat in unit.trained if flat.span.is_updated and flat.span.optimizer == index]
+            claims = [claim for flat in mine for claim in _claims(flat, twin)]
             if not claims:
                 continue
             step = Step(claims, twin, optimizer, optimizer.state, after, self)
@@ -294,7 +290,7 @@ class Stepper:
             if not plain:
                 part = self._cast(part, claim.coefficient, master.dtype)
             state = {
-                key: value[low:high] if is_elementwise(key, value, numel) else _own_copy(value)
+                key: value[low:high] if is_elementwise(key, value, numel) else copied(value)
                 for key, value in entries.items()
             }
             found = step.twin.step(group, master[low:high], part, state)
@@ -337,10 +333,8 @@ class Stepper:
     # Ring of slabs -----------------------------------------------------------------------------------------------------
 
     def _next(self, shard: DiskShard, start: int) -> Tensor:
-        """Memory with the slab from element `start` on.
-
-        While it is waited for, what is written makes room for what is read after it.
-        """
+        """Memory with the slab from element `start` on. While it is waited for, what is written makes room for what is read
+        after it."""
         while True:
             self._woken.clear()
             self._keep_going()
@@ -361,12 +355,9 @@ class Stepper:
         return slab
 
     def _keep_going(self) -> None:
-        """Slabs that have been written are read into again."""
+        """Slabs that have been written are read into again, with what is needed next."""
         while self._leaving and self._leaving[0][1].ready:
             self._drain(len(self._leaving) - 1)
-        self._read_ahead()
-
-    def _read_ahead(self) -> None:
         while True:
             with self._lock:
                 if not self._ahead:
@@ -462,17 +453,8 @@ class Stepper:
         self._own((0 if self._scratch is None else self._scratch.nbytes) - self.memory_bytes)
 
 
-def _own_copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _read(entries: dict[str, Any]) -> dict[str, Any]:
     return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
-
-
-def _is_of(flat: Flat, index: int) -> bool:
-    spec = flat.span.spec
-    return spec.group >= 0 and spec.optimizer == index
 
 
 def _claims(flat: Flat, twin: Twin) -> Iterable[_Claim]:

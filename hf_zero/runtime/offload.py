@@ -271,7 +271,7 @@ class Offload:
             )
         if self._away is not None:
             raise StateError("offload_states: states are in host memory already; call reload_states() first")
-        self._away = Arrangement.of(self._units)
+        self._away = Arrangement(self._units)
         self._away.leave(names, optimizer_of)
         empty_cache(self._device)
 

@@ -19,7 +19,7 @@ from ..checkpoint.manifest import digest_of
 from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError
-from .flat_param import Flat, joined, slice_of
+from .flat_param import Flat, joined, sent, slice_of
 from .optimizer_state import SliceStates, SteppedStates
 from .pieces import OptimizerPieces, merge_scalar
 from .shadow_optimizer import states_of
@@ -54,12 +54,10 @@ class Binding:
     Args:
         index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
         originals: by group, the model's parameters.
-
-    Attributes:
-        one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
     """
 
     one_gradient = True
+    """The optimizer sees one gradient for all parameters of a span, or none."""
 
     def __init__(
         self,
@@ -86,9 +84,7 @@ class Binding:
 
     def keep_states(self, settle: Callable[[], None] | None) -> None:
         """`optimizer.state` is one that refuses what it cannot answer. What a program has put in its place since counts.
-
-        Args:
-            settle: another thread may update states behind the step; waits for it.
+        `settle` waits for the thread that may update states behind the step.
         """
         found, before = self.optimizer.state, self._states
         if found is before:
@@ -237,7 +233,7 @@ class Binding:
             whole = joined(flat, self._wire, value, everywhere=everywhere) if names[key] else None
             for slot, param in zip(flat.span.slots, flat.params):
                 if whole is None:
-                    piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                    piece: Any = on_cpu(value)
                 else:
                     piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
                 state.setdefault(param, {})[key] = piece
@@ -251,7 +247,7 @@ class Binding:
         its state (a `step` that is a number) up to date.
 
         Raises:
-            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+            CheckpointError: see `_saved`.
             RankMismatchError: some ranks pass values and some do not, or ranks pass other states.
         """
         what = "the optimizer's load_state_dict()"
@@ -261,11 +257,8 @@ class Binding:
         self._put(saved, state_dict, self._must_spread(saved))
 
     def marks(self, state_dict: dict[str, Any], names: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
-        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text.
-
-        Raises:
-            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
-        """
+        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text. Raises as
+        `_saved`."""
         saved = self._saved(state_dict)
         sliced = self._sliced(saved)
         return {
@@ -275,7 +268,7 @@ class Binding:
         }
 
     def _saved(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any] | None]:
-        """By parameter."""
+        """By parameter. CheckpointError: other groups, or a state tensor of another shape; names the parameter."""
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         mine = [len(params) for params in self.originals]
@@ -335,13 +328,8 @@ class Binding:
         for key in sorted(entries):
             value = entries[key]
             if isinstance(value, Tensor):
-                landing = torch.empty(
-                    value.shape, dtype=value.dtype, device=wire_device(self._wire, torch.device("cpu"))
-                )
-                if self._wire.rank == 0:
-                    landing.copy_(value)
-                if landing.numel():
-                    self._wire.broadcast(landing.view(-1).view(torch.uint8))
+                place = wire_device(self._wire, torch.device("cpu"))
+                landing = sent(self._wire, value if self._wire.rank == 0 else None, value.shape, value.dtype, place)
                 out[key] = landing.to(torch.device("cpu") if value.is_meta else value.device)
         return out
 
@@ -399,6 +387,11 @@ class Binding:
         return out
 
 
+def on_cpu(value: Any) -> Any:
+    """Of a tensor a copy there."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else repr(value)
 
@@ -415,10 +408,7 @@ def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 def originals_of(
     optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str], bound: Iterable[Binding]
 ) -> list[list[list[nn.Parameter]]]:
-    """By optimizer that is about to be bound, the model's parameters in each of its groups.
-
-    Args:
-        bound: as optimizers are now.
+    """By optimizer that is about to be bound, the model's parameters in each of its groups; `bound`: as optimizers are now.
 
     Raises:
         LayoutError: a parameter that the model does not have, or that two of them have.

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ..checkpoint.save import scalar
 from ..errors import CheckpointError, UnsupportedOptimizerError
 from .reads import plain_class
-from .shadow_optimizer import attributes_of
+from .shadow_optimizer import attributes_of, copied, options_of
 
 
 class Needs(Enum):
@@ -86,8 +86,7 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
 
     Args:
         params: the model's parameters.
-        cut: ranks share the parameters out.
-        offloaded: state may be elsewhere than in the device's memory.
+        cut: ranks share the parameters out. `offloaded`: state may be elsewhere than in the device's memory.
 
     Raises:
         UnsupportedOptimizerError: there are no wholes here, or not even they would do; names it and says what to use.
@@ -160,9 +159,7 @@ def state_bytes(
     By a step on the meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a
     step on a small tensor makes besides is taken to grow with the parameter.
     """
-    options = {
-        key: value for key, value in optimizer.param_groups[group].items() if key not in ("params", "param_names")
-    }
+    options = options_of(optimizer.param_groups[group])
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)
     with torch.device("meta"):
@@ -245,7 +242,7 @@ def _trials(optimizer: torch.optim.Optimizer, *shapes: tuple[int, ...]) -> Itera
     seen: list[dict[str, Any]] = []
     depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = options_of(group)
         kept = {key: value for key, value in options.items() if key not in _SHOWN}
         if not any(repr(kept) == repr(other) for other in seen):
             seen.append(kept)
@@ -345,11 +342,8 @@ class _Trial:
         return next((f"{key!r} in its groups depends on the gradients of all parameters" for key in differing), None)
 
     def _run_beside(self, other_first: bool, apart: bool) -> Tensor:
-        """The parameter, flat, after the same steps with another one beside it: of as many dimensions, smaller, larger values.
-
-        Args:
-            apart: each in a group of its own.
-        """
+        """The parameter, flat, after the same steps with another one beside it (or `apart`, in a group of its own): of as many
+        dimensions, smaller, larger values."""
         first = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
         param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][first].clone() * 3)
         params = [other, param] if other_first else [param, other]
@@ -427,8 +421,8 @@ class _Trial:
 def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Of the same class and settings over these groups, without state. Tensors among the settings are copies."""
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update({key: _apart(value) for key, value in attributes_of(optimizer).items()})
-    groups = [{key: value if key == "params" else _apart(value) for key, value in group.items()} for group in groups]
+    twin.__dict__.update({key: copied(value) for key, value in attributes_of(optimizer).items()})
+    groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
     torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
     train = getattr(twin, "train", None)
     if callable(train):  # schedule-free ones step in that mode only
@@ -440,10 +434,6 @@ def _same_number(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
     return bool(value == other)
-
-
-def _apart(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _has_place(value: Any) -> bool:
