@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,42 +29,12 @@ from torch.autograd import Variable
 
 from ..comm.wire import SoloWire
 from ..errors import StateError
-from .backward_order import BackwardOrder
+from .backward_order import BackwardOrder, Callbacks
 from .pass_state import LEARNING, Pass
 from .reads import AsTheyAre
-from .replicas import Options
 from .saved_tensors import in_backward_of_any
-from .spare_room import SpareRoom
-from .unit import State, Unit
+from .unit import State
 from .uses import Order, Trace, Use
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What a schedule calls, in the order of a step.
-
-    Attributes:
-        before_forward: the model's forward begins with these arguments, and no part of it is under way. The units may be cut
-            anew in it.
-        before_look: parameters of released units are read between passes.
-        before_backward: the first event of a backward, before the ranks agree on its order.
-        after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
-        ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
-        after_backward: every owner's gradients are complete, and everything is released.
-        broke_off: a backward was left by an exception, maybe a while ago; a part of its gradients is with their owners.
-        options: of the optimizer; the ranks agree on them at the start of a backward.
-        spare: for how many units there is room from a forward to its backward; None: no budget was given.
-    """
-
-    options: Options
-    before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
-    before_look: Callable[[], None] = lambda: None
-    before_backward: Callable[[], None] = lambda: None
-    after_reduce: Callable[[Unit], None] | None = None
-    ask: Callable[[], bool] = lambda: False
-    after_backward: Callable[[], None] = lambda: None
-    broke_off: Callable[[], None] = lambda: None
-    spare: SpareRoom | None = None
 
 
 class Lead:
@@ -86,11 +55,7 @@ class Lead:
         self.backward = _nobody
 
     def missing(self) -> None:
-        """A backward comes to a unit that is no more.
-
-        Raises:
-            StateError: it needs the unit's parameters.
-        """
+        """A backward comes to a unit that is no more. StateError: it needs the unit's parameters."""
         if not self.dispensable:
             raise StateError(
                 "a backward goes through a sharded model that no longer exists, or whose parameters were put into other units "
@@ -137,17 +102,9 @@ class Backward:
         self.order.preemption = preemption
 
     def _begin_order(self) -> BackwardOrder:
-        current, callbacks = self.current, self.callbacks
+        current = self.current
         current.forward = Order()
-        current.order = BackwardOrder(
-            current.traces,
-            self.wire,
-            callbacks.ask,
-            callbacks.after_reduce,
-            callbacks.options,
-            callbacks.spare,
-            frees=current.frees,
-        )
+        current.order = BackwardOrder(current.traces, self.wire, self.callbacks, frees=current.frees)
         return current.order
 
     def used(self, trace: Trace, entry: Any) -> Use:
@@ -158,7 +115,8 @@ class Backward:
             # backward ends: to reduce up to there would send units that backward has yet to come to.
             again = (trace.seen or trace.use is not None) and not self.current.in_backward
             if again or trace.noted != self.current.number:
-                self.current.begin_use(trace)
+                self.current.clock += 1
+                trace.begun = trace.latest = self.current.clock
             use = Use(trace, trace.begun)
             trace.use = weakref.ref(use)
         if entry is None:

@@ -152,7 +152,8 @@ class Monitor:
         """
         freed = moved = 0
         # Optimizer state before parameters, late units before early ones.
-        for item in sorted(self._movable[::-1], key=lambda item: item.shard is None):
+        late_first = [*reversed(self._movable)]
+        for item in sorted(late_first, key=lambda item: item.shard is None):
             if freed >= bytes_ or moved >= MOVES_PER_STEP:
                 break
             if not item.unit.is_idle or (in_pass and item.shard is None):

@@ -47,12 +47,8 @@ _DIFFERENTIATES = "grad"  # `torch.autograd.grad`: parameters tell it where grad
 
 
 class ParameterDict(dict[str, Any]):
-    """`module._parameters` of a sharded model. A copy of it (deepcopy, pickle) is a plain dictionary.
-
-    Args:
-        module: whose parameters these are.
-        read: called with the dictionary before an unsharded value is needed of a released unit.
-    """
+    """`module._parameters` of a sharded model. A copy of it (deepcopy, pickle) is a plain dictionary. `read` is called with it
+    before an unsharded value is needed of a released unit."""
 
     __slots__ = ("module", "read")
 
@@ -90,20 +86,13 @@ class Lender(Protocol):
     """Who brings units in, see `lending.Loans`."""
 
     def lend(self, owners: Sequence[weakref.ref[Any]], *, graph: bool) -> None:
-        """The parameters of these units have their values afterwards.
-
-        Args:
-            graph: what is made of them may come into a graph.
-        """
-        ...
+        """The parameters of these units have their values afterwards. `graph`: what is made of them may come into one."""
 
     def is_masked(self, owner: weakref.ref[Any]) -> bool:
         """Whether parameters of this unit are `ReleasedParameter`."""
-        ...
 
     def rehomed(self, old: int, new: int) -> None:
         """A unit's parameters are gathered in the storage of address (`_cdata`) `new` from here on."""
-        ...
 
 
 def name_of(func: Any) -> str:
@@ -160,11 +149,8 @@ class ReleasedParameter(nn.Parameter):
 
 
 def released_class(kind: type[nn.Parameter], lender: Lender, owner: weakref.ref[Any]) -> type[ReleasedParameter]:
-    """What parameters of this class are while their unit is released.
-
-    Args:
-        owner: what `lender` knows the unit by. Weakly: a graph may keep a parameter, and with it its class.
-    """
+    """What parameters of this class are while their unit is released. `lender` knows it by `owner`, weakly: a graph may keep a
+    parameter, and with it its class."""
     bases = (ReleasedParameter,) if kind is nn.Parameter else (ReleasedParameter, kind)
     members = {"__module__": kind.__module__, "lender": lender, "owner": owner, "plain": kind}
     return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(members))
@@ -243,10 +229,8 @@ class Readers:
         self._found: dict[tuple[CodeType, int], bool] = {}
 
     def want_no_values(self) -> bool:
-        """Whether it is asked for its type, device or shape and for nothing else: `module.weight.dtype`.
-
-        The attribute is then what the very next instruction loads, which takes the parameter off the stack: nobody else gets
-        to see it. To be called from `read`.
+        """Whether it is asked for its type, device or shape and for nothing else: `module.weight.dtype`. The attribute is then
+        what the very next instruction loads, which takes the parameter off the stack. To be called from `read`.
         """
         lookup = sys._getframe(3)  # read, __getitem__, nn.Module.__getattr__, the reader
         reader = lookup.f_back

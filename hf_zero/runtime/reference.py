@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from .shadow_optimizer import Twin
+from .shadow_optimizer import Twin, copied
 from .sharded import Place, Sharded, gradient_of, master_of, state_of
 from .unit import Unit
 
@@ -92,11 +92,8 @@ class Reference:
         self._grads, self._local = {}, {}
 
     def after_backward(self, *, reduced: bool) -> None:
-        """A collective with `reduced`, on the first steps.
-
-        Raises:
-            NumericsError: on every rank, where gradients are not the mean of the ranks' own.
-        """
+        """A collective with `reduced`, on the first steps. NumericsError, on every rank: gradients are not the mean of the
+        ranks' own."""
         grads, local, self._grads, self._local = self._grads, self._local, {}, {}
         if self._sharded.wire.size == 1 or self._sharded.config.step_in_backward or not (reduced and self.is_due):
             return
@@ -132,11 +129,8 @@ class Reference:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, index: int, why_not: str | None) -> None:
-        """Gradients are as the optimizer is to have them. A collective on the first steps.
-
-        Args:
-            index: which of the model's optimizers it is.
-            why_not: why this step cannot be compared; the same on every rank.
+        """Gradients are as the optimizer is to have them. A collective on the first steps. `why_not`: why this one cannot be
+        compared; the same on every rank.
         """
         self._expected, self._why_not, self._optimizer = [], why_not, optimizer
         if not self.is_due:
@@ -152,7 +146,8 @@ class Reference:
             if kind_of(before) or kind_of(grad):
                 continue
             try:
-                after = self._stepped(optimizer, place, before, grad, state)
+                after = before.clone()  # no random number is drawn, see `supported_optimizers`
+                Twin(optimizer, fuse=False).step(place.flat.span.spec.group, after, grad, state)
             except Exception as error:  # whatever a user's optimizer raises over a parameter by itself
                 self._why_not = f"its step over one parameter alone failed ({type(error).__name__}: {error})"
                 continue
@@ -173,27 +168,13 @@ class Reference:
             if elementwise:
                 out[key] = place.whole(state_of(optimizer, key))
             else:
-                value = place.flat.state(optimizer, key)
-                out[key] = value.clone() if isinstance(value, Tensor) else value
+                out[key] = copied(place.flat.state(optimizer, key))
         return out
-
-    @staticmethod
-    def _stepped(
-        optimizer: torch.optim.Optimizer, place: Place, before: Tensor, grad: Tensor, state: dict[str, Any]
-    ) -> Tensor:
-        """What one step of the optimizer's class makes of the whole parameter. It draws no random numbers: see
-        `supported_optimizers`."""
-        values = before.clone()
-        Twin(optimizer, fuse=False).step(place.flat.span.spec.group, values, grad, state)
-        return values
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """All updates are done. A collective on the first steps.
-
-        Raises:
-            NumericsError: on every rank, where a parameter is not what plain training makes of it.
-        """
+        """All updates are done. A collective on the first steps. NumericsError, on every rank: a parameter is not what plain
+        training makes of it."""
         expected, self._expected = self._expected, []
         why_not, self._why_not = self._why_not, None
         if not expected and why_not is None:

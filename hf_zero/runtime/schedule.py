@@ -32,8 +32,9 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..comm.wire import SoloWire
+from .backward_order import Callbacks
 from .compiling import refuse_transformed
-from .graph_hooks import Backward, Callbacks, bring, pre_backward, root_pre_backward
+from .graph_hooks import Backward, bring, pre_backward, root_pre_backward
 from .lending import Lending
 from .pass_state import Pass
 from .saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
@@ -255,11 +256,7 @@ class Schedule:
                     trace.release()
 
     def end_looks(self) -> None:
-        """What was gathered for reads between passes is released, and what was written to it is carried over.
-
-        Raises:
-            StateError: somebody keeps a view of it.
-        """
+        """What was gathered for reads between passes is released, and what was written to it is carried over."""
         if self._current.looks:
             self._current.look_over()
             self._current.drop_holds(1)

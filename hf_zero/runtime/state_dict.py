@@ -79,11 +79,7 @@ class Elsewhere(Tensor):
 
 
 def elsewhere(like: Tensor, held: Tensor | None = None) -> Tensor:
-    """
-    Args:
-        like: a meta tensor.
-        held: values of the same shape and type.
-    """
+    """Of a meta tensor, and values of the same shape and type."""
     made = like.as_subclass(Elsewhere)
     made.held = held
     return made
@@ -126,11 +122,8 @@ class StateDictHooks(ABC):
 
     @abstractmethod
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
-        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective.
-
-        Args:
-            first: of this call.
-        """
+        """Values as `state_dict()` gives them, of this parameter (the `first` of this call) and of those that come with it. A
+        collective."""
 
     @abstractmethod
     def open(self, param: nn.Parameter) -> Tensor:
@@ -156,9 +149,8 @@ class StateDictHooks(ABC):
             while self._unmasked:
                 self._unmasked.pop().end()
         self._depth += 1
-        self._unmasked.append(
-            Unmasked(module._parameters.values())
-        )  # torch takes `detach()` of each, for `_give` to replace
+        # torch takes `detach()` of each, for `_give` to replace.
+        self._unmasked.append(Unmasked(module._parameters.values()))
 
     def _give(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         self._unmasked.pop().end()
@@ -177,11 +169,8 @@ class StateDictHooks(ABC):
             self._module = None
 
     def agree_on_room(self, wire: SoloWire, *, alone: bool = False) -> None:
-        """Whether host memory has room for a call's values on every rank. A collective.
-
-        Args:
-            alone: the call sends nothing, and this rank decides by itself.
-        """
+        """Whether host memory has room for a call's values on every rank. A collective; `alone`, where the call sends nothing,
+        this rank decides by itself."""
         params = () if self._module is None else self._module.parameters()
         needed_bytes = _SHARE * sum(param.numel() * param.element_size() for param in params)
         if alone:
@@ -256,10 +245,7 @@ class StateDictHooks(ABC):
 
 def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
     """Whether the values to load are on rank 0 alone: a dict made by `state_dict()` has meta tensors elsewhere. A collective.
-
-    Raises:
-        RankMismatchError: rank 0 has none, or only some of the others.
-    """
+    RankMismatchError: rank 0 has none, or only some of the others."""
     with wire.watch.doing("load_state_dict()"):
         is_meta = wire.exchange(any(isinstance(value, Tensor) and value.is_meta for value in state.values()))
     if is_meta[0]:
@@ -273,11 +259,7 @@ def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
 
 
 class ShardedHooks(StateDictHooks):
-    """Of a sharded model.
-
-    Args:
-        settle: returns when the masters of these spans, or of all (None), are those of one step.
-    """
+    """Of a sharded model. `settle` returns when the masters of these spans, or of all (None), are those of one step."""
 
     def __init__(self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None]) -> None:
         super().__init__()
@@ -350,9 +332,8 @@ class ShardedHooks(StateDictHooks):
             for unit in units:
                 unit.release()
                 unit.updated()
-        for unit in units:
-            if unit.policy.keep_full:
+        if self._sharded.policy.keep_full:
+            for unit in units:
                 unit.gather()
-        for unit in units:
-            if unit.policy.keep_full:
+            for unit in units:
                 unit.wait()

@@ -24,6 +24,7 @@ from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides
 from .autocast import Autocast
+from .backward_order import Callbacks
 from .bound_optimizers import BoundOptimizers
 from .buffers import Buffers
 from .build import Assembly, Groups
@@ -32,7 +33,6 @@ from .clipping import Overflow
 from .compiling import blocks_of
 from .flat_param import Flat
 from .gradient_ops import Gradients
-from .graph_hooks import Callbacks
 from .offload import Offload
 from .optimizer import Binding
 from .reads import AsTheyAre
