@@ -1,12 +1,8 @@
 """The type that a model computes in: autocast around every entry; a model evaluated in another type than it is trained in.
 
-Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast: the model's
-own forward, and as much the encoder that `generate` calls, `get_image_features`, a value head, a bare block. An entry is a
-call of such a module while no other of the same model is under way in this thread; it is run under autocast, and left on
-an exception, too.
-
-Modules are told by their call, as `nn.Module.compile` does it, and not by hooks: one Python call where nothing is to be done,
-an exception cannot lose the way out, and copies of the module do not have it.
+Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast. An entry is
+a call of such a module while no other of the same model is under way in this thread. Modules are told by their call, and not by
+hooks: an exception cannot lose the way out, and copies of the module do not have it.
 """
 
 from __future__ import annotations
@@ -50,14 +46,8 @@ _COPIES = _words("to type type_as float half bfloat16 double clone contiguous de
 
 
 class Autocast:
-    """Of one engine, from now until `remove`.
-
-    Args:
-        hosts: modules whose forward uses a unit's parameters.
-
-    Attributes:
-        cast: what is gathered in the compute dtype, by name.
-    """
+    """Of one engine, from now until `remove`. `hosts`: modules whose forward uses a unit's parameters; `cast`: what is
+    gathered in the compute dtype, by name."""
 
     def __init__(self, sharded: Sharded, hosts: Collection[nn.Module]) -> None:
         self._precision, self._device = sharded.precision, sharded.device
@@ -73,10 +63,8 @@ class Autocast:
         self._tell(sharded.model, hosts)
 
     def _tell(self, model: nn.Module, hosts: Collection[nn.Module]) -> None:
-        """Every module that may be an entry.
-
-        Inside a host (a block), where most modules are, these are the ones whose parts autocast would cast; further out, all
-        that have parameters: what they are given may be of the compute dtype.
+        """Every module that may be an entry. Inside a host (a block), where most modules are, these are the ones whose parts
+        autocast would cast; further out, all that have parameters: what they are given may be of the compute dtype.
         """
         blocks = [host for host in hosts if host is not model]
         inside = {inner for host in blocks for inner in host.modules()}.difference(blocks)
@@ -129,10 +117,8 @@ class _Here(threading.local):
 
 
 class Uses(TorchFunctionMode):
-    """Watches one forward for matrices that are used where autocast would have left them in float32.
-
-    They have been rounded to the compute dtype, which plain data parallel does not do. Nothing can be mended in the middle of
-    a forward: it is said once, with the setting that mends it.
+    """Watches one forward for matrices that are used where autocast would have left them in float32. They have been rounded to
+    the compute dtype, which plain data parallel does not do: said once, with the setting that mends it.
     """
 
     def __init__(self, cast: Mapping[nn.Parameter, str], precision: Precision, device: torch.device) -> None:

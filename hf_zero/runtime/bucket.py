@@ -30,9 +30,8 @@ class SpanGradients:
     """Gradients of one span on this rank. `flat_param.Flat` adds the values, and fills `shards`.
 
     Attributes:
-        arrived: by parameter, this rank has had a gradient of it since `drop_master_grad`.
-        present: the same on any rank, after a backward.
-        local_bytes: what a backward leaves on the parameters.
+        arrived: by parameter, this rank has had a gradient of it since `drop_master_grad`; `present`: any rank, after a
+        backward. local_bytes: what a backward leaves on the parameters.
         moving_bytes: beside the bucket, what the ledger has of this span as communication: local gradients, the mean, a copy of
             the bucket in the type that is sent.
         waiting_bytes: local gradients that add up on the parameters between backwards; gradients in the ledger.
@@ -219,10 +218,8 @@ class SpanGradients:
         return False
 
     def bucket(self, dtype: torch.dtype | None = None, kind: str = "communication") -> tuple[Tensor, list[Tensor]]:
-        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views.
-
-        `kind`: what the ledger has it as.
-        """
+        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views. The
+        ledger has it as `kind`."""
         wanted = dtype or self.reduce_dtype
         if self._bucket is None or self._bucket_storage is None or self._bucket.dtype != wanted:
             self.drop_bucket()

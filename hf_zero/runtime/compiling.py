@@ -41,10 +41,7 @@ def stay_out_of_graphs() -> None:
 
 
 def refuse_transformed() -> None:
-    """
-    Raises:
-        StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile.
-    """
+    """StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     for transform in stack:
         if transform.key() != torch._C._functorch.TransformType.Vmap:
@@ -55,11 +52,8 @@ def refuse_transformed() -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """
-    Raises:
-        ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
-            `torch.jit.ScriptModule`, which takes no hooks.
-    """
+    """ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
+    `torch.jit.ScriptModule`, which takes no hooks."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -83,11 +77,7 @@ def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 class Block:
-    """One block's `forward`, compiled; as it was where that fails, from then on.
-
-    Args:
-        failed: told why, once.
-    """
+    """One block's `forward`, compiled; as it was where that fails (`failed` is told why), from then on."""
 
     def __init__(self, module: nn.Module, compile_: Compile, failed: Callable[[nn.Module, Exception], None]) -> None:
         self._module, self._plain, self._failed = module, module.forward, failed
@@ -117,9 +107,8 @@ class Failures:
     def __call__(self, module: nn.Module, error: Exception) -> None:
         if not self._said:
             self._said = True
-            first = " ".join(
-                str(error).strip().partition("\n\n")[0].split()
-            )  # what follows is advice on torch's own flags
+            # What follows is advice on torch's own flags.
+            first = " ".join(str(error).strip().partition("\n\n")[0].split())
             print(
                 f"hf_zero: {type(module).__name__} could not be compiled and runs as it is ({type(error).__name__}: {first})",
                 file=sys.stderr,

@@ -420,7 +420,7 @@ class Engine:
         return shown_in(self.model, dtype, self.units, self.quiesce)
 
     def quiesce(self) -> None:
-        """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
+        """See `Training.quiesce`."""
         self.training.quiesce()
 
     def finish_step(self) -> None:

@@ -55,11 +55,8 @@ class Step:
     error: BaseException | None = None
 
     def wait(self) -> None:
-        """Return when masters, states and parameters are where they rest.
-
-        Raises:
-            TierError: bytes could not be moved; the optimizer's step is half done then.
-            StateError: so it is; the optimizer raised.
+        """Return when masters, states and parameters are where they rest. TierError: bytes could not be moved, StateError: the
+        optimizer raised; its step is half done then.
         """
         if not self.done.is_set():
             started = time.perf_counter()

@@ -56,10 +56,7 @@ def put_on(
     zero_grad: Callable[..., None],
     settle: Callable[[], None],
 ) -> None:
-    """
-    Args:
-        settle: returns when nothing is gathered or on the move.
-    """
+    """`settle` returns when nothing is gathered or on the move."""
     patches.method(model, "zero_grad", zero_grad)
     patches.method(model, "_apply", partial(_apply, model, assembly.sharded.units, model._apply))
     for module in model.modules():
@@ -111,9 +108,8 @@ def _generate(
 def around_own_methods(
     optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None], patches: Patches
 ) -> None:
-    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …
-
-    Static and class methods are left alone: they have no optimizer to change, and are not to be called with one.
+    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, … Static and
+    class methods are left alone: they have no optimizer to change, and are not to be called with one.
     """
     for name in dir(type(optimizer)):
         if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
@@ -206,11 +202,7 @@ def _plain_copy(module: nn.Module, assembly: Assembly, settle: Callable[[], None
 
 
 def strip(root: nn.Module, ours: Callable[[Any], bool]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Take hooks and attributes off modules.
-
-    Returns:
-        The tables that they were in, each with what it had been.
-    """
+    """Take hooks and attributes off modules; returns the tables that they were in, each with what it had been."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def drop(table: dict[Any, Any], keys: set[Any]) -> None:
@@ -269,8 +261,7 @@ class DeferredHooks(StateDictHooks):
     They look at the parameters when they are called, so that a hook that was copied along with its module, or outlived its
     model's birth, does nothing.
 
-    Args:
-        inside: makes the context in which whole-parameter methods can run again.
+    `inside` makes the context in which whole-parameter methods can run again.
     """
 
     def __init__(self, inside: Callable[[], AbstractContextManager[object]]) -> None:

@@ -153,9 +153,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.requires_grad:
-            tensor = (
-                tensor.detach()
-            )  # an operation's own output would keep the operation, and that the output, for ever
+            # An operation's own output would keep the operation, and that the output, for ever.
+            tensor = tensor.detach()
         owner = self._owner_of.get(tensor.untyped_storage()._cdata)
         if owner is not None and owner() is None:  # the unit is no more, and its address is another storage's
             owner = None

@@ -130,13 +130,12 @@ class Snapshot:
         ]
 
     def undo(self) -> str:
-        """Put everything back where only numbers, options and new entries are in the way.
-
-        Returns:
-            What was written that cannot be put back, or may have been; empty: the step has not been.
+        """Put everything back where only numbers, options and new entries are in the way. Returns what was written that cannot
+        be put back, or may have been; empty: the step has not been.
         """
         optimizer, state = self._optimizer, self._optimizer.state
-        if [param._version for param in self._params] != self._versions or self._are_edited():
+        edited = bool(self._samples) and self._sampled() != self._samples  # by ways that no version counts
+        if edited or [param._version for param in self._params] != self._versions:
             return "parameters"
         before: dict[Any, dict[Any, Any]] = {param: {} for param in self._known}
         versions = iter(self._tensor_versions)
@@ -162,10 +161,6 @@ class Snapshot:
             group.clear()
             group.update(options)
         return ""
-
-    def _are_edited(self) -> bool:
-        """By ways that no version counts."""
-        return bool(self._samples) and self._sampled() != self._samples
 
 
 def _flat(param: Tensor) -> Tensor:

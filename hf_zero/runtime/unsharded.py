@@ -44,11 +44,7 @@ class _Whole:
     known: int
 
     def collect(self) -> None:
-        """What was put in a parameter's place (`param.data = x`) is in the buffer.
-
-        Raises:
-            StateError: of another shape.
-        """
+        """What was put in a parameter's place (`param.data = x`) is in the buffer. StateError: of another shape."""
         for index in self.mine:
             param, view = self.flat.params[index], self.views[index]
             value = param.data
@@ -64,12 +60,8 @@ class _Whole:
 
 
 class Unsharded:
-    """Of one model, from `begin` to `end`.
-
-    Args:
-        in_compute_dtype: in the types that forwards use, and not in the parameters' own.
-        free_bytes: of the device, on this rank.
-    """
+    """Of one model, from `begin` to `end`: in the types that forwards use (`in_compute_dtype`), or in the parameters' own.
+    `free_bytes`: of the device, on this rank."""
 
     def __init__(self, sharded: Sharded, *, in_compute_dtype: bool, free_bytes: int) -> None:
         self._sharded = sharded
@@ -79,11 +71,8 @@ class Unsharded:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Nothing is gathered for a pass, masters are those of one step. A collective.
-
-        Raises:
-            OutOfMemoryError: on every rank, where one has not got the memory.
-        """
+        """Nothing is gathered for a pass, masters are those of one step. A collective. OutOfMemoryError, on every rank: one
+        has not got the memory."""
         wire = self._sharded.wire
         wanted = [(unit, flat) for unit in self._sharded.units for flat in unit.flats if self._lacks(unit, flat)]
         needed = sum(flat.span.numel * self._dtype(flat).itemsize for _, flat in wanted)
@@ -148,13 +137,8 @@ class Unsharded:
 
     @torch.no_grad()
     def carry(self, flats: Iterable[Flat] | None = None) -> None:
-        """The masters have what was written to the parameters. Without communication.
-
-        Args:
-            flats: spans that matter; None: all.
-
-        Raises:
-            StateError: it cannot be carried over; names the parameter.
+        """The masters (of these spans, or all) have what was written to the parameters. Without communication. StateError: it
+        cannot be carried over; names the parameter.
         """
         for flat in self._wholes if flats is None else flats:
             whole = self._wholes.get(flat)
@@ -186,14 +170,9 @@ class Unsharded:
             flat.note_place()
 
     def end(self, settle: Callable[[], None], *, compare: bool) -> None:
-        """Parameters show what they did before, with what was written to them.
-
-        Args:
-            settle: calls `carry`, and carries over what was written elsewhere.
-            compare: whether ranks have made the same edits. A collective then.
-
-        Raises:
-            RankMismatchError: they have not; on every rank, names the first. What each rank wrote counts for its own elements.
+        """Parameters show what they did before, with what was written to them: `settle` calls `carry`, and carries over what
+        was written elsewhere. With `compare` a collective: RankMismatchError where ranks have not made the same edits; what
+        each rank wrote counts for its own elements.
         """
         try:
             if compare:

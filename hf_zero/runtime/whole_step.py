@@ -53,12 +53,8 @@ class _Whole:
 
 
 class WholeSteps:
-    """Steps over the wholes of one shard after another.
-
-    Args:
-        own: told of bytes of host memory that are taken here; negative: given up.
-        land: returns when nothing that was handed to `staging` is under way.
-    """
+    """Steps over the wholes of one shard after another. `own` is told of bytes of host memory that are taken here (negative:
+    given up); `land` returns when nothing that was handed to `staging` is under way."""
 
     def __init__(
         self, storage: Storage, staging: Staging, own: Callable[[int], None], land: Callable[[], None]
@@ -95,19 +91,13 @@ class WholeSteps:
         """Update all parameters of the shard that this rank has whole, and carry them to where they rest.
 
         Args:
-            grad: of the shard, 1-D in host memory.
-            coefficient: what it is still to be multiplied by.
+            grad: of the shard, 1-D in host memory; `coefficient`: what it is still to be multiplied by.
             present: by place in the span, whether the parameter has a gradient.
-            states: the optimizer's.
             after: what the device has to do before anything here; see `Link.mark`.
-
-        Raises:
-            TierError: bytes could not be moved.
         """
-        todo = [index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient]
+        coming = iter([index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient])
         reading: _Whole | None = None
         writing: _Whole | None = None
-        coming = iter(todo)
         under_way: list[_Whole] = []
         try:
             reading = self._next(flat, shard, coming, states, under_way)
@@ -198,7 +188,7 @@ class WholeSteps:
                 if is_array(value):
                     known = values.get(key)
                     fits = known is not None and (known.shape, known.dtype) == (value.shape, value.dtype)
-                    down[key] = known if fits and known is not None else self._room(value)
+                    down[key] = known if fits and known is not None else link.empty(value.numel(), value.dtype).view(value.shape)
                     moves.append(link.down(value.detach().reshape(-1), down[key].view(-1)))
             for move in moves:
                 move.close()
@@ -223,9 +213,6 @@ class WholeSteps:
         if value.numel():
             self._storage.link.up(value.reshape(-1), target.view(-1)).close()
         return target
-
-    def _room(self, value: Tensor) -> Tensor:
-        return self._storage.link.empty(value.numel(), value.dtype).view(value.shape)
 
     def _rest(self, shard: Shard, whole: _Whole, found: dict[str, Any], states: dict[Any, dict[str, Any]]) -> None:
         """In host memory everything is where it rests; to disk it starts to go."""
