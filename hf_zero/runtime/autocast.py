@@ -182,12 +182,13 @@ def shown_in(
         quiesce: returns when nothing is gathered. A collective where that is one.
     """
     quiesce()
-    owned = {param for unit in units for flat in unit.flats for param in flat.params}
+    flats = [flat for unit in units for flat in unit.flats]
+    owned = {param for flat in flats for param in flat.params}
     plain = [(param, param.data) for param in model.parameters() if param not in owned and param.is_floating_point()]
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
-        for unit in units:
-            unit.show_in(dtype)
+        for flat in flats:
+            flat.show_in(dtype)
         for param, data in plain:
             param.data = data.to(dtype)
         for table, buffers in tables:
@@ -195,8 +196,8 @@ def shown_in(
         yield
     finally:
         quiesce()
-        for unit in units:
-            unit.show_in(None)
+        for flat in flats:
+            flat.show_in(None)
         for param, data in plain:
             param.data = data
         for table, buffers in tables:

@@ -296,8 +296,8 @@ class BackwardOrder:
             self.reducing = None
         for trace in late:
             self._finish_reduce(trace)
-        if late:  # all gradients are at rest now
-            late[-1].unit.look()
+        if late:  # all gradients are at rest now: the ledger's bytes on the device may be the highest
+            late[-1].unit.trained[0].account.look()
 
     def finish_locally(self) -> None:
         """The end of a backward that sends nothing: what no hook has come to, and gathers that other ranks may need."""

@@ -11,7 +11,6 @@ import torch
 from ..comm import agree
 from ..core.layout import ParamSpec
 from ..errors import LayoutError, RankMismatchError, StateError
-from ..plan.machine import Machine
 from .build import Assembly, Groups
 from .gradient_ops import Gradients
 from .moves import Monitor
@@ -28,8 +27,7 @@ class BoundOptimizers:
     """Of one sharded model, whose units are built and whose hooks are on.
 
     Args:
-        machine, mixed_precision: for spans that are cut anew, and how ranks compare them.
-        held: signals wait meanwhile.
+        held: signals wait while spans are cut anew.
         take_methods: takes over the methods of an optimizer that is bound for the first time.
 
     Attributes:
@@ -44,8 +42,6 @@ class BoundOptimizers:
         schedule: Schedule,
         writes: WriteWatch,
         gradients: Gradients,
-        machine: Machine,
-        mixed_precision: str | None,
         *,
         held: HeldSignals,
         quiesce: Callable[[], None],
@@ -55,8 +51,7 @@ class BoundOptimizers:
         self._sharded, self._config, self._wire = sharded, sharded.config, sharded.wire
         self._assembly, self._offload, self._schedule = assembly, offload, schedule
         self._writes, self._gradients = writes, gradients
-        self._machine, self._mixed_precision, self._held = machine, mixed_precision, held
-        self._quiesce, self._flush, self._take_methods = quiesce, flush, take_methods
+        self._held, self._quiesce, self._flush, self._take_methods = held, quiesce, flush, take_methods
         self._taken: set[torch.optim.Optimizer] = set()  # whose methods are ours
         self.settle_states = offload.finish_before_a_look if sharded.config.offloads else None
         self.bindings: list[Binding] = []
@@ -80,7 +75,7 @@ class BoundOptimizers:
                         )
                 originals = self._assembly.originals(wanted, self.bindings)
                 specs = self._assembly.specs(originals)
-            agree.same_structure(self._wire, self._config, self._mixed_precision, specs, originals, self._sharded.names)
+            self._assembly.agree(specs, originals)
         self._quiesce()
         cuts_otherwise = self._assembly.cuts_otherwise(specs)
         if cuts_otherwise and any(flat.grads() for flat in self._sharded.trained):
@@ -129,7 +124,7 @@ class BoundOptimizers:
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._writes.settle()
-        self._sharded.plan = self._assembly.plan(specs, optimizers, self._machine, self._offload.ranks_here)
+        self._sharded.plan = self._assembly.plan(specs, optimizers, self._offload.ranks_here)
         self._assembly.recut(specs, bindings, self._sharded.plan.placements)
         self._schedule.recut(self._sharded.units)
         self._writes.restart()
@@ -150,7 +145,7 @@ class BoundOptimizers:
             return
         originals = self._originals
         specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self._config, self._mixed_precision, specs, originals, self._sharded.names)
+        self._assembly.agree(specs, originals)
         self._flush()
         self._quiesce()
         self._cut_anew(specs)

@@ -30,8 +30,9 @@ class SpanGradients:
     """Gradients of one span on this rank. `flat_param.Flat` adds the values, and fills `shards`.
 
     Attributes:
-        arrived: by parameter, this rank has had a gradient of it since `drop_master_grad`; `present`: any rank, after a
-        backward. local_bytes: what a backward leaves on the parameters.
+        arrived: by parameter, this rank has had a gradient of it since `drop_master_grad`.
+        present: the same on any rank, after a backward.
+        local_bytes: what a backward leaves on the parameters.
         moving_bytes: beside the bucket, what the ledger has of this span as communication: local gradients, the mean, a copy of
             the bucket in the type that is sent.
         waiting_bytes: local gradients that add up on the parameters between backwards; gradients in the ledger.

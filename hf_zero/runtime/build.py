@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import read
+from ..comm.agree import read, same_structure
 from ..comm.wire import SoloWire
 from ..core.layout import Layout, ParamSpec, Span
 from ..core.precision import Precision, dtype_name, dtype_of
@@ -52,13 +52,25 @@ class WholeCosts:
 class Assembly:
     """The units of one model, and which parameter is where.
 
+    Args:
+        machine: measured speeds, for every plan.
+        mixed_precision: as the ranks compare it.
+
     Attributes:
         owned: by optimizer: where it steps over parameters whole, what one of some shape costs; else None.
         counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
     """
 
-    def __init__(self, sharded: Sharded, drafter: Drafter, planner: Callable[[PlanInputs], Plan]) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        drafter: Drafter,
+        planner: Callable[[PlanInputs], Plan],
+        machine: Machine,
+        mixed_precision: str | None,
+    ) -> None:
         self.sharded = sharded
+        self._machine, self._mixed_precision = machine, mixed_precision
         self._placements: Sequence[Placement] = ()
         self._drafter, self._planner = drafter, planner
         self._params: list[nn.Parameter] = []
@@ -90,6 +102,11 @@ class Assembly:
         # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
         fresh = {param for param, spec in old.items() if param.requires_grad and not spec.trainable}
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
+
+    def agree(self, specs: list[list[ParamSpec]], originals: Sequence[Groups]) -> None:
+        """A collective. RankMismatchError, on every rank: they have other settings, parameters or groups than each other."""
+        sharded = self.sharded
+        same_structure(sharded.wire, sharded.config, self._mixed_precision, specs, originals, sharded.names)
 
     def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
         """With what a step costs over each parameter that its optimizer must have whole, and that has one owner."""
@@ -155,13 +172,7 @@ class Assembly:
         """See `originals_of`."""
         return originals_of(optimizers, {param: names[0] for param, names in self.sharded.names.items()}, bound)
 
-    def plan(
-        self,
-        specs: list[list[ParamSpec]],
-        optimizers: Sequence[torch.optim.Optimizer],
-        known: Machine,
-        ranks_here: int,
-    ) -> Plan:
+    def plan(self, specs: list[list[ParamSpec]], optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> Plan:
         """The plan for these specs, with measured speeds and what is free now; nothing changes. A collective under `auto`, and
         once there are units.
         """
@@ -169,7 +180,7 @@ class Assembly:
         if sharded.config.is_auto:
             held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)
             free = here(sharded.device, ranks=ranks_here, offload_dir=sharded.config.offload_dir, held_bytes=held)
-            found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(known))
+            found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(self._machine))
             machine = Machine.least(found)
         inputs = PlanInputs(
             self.lay_out(specs),
@@ -196,11 +207,7 @@ class Assembly:
         mine = frozenset(slot.spec.name for flat in self.sharded.flats if flat.in_files for slot in flat.span.slots)
         return mine.intersection(*self.sharded.wire.exchange(mine))
 
-    def build(
-        self,
-        specs: list[list[ParamSpec]],
-        placements: Sequence[Placement],
-    ) -> None:
+    def build(self, specs: list[list[ParamSpec]], placements: Sequence[Placement]) -> None:
         """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on."""
         self._placements = placements
         self.sharded.layout = self.lay_out(specs)

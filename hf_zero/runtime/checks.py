@@ -157,7 +157,8 @@ class Checks:
         if self._depth != 1:
             return
         self._in_closure, self._optimizer = has_closure, optimizer
-        if self._skips():
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, Tensor) and bool(found.sum()):  # gradients overflowed: it is left to the optimizer to pass
             self._reference.before_step(optimizer, index, "a loss scaler leaves this step out")
             return
         self._depth = 0  # if it raises, there was no step
@@ -184,11 +185,6 @@ class Checks:
 
     def _bad_gradients(self, optimizer: int | None = None) -> Iterator[str]:
         return (what for unit in self._sharded.units for what in bad_gradients(unit, optimizer))
-
-    def _skips(self) -> bool:
-        """A loss scaler has left it to the optimizer to pass this step, since gradients have overflowed."""
-        found = getattr(self._optimizer, "found_inf", None)
-        return isinstance(found, torch.Tensor) and bool(found.sum())
 
     def _refuse(self, mine: str | None, why: Callable[[Sequence[Sequence[Sighting]]], str]) -> None:
         told = self._wire.exchange((mine, self._sightings.seen[:2] if mine is not None or self._sightings.seen else []))

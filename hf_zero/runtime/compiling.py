@@ -77,9 +77,9 @@ def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 class Block:
-    """One block's `forward`, compiled; as it was where that fails (`failed` is told why), from then on."""
+    """One block's `forward`, compiled; as it was where that fails, from then on. The first of a model's blocks says why."""
 
-    def __init__(self, module: nn.Module, compile_: Compile, failed: Callable[[nn.Module, Exception], None]) -> None:
+    def __init__(self, module: nn.Module, compile_: Compile, failed: list[str]) -> None:
         self._module, self._plain, self._failed = module, module.forward, failed
         self._compiled: Callable[..., Any] | None = compile_(self._plain)
         update_wrapper(self, self._plain)
@@ -94,23 +94,13 @@ class Block:
             return self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             self._compiled = None
-            self._failed(self._module, error)
+            self._tell(error)
         return self._plain(*args, **kwargs)
 
-
-class Failures:
-    """Says once that blocks run uncompiled, and why."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, module: nn.Module, error: Exception) -> None:
-        if not self._said:
-            self._said = True
-            # What follows is advice on torch's own flags.
-            first = " ".join(str(error).strip().partition("\n\n")[0].split())
-            print(
-                f"hf_zero: {type(module).__name__} could not be compiled and runs as it is ({type(error).__name__}: {first})",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _tell(self, error: Exception) -> None:
+        # What follows is advice on torch's own flags.
+        why = f"{type(error).__name__}: {' '.join(str(error).strip().partition(chr(10) * 2)[0].split())}"
+        if not self._failed:
+            kind = type(self._module).__name__
+            print(f"hf_zero: {kind} could not be compiled and runs as it is ({why})", file=sys.stderr, flush=True)
+        self._failed.append(why)

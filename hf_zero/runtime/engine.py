@@ -28,7 +28,7 @@ from .autocast import shown_in
 from .build import Assembly
 from .checkpoints import Saves, load, save
 from .clipping import clip_norm, clip_values
-from .compiling import Block, Compile, Failures
+from .compiling import Block, Compile
 from .offload import STATES
 from .pieces import OptimizerPieces
 from .preemption import Preemption
@@ -358,7 +358,7 @@ class Engine:
             using: compiles a function, instead of `torch.compile` with these options.
         """
         blocks = [module for module in self.training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
-        failed = Failures()
+        failed: list[str] = []
         for module in blocks:
             self._patches.method(module, "forward", Block(module, using or partial(torch.compile, **options), failed))
         if self.rank == 0:
@@ -390,7 +390,7 @@ class Engine:
         with self._wire.watch.doing("Engine.offload_states"):
             self.training.flush()
             self.quiesce()
-            self.offload.leave(include, self.sharded.optimizer_of)
+            self.offload.leave(include)
             self.training.show_grads()
 
     def reload_states(self) -> None:
@@ -400,7 +400,7 @@ class Engine:
             StateError: nothing is away.
         """
         with self._wire.watch.doing("Engine.reload_states"):
-            self.offload.come_back(self.sharded.optimizer_of)
+            self.offload.come_back()
             self.training.gradients.show_slices()
             self.training.show_grads()
 

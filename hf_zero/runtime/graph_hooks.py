@@ -52,7 +52,7 @@ class Lead:
 
     def end(self) -> None:
         """The units of graphs that were made so far are no more."""
-        self.backward = _nobody
+        self.backward = lambda: None
 
     def missing(self) -> None:
         """A backward comes to a unit that is no more. StateError: it needs the unit's parameters."""
@@ -62,10 +62,6 @@ class Lead:
                 "since that forward: their values are gone. Keep the model (or its engine) until backward has ended, and run "
                 "the forward again after a step or a change of the optimizer's groups"
             )
-
-
-def _nobody() -> None:
-    return None
 
 
 class Backward:

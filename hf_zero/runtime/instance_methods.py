@@ -82,27 +82,21 @@ def generate_together(
         meet: all ranks, first: on gloo transformers' own all-reduces would meet other ranks' of another size, which ends the
             process, where one rank alone generates.
     """
+
+    def generate(stock: Callable[..., Any], takes: bool, *args: Any, **kwargs: Any) -> Any:
+        if takes and sync():
+            meet()
+            kwargs["synced_gpus"] = (
+                True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
+            )
+        with buffers():
+            return stock(*args, **kwargs)
+
     for module in model.modules():
         stock = getattr(type(module), "generate", None)
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
-            asks = sync if takes else lambda: False
-            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, asks, meet))
-
-
-def _generate(
-    stock: Callable[..., Any],
-    buffers: Callable[[], AbstractContextManager[None]],
-    sync: Callable[[], bool],
-    meet: Callable[[], object],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if sync():
-        meet()
-        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
-    with buffers():
-        return stock(*args, **kwargs)
+            patches.method(module, "generate", partial(generate, partial(stock, module), takes))
 
 
 def around_own_methods(
@@ -111,24 +105,22 @@ def around_own_methods(
     """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, … Static and
     class methods are left alone: they have no optimizer to change, and are not to be called with one.
     """
+
+    def between(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            after()
+
     for name in dir(type(optimizer)):
         if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
             continue
         method = inspect.getattr_static(type(optimizer), name)
         if inspect.isfunction(method):
-            told = partial(_between, before, partial(method, optimizer), after)
+            told = partial(between, partial(method, optimizer))
             told.__wrapped__ = method  # type: ignore[attr-defined]  # another optimizer of its class has the method itself
             patches.method(optimizer, name, told)
-
-
-def _between(
-    before: Callable[[], None], method: Callable[..., Any], after: Callable[[], None], *args: Any, **kwargs: Any
-) -> Any:
-    before()
-    try:
-        return method(*args, **kwargs)
-    finally:
-        after()
 
 
 def _apply(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class Loans:
 
     def end(self) -> None:
         """The units are no more."""
-        self.lending = _nobody
+        self.lending = lambda: None
 
     def lend(self, owners: Sequence[weakref.ref[Trace]], *, graph: bool) -> None:
         """Somebody reads released parameters of these units. StateError: their model is gone."""
@@ -52,10 +52,6 @@ class Loans:
         return trace is not None and trace.unit.is_masked
 
 
-def _nobody() -> None:
-    return None
-
-
 class Lending:
     """Of one schedule whose units are released. `trace_of`: module -> the unit whose parameters it has."""
 
@@ -64,7 +60,9 @@ class Lending:
         self.trace_of: dict[nn.Module, Trace] = {}
         self._readers = on_read.Readers()
         self._loans = Loans(self)
-        self._dictionaries = on_read.put_on(self._readable(model), self.read)
+        known = {param for trace in self.current.traces for flat in trace.unit.flats for param in flat.params}
+        readable = [module for module in model.modules() if not known.isdisjoint(module._parameters.values())]
+        self._dictionaries = on_read.put_on(readable, self.read)
 
     def set_out(self) -> None:
         """The units are new ones."""
@@ -88,13 +86,6 @@ class Lending:
         """The model's modules have plain dictionaries of parameters again."""
         on_read.take_off(self._dictionaries)
         self._dictionaries.clear()
-
-    def _readable(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Modules that have parameters of a unit."""
-        known = {param for trace in self.current.traces for flat in trace.unit.flats for param in flat.params}
-        for module in model.modules():
-            if any(param in known for param in module._parameters.values() if param is not None):
-                yield module
 
     def read(self, read: on_read.ParameterDict) -> None:
         """A parameter of a released unit, or of one that others have read before, is read.

@@ -15,7 +15,7 @@ before, and room is made for them before its forward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,6 @@ class Movable:
         self.flat.move(rest, tiers, optimizer, keep_full=self.unit.policy.keep_full)
 
 
-OptimizerOf = Callable[[Flat], torch.optim.Optimizer | None]
-"""See `Sharded.optimizer_of`."""
 MOVES_PER_STEP = 4
 """Shards or spans that are moved between two steps at most."""
 CALM_STEPS = 10
@@ -234,11 +232,13 @@ class Monitor:
 class Arrangement:
     """The places of all spans as they are now. Moves are made between steps, with nothing gathered or under way."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self._places = [(u, flat, flat.rest, [shard.tier for shard in flat.shards]) for u in units for flat in u.flats]
+    def __init__(self, sharded: Sharded) -> None:
+        spans = [(unit, flat) for unit in sharded.units for flat in unit.flats]
+        self._places = [(unit, flat, flat.rest, [shard.tier for shard in flat.shards]) for unit, flat in spans]
+        self._optimizer_of = sharded.optimizer_of
         self._gradients: list[tuple[Flat, int, Tensor]] = []
 
-    def leave(self, names: set[str], optimizer_of: OptimizerOf) -> None:
+    def leave(self, names: set[str]) -> None:
         """What rests on the device and is of `names` (`parameters`, `gradients`, `optimizer`) goes to host memory."""
         for unit, flat, rest, tiers in self._places:
             if "gradients" in names and "optimizer" not in names:
@@ -255,12 +255,12 @@ class Arrangement:
                 tiers = [_below(tier) for tier in tiers]
             if rest is not flat.rest and unit.policy.keep_full:
                 unit.state = State.SHARDED
-            flat.move(rest, tiers, optimizer_of(flat))
+            flat.move(rest, tiers, self._optimizer_of(flat))
 
-    def restore(self, optimizer_of: OptimizerOf) -> None:
+    def restore(self) -> None:
         """Everything is where it was when this was made."""
         for unit, flat, rest, tiers in self._places:
-            flat.move(rest, tiers, optimizer_of(flat), keep_full=unit.policy.keep_full)
+            flat.move(rest, tiers, self._optimizer_of(flat), keep_full=unit.policy.keep_full)
         for flat, index, grad in self._gradients:
             shard = flat.shards[index]
             shard.device_grad = grad.to(shard.master.device, copy=True)

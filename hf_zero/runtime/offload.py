@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from ..comm import agree
-from ..comm.wire import SoloWire
-from ..config import ZeroConfig
 from ..errors import ConfigError, StateError, TierError, ZeroError
 from ..plan.costs import Placement
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 from .host_step import Stepper
-from .moves import Arrangement, Monitor, OptimizerOf
+from .moves import Arrangement, Monitor
 from .shadow_optimizer import Counts, Twin
+from .sharded import Sharded
 from .transports import Roads
 from .unit import Step, Unit
 
@@ -36,15 +35,9 @@ class Offload:
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 
-    def __init__(
-        self,
-        config: ZeroConfig,
-        wire: SoloWire,
-        device: torch.device,
-        units: list[Unit],
-        roads: Roads,
-    ) -> None:
-        self._config, self._wire, self._device, self._units = config, wire, device, units
+    def __init__(self, sharded: Sharded, roads: Roads) -> None:
+        self._sharded, self._units = sharded, sharded.units
+        self._config, self._wire, self._device = config, wire, device = sharded.config, sharded.wire, sharded.device
         self.ranks_here = wire.ranks_here() if config.offloads else 1
         self.storage = roads.storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
         self.free_host_bytes = roads.free_host_bytes
@@ -262,7 +255,7 @@ class Offload:
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def leave(self, include: Iterable[str], optimizer_of: OptimizerOf) -> None:
+    def leave(self, include: Iterable[str]) -> None:
         """See `Engine.offload_states`."""
         names = set(include)
         if not names <= set(STATES):
@@ -271,16 +264,16 @@ class Offload:
             )
         if self._away is not None:
             raise StateError("offload_states: states are in host memory already; call reload_states() first")
-        self._away = Arrangement(self._units)
-        self._away.leave(names, optimizer_of)
+        self._away = Arrangement(self._sharded)
+        self._away.leave(names)
         empty_cache(self._device)
 
-    def come_back(self, optimizer_of: OptimizerOf) -> None:
+    def come_back(self) -> None:
         """See `Engine.reload_states`."""
         away, self._away = self._away, None
         if away is None:
             raise StateError("reload_states: no states are away; offload_states() comes first")
-        away.restore(optimizer_of)
+        away.restore()
         for unit in self._units:
             unit.gather_if_kept()
 

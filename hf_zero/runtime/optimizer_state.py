@@ -52,6 +52,17 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
         return defaultdict, (dict, dict(self))
 
 
+def _settled(name: str) -> Any:
+    """`SliceStates`' method of this name, once nothing is under way."""
+    plain = getattr(SliceStates, name)
+
+    def method(self: SteppedStates, *args: Any, **entries: Any) -> Any:
+        self._settle()
+        return plain(self, *args, **entries)
+
+    return method
+
+
 class SteppedStates(SliceStates):
     """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it.
 
@@ -75,26 +86,6 @@ class SteppedStates(SliceStates):
         if settle is not None:
             settle()
 
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        self._settle()
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(key, default)
-
-    def __iter__(self) -> Any:
-        self._settle()
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
     def clear(self) -> None:
         self._settle()
         super().clear()
@@ -102,10 +93,6 @@ class SteppedStates(SliceStates):
         if forget is not None:
             forget()
 
-    def pop(self, *args: Any) -> Any:
-        self._settle()
-        return super().pop(*args)
-
-    def update(self, *args: Any, **entries: Any) -> None:
-        self._settle()
-        super().update(*args, **entries)
+    __getitem__, get, __iter__, items, values, pop, update = map(
+        _settled, ("__getitem__", "get", "__iter__", "items", "values", "pop", "update")
+    )

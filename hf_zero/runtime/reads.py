@@ -193,12 +193,11 @@ class Unmasked:
 
 
 def put_on(modules: Iterable[nn.Module], read: Callable[[ParameterDict], None]) -> list[ParameterDict]:
-    """Replace these modules' `_parameters`. Modules without parameters are left alone."""
+    """Replace these modules' `_parameters`."""
     made = []
     for module in modules:
-        if any(param is not None for param in module._parameters.values()):
-            module.__dict__["_parameters"] = found = ParameterDict(module, read)
-            made.append(found)
+        module.__dict__["_parameters"] = found = ParameterDict(module, read)
+        made.append(found)
     return made
 
 

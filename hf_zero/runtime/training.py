@@ -19,7 +19,6 @@ from torch import nn
 from ..comm.places import AFTER_STEP, NO_GRAD
 from ..errors import LayoutError, StallError, StateError
 from ..plan.keeping import keeps
-from ..plan.machine import Machine
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides
@@ -53,8 +52,6 @@ class Training:
     """Of one sharded model, whose units are built.
 
     Args:
-        mixed_precision: as the ranks compare it.
-        machine: measured speeds, for spans that are cut anew.
         overflow: what finds gradients that are no numbers.
         patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
 
@@ -70,8 +67,6 @@ class Training:
         offload: Offload,
         overflow: Overflow,
         patches: overrides.Patches,
-        machine: Machine,
-        mixed_precision: str | None,
     ) -> None:
         self.sharded, self.model, self.config, self.policy = sharded, sharded.model, sharded.config, sharded.policy
         self.precision, self.units, self._wire = sharded.precision, sharded.units, sharded.wire
@@ -105,8 +100,6 @@ class Training:
             self.schedule,
             self.writes,
             self.gradients,
-            machine,
-            mixed_precision,
             held=self._held,
             quiesce=self.quiesce,
             flush=self.flush,

@@ -193,11 +193,6 @@ class Unit:
         if named is not None:
             named.__exit__(None, None, None)
 
-    def show_in(self, dtype: torch.dtype | None) -> None:
-        """Between passes: parameters are shown in this type from now on; None: as they are gathered."""
-        for flat in self.flats:
-            flat.show_in(dtype)
-
     def settle_read(self) -> None:
         """What is read from disk for it has arrived afterwards, its host buffers can serve others. By the plan, too."""
         if self._sends_late and self.state is State.GATHERING:
@@ -434,10 +429,6 @@ class Unit:
         for flat in self.trained:
             if not flat.moving_bytes:  # else it has it already
                 flat.count_local()
-        self.trained[0].account.look()
-
-    def look(self) -> None:
-        """The ledger's bytes on the device may be the highest now."""
         self.trained[0].account.look()
 
     def reduce(self) -> None:

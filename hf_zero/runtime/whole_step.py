@@ -187,9 +187,10 @@ class WholeSteps:
                 down[key] = value.to("cpu") if isinstance(value, Tensor) else value
                 if is_array(value):
                     known = values.get(key)
-                    fits = known is not None and (known.shape, known.dtype) == (value.shape, value.dtype)
-                    down[key] = known if fits and known is not None else link.empty(value.numel(), value.dtype).view(value.shape)
-                    moves.append(link.down(value.detach().reshape(-1), down[key].view(-1)))
+                    if known is None or (known.shape, known.dtype) != (value.shape, value.dtype):
+                        known = link.empty(value.numel(), value.dtype).view(value.shape)
+                    down[key] = known
+                    moves.append(link.down(value.detach().reshape(-1), known.view(-1)))
             for move in moves:
                 move.close()
         return down
