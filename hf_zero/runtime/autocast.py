@@ -174,12 +174,8 @@ def shown_in(
 ) -> Iterator[None]:
     """Inside, everything of `model` that is floating is of this type, as after `model.to(dtype)`. For forwards without a graph.
 
-    `module.to(dtype)` would round what is trained. Here a unit that is gathered shows its parameters cast, one unit at a time;
-    where whole parameters stay (stages 0 to 2), and in a model that is not sharded, all of them are shown as cast copies.
-
-    Args:
-        units: of a sharded model; without them the model is a plain one, whole on this rank.
-        quiesce: returns when nothing is gathered. A collective where that is one.
+    A unit that is gathered shows its parameters cast, one unit at a time; where whole parameters stay (stages 0 to 2), and in a
+    model that is not sharded (without `units`), all of them are shown as cast copies. A collective where `quiesce` is one.
     """
     quiesce()
     flats = [flat for unit in units for flat in unit.flats]

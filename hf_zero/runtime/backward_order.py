@@ -56,9 +56,7 @@ class BackwardOrder:
     """Of one schedule.
 
     Attributes:
-        answered: whether `ask` was true on any rank.
-        preemption: what is told whether any rank was asked to end.
-        reducing: the unit whose gradients are on their way.
+        answered: whether `ask` was true on any rank. `preemption` is told whether any rank was asked to end.
         blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
     """
 

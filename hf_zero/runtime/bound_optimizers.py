@@ -24,14 +24,8 @@ from .writes import WriteWatch
 
 
 class BoundOptimizers:
-    """Of one sharded model, whose units are built and whose hooks are on.
-
-    Args:
-        held: signals wait while spans are cut anew.
-        take_methods: takes over the methods of an optimizer that is bound for the first time.
-
-    Attributes:
-        bindings: how the optimizers are bound, in the order of `Sharded.optimizers`.
+    """Of one sharded model, whose units are built and whose hooks are on; `bindings` are in the order of `Sharded.optimizers`.
+    Signals wait (`held`) while spans are cut anew; `take_methods` of an optimizer that is bound for the first time.
     """
 
     def __init__(

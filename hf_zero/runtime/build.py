@@ -149,11 +149,8 @@ class Assembly:
             raise
 
     def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
-        """Of each: over slices or over whole matrices; `specs` are for these from now on.
-
-        Raises:
-            UnsupportedOptimizerError: one can have neither.
-            ConfigError: there are several, and units are updated before the program says which of them steps.
+        """Of each: over slices or over whole matrices (UnsupportedOptimizerError: neither); `specs` are for these from now on.
+        ConfigError: there are several, and units are updated before the program says which of them steps.
         """
         sharded = self.sharded
         if len(optimizers) > 1 and sharded.config.step_in_backward:
@@ -274,13 +271,9 @@ class Assembly:
         return specs
 
     def arranged(self, originals: Sequence[Groups], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
-        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is.
-
-        Parameters of one span have made the same steps. A frozen one that has state gets a place for it.
-
-        Args:
-            marks: by parameter that has state and shares a span with others, what of the state is one value for the
-                parameter (`step`), as text.
+        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is. Parameters of one span
+        have made the same steps; a frozen one that has state gets a place for it. `marks`: by parameter that has state and
+        shares a span with others, what of the state is one value for the parameter (`step`), as text.
         """
         specs = self.specs(originals)
         before = [list(mine) for mine in specs]
@@ -469,11 +462,8 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
 
 
 def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
-    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is.
-
-    Raises:
-        LayoutError: it is on several devices, or on the meta device.
-    """
+    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is. LayoutError: it is
+    on several devices, or on the meta device."""
     found: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)

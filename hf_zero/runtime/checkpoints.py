@@ -192,14 +192,8 @@ def load_state(item: Stateful, saved: Field) -> None:
 
 
 class Behind:
-    """A frozen save that is being written by a thread. At most one at a time per engine.
-
-    Args:
-        wire: for this thread alone.
-        slab: host memory of the save before, which is complete: its thread reads it no more.
-
-    Attributes:
-        slab: host memory that the values are copied to, for the next one.
+    """A frozen save that is being written by a thread, with a wire of its own. At most one at a time per engine. `slab`: host
+    memory that the values are copied to; of the save before, which is complete, and for the next one.
     """
 
     def __init__(self, saving: Saving, wire: SoloWire, slab: Tensor | None) -> None:

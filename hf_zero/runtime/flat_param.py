@@ -37,12 +37,9 @@ class State(Enum):
 class Guards:
     """One NaN per parameter of a span; a released parameter's `.data` is its guard expanded to the true shape.
 
-    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none.
-
-    Attributes:
-        addresses: of what is shown.
-        shown: by parameter, its guard expanded, in the type that it is gathered in: a change of a parameter's type would cut it
-            off from the graphs that it is part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
+    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none. A guard
+    (`shown`) is of the type that its parameter is gathered in: a change of that would cut it off from the graphs that it is
+    part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
     """
 
     def __init__(self, span: Span, device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -2,13 +2,10 @@
 
 `Gradient` is what a model's parameters show. It has the parameter's shape, and may be used like the plain tensor:
 
-* in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements,
-  nothing is sent;
-* norms over the whole of it: one small collective, for whole lists (`_foreach_norm`) and for runs of single ones
-  alike;
-* everything else: the gradient is brought together (a collective: on every rank, in the same order), the operation
-  runs on plain tensors of the master's type, and what it wrote goes back to this rank's elements. Lists are worked
-  through one gradient at a time.
+* in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements;
+* norms over the whole of it: one small collective, for whole lists (`_foreach_norm`) and for runs of single ones alike;
+* everything else: the gradient is brought together (a collective: on every rank, in the same order), the operation runs on
+  plain tensors of the master's type, and what it wrote goes back to this rank's elements; one gradient at a time.
 
 What the masters in the optimizer's groups show is in `stand_in`, over the same frame. What stand-ins ask their `Keeper` for is
 in `gradient_ops`.
@@ -278,12 +275,8 @@ def _returned(call: Call, target: Gradient) -> Gradient | None:
 
 
 class Handles(Generic[F]):
-    """The stand-ins of one span's parameters.
-
-    Attributes:
-        placed: by parameter, whether its `.grad` shows its stand-in; where it does not any more, someone has cleared or
-            replaced the gradient.
-    """
+    """The stand-ins of one span's parameters. `placed`: by parameter, whether its `.grad` shows its stand-in; where it does
+    not any more, someone has cleared or replaced the gradient."""
 
     def __init__(self, flat: F, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.flat = flat

@@ -91,13 +91,8 @@ class _Claim:
 
 
 class Stepper:
-    """The thread that updates offloaded shards, and its memory.
-
-    Attributes:
-        failure: what broke a step; nothing is updated after it until `recover`.
-        wait_s: how long others have waited for the thread.
-        memory_bytes: host memory of the ring and the blocks, in use or not.
-    """
+    """The thread that updates offloaded shards, and its memory: `memory_bytes` of ring and blocks, in use or not. `failure`:
+    what broke a step; nothing is updated after it until `recover`. `wait_s`: how long others have waited for the thread."""
 
     def __init__(self, storage: Storage, threads: int | None) -> None:
         self.storage = storage

@@ -90,9 +90,9 @@ class Lending:
     def read(self, read: on_read.ParameterDict) -> None:
         """A parameter of a released unit, or of one that others have read before, is read.
 
-        In a pass it is gathered, and stays until the forward of the innermost host under way is over (the reader, for all that
-        can be known), backward included. Outside of one nothing happens: code that looks at a weight on one rank would
-        wait for the others for ever. Between a forward and its backward with a graph (a loss function) counts as a pass.
+        In a pass (also between a forward with a graph and its backward) it is gathered, and stays until the forward of the
+        innermost host under way is over, backward included. Outside of one nothing happens: code that looks at a weight on one
+        rank would wait for the others for ever.
         """
         trace = self.trace_of[read.module]
         if trace.unit.state is not State.GATHERED and self._readers.want_no_values():

@@ -2,14 +2,11 @@
 
 `Monitor`, under `auto`, watches memory from step to step, moves state away before it runs out, and back when there is room.
 
-The plan is a prediction, and others use the machine too. After every step the monitor compares what is free with what the
-next step will still need beyond what rests now. Where that is too little, optimizer state of some units (the last ones first,
-which the next forward needs last) goes one tier down; where there has been room for a while, it comes back, never further
-than the plan had it. Moves are local to a rank and bounded per step. Values are moved, not computed: results stay the same to
-the bit.
-
-Activations are not known when the plan is made. They are estimated from the shape of each batch that is larger than those
-before, and room is made for them before its forward.
+After every step it compares what is free with what the next step will still need beyond what rests now. Where that is too
+little, optimizer state of some units (the last ones first, which the next forward needs last) goes one tier down; where there
+has been room for a while, it comes back, never further than the plan had it. Moves are local to a rank and bounded per step.
+Activations are estimated from the shape of each batch that is larger than those before; room is made for them before its
+forward.
 """
 
 from __future__ import annotations
@@ -73,11 +70,7 @@ CALM_STEPS = 10
 
 
 class Monitor:
-    """One engine's monitor. `look` after every step.
-
-    Attributes:
-        moves: what was moved, one line each.
-    """
+    """One engine's monitor. `look` after every step. `moves`: what was moved, one line each."""
 
     def __init__(self, sharded: Sharded, free_host_bytes: Callable[[], int]) -> None:
         self._sharded = sharded

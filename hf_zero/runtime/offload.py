@@ -30,8 +30,7 @@ class Offload:
 
     Attributes:
         stepper: the thread that steps, once it has been needed.
-        monitor: under `auto`.
-        free_host_bytes: what it asks, by the number of ranks that share the memory.
+        monitor: under `auto`; `free_host_bytes` is what it asks.
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 

@@ -49,12 +49,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
 
 
 class Binding:
-    """One optimizer bound to the spans of one model that are its groups'.
-
-    Args:
-        index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
-        originals: by group, the model's parameters.
-    """
+    """One optimizer bound to the spans of one model that are its groups': number `index` of the model's, as
+    `ParamSpec.optimizer` counts. `originals`: by group, the model's parameters."""
 
     one_gradient = True
     """The optimizer sees one gradient for all parameters of a span, or none."""

@@ -3,14 +3,8 @@
 The hooks on modules are here; those on the graphs that forwards make in `graph_hooks`, what both know of the pass under way in
 `pass_state`, and reads of parameters whose unit is released in `lending`.
 
-**All ranks reduce the same units in the same order, each once per backward.** At the start of a backward one small
-all-reduce tells every rank which units any of them has used in forward and when first (`BackwardOrder`). Units used first are
-reduced last. By autograd's rule a unit whose turn has passed is complete, so nobody waits for a unit that this rank did
-not use: what is there is sent, zeros otherwise. At the end a second small all-reduce tells which parameters have a gradient on
-any rank (the others have none, as in DDP), and which units got more gradients after their turn: these are reduced again.
-
-At stage 3 the order of gathers in backward is agreed as well: units used last come first. A rank whose backward leaves a unit
-out takes part in its gather and its reduce all the same (`backward_order`), since the others may need both.
+**All ranks reduce the same units in the same order, each once per backward** (`backward_order`; docs/DESIGN.md, "Which units
+take part"). At stage 3 the order of gathers in backward is agreed as well.
 
 Recomputation (activation checkpointing) runs the same forward hooks. In its non-reentrant form the unit is already in
 backward then, and its forward leaves no second trace; in its reentrant form the recomputed forward is the only one that

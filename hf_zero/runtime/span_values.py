@@ -49,11 +49,7 @@ class Staging(Protocol):
 
 
 class SpanValues(SpanGradients):
-    """Of one span; its gradients are in the base class, what its parameters show of them in `flat_param.Flat`.
-
-    Args:
-        placement: where `own` and the shards rest.
-    """
+    """Of one span; its gradients are in the base class, what its parameters show of them in `flat_param.Flat`."""
 
     def __init__(
         self,

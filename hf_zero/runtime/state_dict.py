@@ -39,15 +39,11 @@ class Elsewhere(Tensor):
     """An entry of a state dict on a rank other than 0: a meta tensor to whoever looks at it, with values for who computes.
 
     Programs use a state dict on every rank (moving averages, target networks: `twin.load_state_dict(model.state_dict())`).
-
-    Attributes:
-        held: the values; None where host memory has no room for them on every rank.
-
-    Raises:
-        StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
+    StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
     """
 
     held: Tensor | None = None
+    """The values; None where host memory has no room for them on every rank."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

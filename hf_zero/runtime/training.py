@@ -259,9 +259,7 @@ class Training:
             self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"
 
     def _refuse_lost(self, what: str, reason: str) -> None:
-        """Raises:
-        StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first.
-        """
+        """StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first."""
         self.offload.check()
         raise StateError(f"{what}: {reason}. Call zero_grad() and make the step's forwards and backwards again")
 
@@ -435,10 +433,7 @@ class Training:
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Masters (of these spans, or all) are those of one step, and have what was written to parameters since. Without
-        communication.
-
-        Raises:
-            StateError, TierError: a step broke off; what was written cannot be carried over.
+        communication. StateError, TierError: a step broke off; what was written cannot be carried over.
         """
         self.offload.finish_step()
         if self._unsharded is not None:

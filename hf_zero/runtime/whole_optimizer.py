@@ -23,15 +23,10 @@ class WholeBinding(Binding):
 
     A span's master stays one flat buffer; each parameter in it gets a **whole**: a Parameter of true shape that is a view of
     the master, with a `.grad` that is a view of the span's gradient. The optimizer's groups hold the wholes in the order in
-    which they held the model's parameters, and its state is its own, as over a plain model: what it computes is what it
-    would compute there.
+    which they held the model's parameters; where ranks share the model out, those that this rank owns, maybe none.
 
-    What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards, one whole
-    after another. A whole in host memory shows its values and its gradient there, one on disk NaN and its gradient; in host
-    memory all state rests there, on disk every tensor of it, whatever its shape, and single values in host memory.
-
-    Where ranks share the model out, no parameter is cut: each has one owner (`ParamSpec.step_cost`), and the groups hold what
-    this rank owns, maybe nothing. The step needs no communication; the next gather spreads what it made.
+    What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards. A whole in
+    host memory shows its values and its gradient there, one on disk NaN and its gradient.
     """
 
     one_gradient = False

@@ -88,12 +88,8 @@ class WholeSteps:
         states: dict[Any, dict[str, Any]],
         after: Any,
     ) -> None:
-        """Update all parameters of the shard that this rank has whole, and carry them to where they rest.
-
-        Args:
-            grad: of the shard, 1-D in host memory; `coefficient`: what it is still to be multiplied by.
-            present: by place in the span, whether the parameter has a gradient.
-            after: what the device has to do before anything here; see `Link.mark`.
+        """Update all parameters of the shard that this rank has whole, and carry them to where they rest. Of the shard's
+        gradient (1-D in host memory) see `state_shard.Claim`; of `present` `host_step`; of `after` `Link.mark`.
         """
         coming = iter([index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient])
         reading: _Whole | None = None

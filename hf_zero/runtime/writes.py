@@ -116,9 +116,8 @@ class WriteWatch:
         values, and where they are released in the backwards after those; there those of modules with such code (`names_data`),
         and such as were found, are looked at in every pass.
 
-        Args:
-            now: other than the last time: the optimizer's tensors are looked at closely.
-            values: parameters, too: their step comes before `before_step`.
+        Where `now` is other than the last time, the optimizer's tensors are looked at closely; with `values` parameters, too:
+        their step comes before `before_step`.
         """
         if self._keeps and not self._in_place():
             for unit in self._units:
