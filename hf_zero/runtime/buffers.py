@@ -96,7 +96,6 @@ class Buffers:
         return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
 
     def _exchange(self, buffers: Mapping[str, Tensor]) -> list[dict[str, tuple[Sign, list[int]]]]:
-        """`prints` of all ranks."""
         return list(self._wire.exchange(self.prints(buffers)))
 
     def _alike(self, everyone: Sequence[Mapping[str, tuple[Sign, list[int]]]]) -> dict[str, Sign]:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +33,6 @@ Groups = list[list[nn.Parameter]]
 """An optimizer's groups, as the model's parameters."""
 
 
-class WholeCosts:
-    """What parameters cost that one optimizer steps over whole."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
-
-    def put_on(self, spec: ParamSpec) -> ParamSpec:
-        """The spec of one of its parameters, with what a step over it costs and its state takes."""
-        key = spec.group, spec.shape, spec.master_dtype
-        if key not in self._known:
-            self._known[key] = state_bytes(self._optimizer, spec.group, spec.shape, dtype_of(spec.master_dtype))
-        return replace(spec, step_cost=step_cost(self._optimizer, spec.shape), state_bytes=self._known[key])
-
-
 class Assembly:
     """The units of one model, and which parameter is where.
 
@@ -57,7 +41,7 @@ class Assembly:
         mixed_precision: as the ranks compare it.
 
     Attributes:
-        owned: by optimizer: where it steps over parameters whole, what one of some shape costs; else None.
+        owned: by number, optimizers that step over parameters whole.
         counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
     """
 
@@ -76,7 +60,9 @@ class Assembly:
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
-        self.owned: list[WholeCosts | None] = []
+        self.owned: dict[int, torch.optim.Optimizer] = {}
+        self._costs: dict[tuple[object, ...], tuple[int, ...]] = {}
+        """By optimizer, and what of a parameter matters: the bytes of its state."""
         self.counted: list[frozenset[str]] = []
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
@@ -96,7 +82,7 @@ class Assembly:
         group_of = {p: group for groups in originals for group, params in enumerate(groups) for p in params}
         optimizer_of = {p: number for number, groups in enumerate(originals) for params in groups for p in params}
         old = {param: self._spec(param) for param in self.sharded.places}
-        specs = [self._owned(mine) for mine in self._drafter.specs(group_of, old, optimizer_of)]
+        specs = [[self._owned(spec) for spec in mine] for mine in self._drafter.specs(group_of, old, optimizer_of)]
         if not old:
             return specs
         # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
@@ -108,12 +94,15 @@ class Assembly:
         sharded = self.sharded
         same_structure(sharded.wire, sharded.config, self._mixed_precision, specs, originals, sharded.names)
 
-    def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
-        """With what a step costs over each parameter that its optimizer must have whole, and that has one owner."""
-        if not any(self.owned):
-            return specs
-        costs = [self.owned[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
-        return [spec if cost is None else cost.put_on(spec) for spec, cost in zip(specs, costs)]
+    def _owned(self, spec: ParamSpec) -> ParamSpec:
+        """With what a step over the parameter costs, and its state takes, where its optimizer must have it whole."""
+        optimizer = self.owned.get(spec.optimizer) if spec.trainable and spec.group >= 0 else None
+        if optimizer is None:
+            return spec
+        key = optimizer, spec.group, spec.shape, spec.master_dtype
+        if key not in self._costs:
+            self._costs[key] = state_bytes(optimizer, spec.group, spec.shape, dtype_of(spec.master_dtype))
+        return replace(spec, step_cost=step_cost(optimizer, spec.shape), state_bytes=self._costs[key])
 
     def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
         """Of one unit, with these parameters in a cohort of their own."""
@@ -130,7 +119,6 @@ class Assembly:
         return [[spec.key for spec in unit] for unit in specs] != now
 
     def hosts(self) -> Iterator[tuple[Unit, list[nn.Module]]]:
-        """Every unit with the modules that use it."""
         return ((unit, group.hosts) for unit, group in zip(self.sharded.units, self._drafter.groups))
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
@@ -162,11 +150,11 @@ class Assembly:
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = [needs_wholes(each, sharded.names, cut=cuts, offloaded=offloaded) for each in optimizers]
         self.counted = [counted(each) if offloaded else frozenset() for each in optimizers]
-        self.owned = [WholeCosts(each) if is_ else None for each, is_ in zip(optimizers, wholes)]
+        self.owned = {number: each for number, (each, is_) in enumerate(zip(optimizers, wholes)) if is_}
+        self._costs = {}
         return [WholeBinding if is_ else Binding for is_ in wholes]
 
     def originals(self, optimizers: Sequence[torch.optim.Optimizer], bound: Sequence[Binding]) -> list[Groups]:
-        """See `originals_of`."""
         return originals_of(optimizers, {param: names[0] for param, names in self.sharded.names.items()}, bound)
 
     def plan(self, specs: list[list[ParamSpec]], optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> Plan:
@@ -335,7 +323,7 @@ class Assembly:
         for flat in flats:
             if not flat.span.trainable or True not in flat.present:
                 continue
-            whole = self._whole(flat, partial(flat.grad, flat.device))
+            whole = self._whole(flat, flat.grad)
             for slot, param, has in zip(flat.span.slots, flat.params, flat.present):
                 if has:
                     found[param] = whole[slot.offset : slot.stop].clone()
@@ -420,16 +408,14 @@ class Assembly:
         for flat in self.sharded.flats:
             if any(param in params for param in flat.params):
                 whole = self._whole(flat, flat.values)
-                for slot, param in zip(flat.span.slots, flat.params):
+                for slot, param, value in zip(flat.span.slots, flat.params, flat.cut_up(whole)):
                     if param in params:
-                        value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                         yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
 
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:
             whole = self._whole(flat, flat.values)
-            for index, slot in enumerate(flat.span.slots):
-                value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+            for index, (slot, value) in enumerate(zip(flat.span.slots, flat.cut_up(whole))):
                 flat.show(index, value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value)
 
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -81,14 +81,14 @@ class Checks:
         hosts: Callable[[], Iterable[tuple[Unit, list[nn.Module]]]],
     ) -> None:
         self._sharded, self._offload, self._wire = sharded, offload, sharded.wire
-        self._sightings = Sightings(self._wire.watch)
-        self._reference = Reference(sharded)
+        self.sightings = Sightings(self._wire.watch)
+        self.reference = Reference(sharded)
         self._replicas = Replicas(sharded, buffers) if self._wire.size > 1 else None
         self._step = 0  # the one that is made
         self._depth = 0  # a `step` that calls its base class's runs the hooks of both
         self._in_closure = False  # forwards belong to the step
         self._optimizer: torch.optim.Optimizer | None = None  # whose step it is
-        self.handles = PassHooks(sharded.model, hosts, self._sightings, self._gathered, self._used).handles
+        self.handles = PassHooks(sharded.model, hosts, self.sightings, self._gathered, self._used).handles
         self._observe()
 
     @property
@@ -119,24 +119,16 @@ class Checks:
             self._replicas.used(unit)
 
     def _before_reduce(self, unit: Unit) -> None:
-        look_at_local(unit, self._sightings)
-        self._reference.before_reduce(unit)
+        look_at_local(unit, self.sightings)
+        self.reference.before_reduce(unit)
 
     def after_backward(self, *, reduced: bool) -> None:
         """A collective with `reduced`: the ranks' gradients have been averaged."""
         if reduced and not self._sharded.config.step_in_backward:
             for what in self._bad_gradients():
-                self._sightings.note("the reduction", what)
-        self._sightings.used = len(self._sightings.seen)
-        self._reference.after_backward(reduced=reduced)
-
-    def broke_off(self) -> None:
-        """A backward raised, and its gradients are gone."""
-        self._reference.broke_off()
-
-    def cleared(self) -> None:
-        """Gradients were forgotten."""
-        self._sightings.drop_used()
+                self.sightings.note("the reduction", what)
+        self.sightings.used = len(self.sightings.seen)
+        self.reference.after_backward(reduced=reduced)
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -159,13 +151,13 @@ class Checks:
         self._in_closure, self._optimizer = has_closure, optimizer
         found = getattr(optimizer, "found_inf", None)
         if isinstance(found, Tensor) and bool(found.sum()):  # gradients overflowed: it is left to the optimizer to pass
-            self._reference.before_step(optimizer, index, "a loss scaler leaves this step out")
+            self.reference.before_step(optimizer, index, "a loss scaler leaves this step out")
             return
         self._depth = 0  # if it raises, there was no step
         self._refuse(next(self._bad_gradients(index), None), self._why_gradient)
         self._depth = 1
         why_not = "its closure makes the gradients inside the step" if has_closure else None
-        self._reference.before_step(optimizer, index, why_not)
+        self.reference.before_step(optimizer, index, why_not)
 
     def after_step(self) -> None:
         """All is updated, whole parameters are gathered again. A collective. NumericsError: a value is not finite; an update is
@@ -178,19 +170,19 @@ class Checks:
         self._offload.finish_step()
         bad = next((what for unit in self._sharded.units for what in bad_masters(unit)), None)
         self._refuse(bad, self._why_update)
-        self._reference.after_step()
+        self.reference.after_step()
         if self._replicas is not None and self._is_due:
             self._replicas.compare(self._step, self._replicas.after_step())
-        self._sightings.clear()
+        self.sightings.clear()
 
     def _bad_gradients(self, optimizer: int | None = None) -> Iterator[str]:
         return (what for unit in self._sharded.units for what in bad_gradients(unit, optimizer))
 
     def _refuse(self, mine: str | None, why: Callable[[Sequence[Sequence[Sighting]]], str]) -> None:
-        told = self._wire.exchange((mine, self._sightings.seen[:2] if mine is not None or self._sightings.seen else []))
+        told = self._wire.exchange((mine, self.sightings.seen[:2] if mine is not None or self.sightings.seen else []))
         bad = [(rank, what) for rank, (what, _) in enumerate(told) if what is not None]
         if bad:
-            self._sightings.clear()
+            self.sightings.clear()
             raise NumericsError(
                 f"step {self._step}, on rank {bad[0][0]}: {bad[0][1]}. {why([seen for _, seen in told])}"
             )

@@ -167,7 +167,6 @@ def over_ranks(wire: SoloWire, local: Tensor, order: float) -> Tensor:
 
 
 def root(powers: Tensor, order: float) -> Tensor:
-    """The norms."""
     if math.isinf(order) or order == 0:
         return powers
     return powers.sqrt() if order == 2.0 else powers.pow(1.0 / order)

@@ -18,7 +18,7 @@ from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm.wire import SoloWire, Traffic
 from ..core.layout import Layout
-from ..errors import ConfigError, ZeroError
+from ..errors import ConfigError, StateError, ZeroError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
@@ -63,7 +63,10 @@ class Engine:
         self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise overrides.refuse_copy("an Engine")
+        raise StateError(
+            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model instead "
+            "(copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or model.state_dict()"
+        )
 
     # What the user calls --------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ class Flat(SpanValues):
     def unshow(self, index: int, *, gathered: bool) -> None:
         """One parameter is what it would be without that."""
         self.show(index, (self.views if gathered else self.guards.shown)[index])
-        self.uncount(index)
+        self._versions[index] = self.params[index]._version  # what was written in place so far is known
         if not gathered:
             self.params[index].__class__ = self._released[index]
 
@@ -205,10 +205,6 @@ class Flat(SpanValues):
             return []
         before, self._versions = versions, [param._version for param in self.params]
         return [i for i, (a, b) in enumerate(zip(before, self._versions)) if a != b and i not in self.pinned]
-
-    def uncount(self, index: int) -> None:
-        """What was written to a parameter in place so far is known."""
-        self._versions[index] = self.params[index]._version
 
     @torch.no_grad()
     def leave_storage(self) -> None:

@@ -31,20 +31,13 @@ from .stand_in import OPERATIONS, Call, Kind, StandIn, is_tensors, plain_of
 class Accumulated(Protocol):
     """Parameters whose gradients add up side by side: a flat parameter."""
 
-    @property
-    def params(self) -> Sequence[nn.Parameter]: ...
-
-    @property
-    def present(self) -> Sequence[bool]: ...
-
-    @property
-    def arrived(self) -> Sequence[bool]: ...
+    span: Span
+    params: list[nn.Parameter]
+    present: list[bool]
+    arrived: list[bool]
 
     @property
     def waits(self) -> bool: ...
-
-    @property
-    def span(self) -> Span: ...
 
 
 F = TypeVar("F", bound=Accumulated)

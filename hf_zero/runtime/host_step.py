@@ -33,16 +33,16 @@ from ..tiers.pool import Storage
 from .flat_param import Flat
 from .offloaded_shard import DiskShard
 from .shadow_optimizer import Twin, copied
-from .state_shard import MASTER, Shard, is_elementwise
+from .state_shard import MASTER, is_elementwise
 from .unit import Unit
-from .whole_step import WholeSteps
+from .whole_step import Claimed, WholeSteps
 
 
 @dataclass(eq=False)
 class Step:
     """One unit's update under way."""
 
-    claims: list[_Claim]
+    claims: list[Claimed]
     twin: Twin
     optimizer: torch.optim.Optimizer
     states: dict[Any, dict[str, Any]]
@@ -75,19 +75,6 @@ class Step:
     def settle(self) -> None:
         if self.worked and self.moving == 0:
             self.done.set()
-
-
-@dataclass(eq=False)
-class _Claim:
-    """One shard, with the gradient as it was when the step began."""
-
-    flat: Flat
-    shard: Shard
-    grad: Tensor
-    coefficient: Tensor | None
-    move: Inflight | None
-    present: list[bool]
-    """By place in the span, whether the parameter has a gradient."""
 
 
 class Stepper:
@@ -159,7 +146,6 @@ class Stepper:
         self.failure = self.failure or TierError(reason)
 
     def recover(self) -> None:
-        """All state has been written anew."""
         self.failure = None
 
     def close(self) -> None:
@@ -199,12 +185,12 @@ class Stepper:
             step.worked = True  # not before: who has waited may load, and step again
             step.settle()
 
-    def _update(self, step: Step, claim: _Claim) -> None:
+    def _update(self, step: Step, claim: Claimed) -> None:
         shard, flat = claim.shard, claim.flat
         group = flat.span.spec.group
         state = step.states
         if flat.wholes is not None:
-            self._wholes.update(flat, shard, claim.grad, claim.coefficient, claim.present, step.twin, state, step.after)
+            self._wholes.update(claim, step.twin, state, step.after)
             return
         goes_out = not shard.aliased  # block by block, while it is in the cache
 
@@ -242,7 +228,7 @@ class Stepper:
         self,
         step: Step,
         group: int,
-        claim: _Claim,
+        claim: Claimed,
         master: Tensor,
         start: int,
         entries: dict[str, Any],
@@ -449,12 +435,12 @@ def _read(entries: dict[str, Any]) -> dict[str, Any]:
     return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
 
 
-def _claims(flat: Flat, twin: Twin) -> Iterable[_Claim]:
+def _claims(flat: Flat, twin: Twin) -> Iterable[Claimed]:
     # In backward nobody knows yet which parameters have none on any rank: that is zeros then, as for all of a span.
     present = [True] * len(flat.params) if flat.storage.transient else flat.present
     for shard in flat.shards:
         found = shard.claim()
         if found is not None:
-            yield _Claim(flat, shard, *found, present)
+            yield Claimed(flat, shard, *found, present)
         elif flat.wholes and twin.steps_without_gradient and shard.is_offloaded:
-            yield _Claim(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))
+            yield Claimed(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))

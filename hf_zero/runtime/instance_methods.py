@@ -161,13 +161,6 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
 # Copies ---------------------------------------------------------------------------------------------------------------
 
 
-def refuse_copy(what: str) -> StateError:
-    return StateError(
-        f"{what} cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model instead "
-        "(copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or model.state_dict()"
-    )
-
-
 def _refuse_pickle(protocol: Any) -> Any:
     raise StateError(
         "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("

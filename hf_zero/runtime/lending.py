@@ -83,7 +83,6 @@ class Lending:
             trace.unit.is_masked = trace.unit.state is State.SHARDED
 
     def detach(self) -> None:
-        """The model's modules have plain dictionaries of parameters again."""
         on_read.take_off(self._dictionaries)
         self._dictionaries.clear()
 

@@ -55,7 +55,6 @@ class Movable:
         return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
 
     def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Flat.move`."""
         tiers = [shard.tier for shard in self.flat.shards]
         if self.shard is not None:
             tiers[self.shard] = tier

@@ -289,7 +289,6 @@ class Offload:
             empty_cache(self._device)
 
     def close(self) -> None:
-        """The thread ends, the file goes away."""
         if self.stepper is not None:
             self.stepper.close()
             self.stepper = None

@@ -346,7 +346,6 @@ class DiskShard(HostShard):
 
     @property
     def slabs(self) -> range:
-        """First elements of all slabs."""
         return range(0, self.numel, self.storage.sizes.slab_numel)
 
     @property

@@ -111,7 +111,6 @@ class Binding:
                     shard.put(self.optimizer, states[shard.master])
 
     def has(self, flat: Flat) -> bool:
-        """Whether its groups have this span, by the span's specs."""
         spec = flat.span.spec
         return spec.group >= 0 and spec.optimizer == self.index
 
@@ -163,14 +162,12 @@ class Binding:
         return out
 
     def group_options(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-        """See `Engine.group_options`."""
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
             for group, params in zip(self.optimizer.param_groups, self.originals)
         ]
 
     def pieces(self, names: Mapping[nn.Parameter, str]) -> OptimizerPieces:
-        """What a checkpoint writes and fills."""
         return OptimizerPieces(self.flats, self._wire, self.optimizer, self.group_options(names))
 
     # Full state -----------------------------------------------------------------------------------------------------
@@ -227,12 +224,9 @@ class Binding:
         for key in sorted(names):
             value = read(self._wire, partial(flat.state, self.optimizer, key), may_fail=flat.storage.uses_disk)
             whole = joined(flat, self._wire, value, everywhere=everywhere) if names[key] else None
-            for slot, param in zip(flat.span.slots, flat.params):
-                if whole is None:
-                    piece: Any = on_cpu(value)
-                else:
-                    piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
-                state.setdefault(param, {})[key] = piece
+            pieces = [on_cpu(value) for _ in flat.params] if whole is None else flat.cut_up(whole)
+            for param, piece in zip(flat.params, pieces):
+                state.setdefault(param, {})[key] = piece if whole is None else piece.clone()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

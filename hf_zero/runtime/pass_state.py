@@ -146,12 +146,12 @@ class Pass:
         trace.unit.gather()
         trace.unit.wait()
 
-    def drop_holds(self, least: int) -> None:
-        """Units that were held for no longer than that are released."""
+    def drop_holds(self) -> None:
+        """Units that were held until the next forward or step are released."""
         if self.looks:
             self.end_looks()
         for trace in self.traces:
-            if trace.held and trace.held <= least:
+            if trace.held == 1:
                 trace.held = 0
                 trace.unit.release()
 

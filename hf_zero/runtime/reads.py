@@ -105,7 +105,6 @@ def name_of(func: Any) -> str:
 
 
 def needs_values(func: Any) -> bool:
-    """Whether a torch function looks at elements."""
     return name_of(func) not in _NEED_NO_VALUES
 
 
@@ -128,7 +127,8 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         name = name_of(func)
         if name == "__repr__":
-            return f"Parameter(released: it has values in a forward, shape={_described(args[0])})"
+            with AsTheyAre():
+                return f"Parameter(released: it has values in a forward, shape={tuple(args[0].shape)})"
         if name != _DIFFERENTIATES:
             if name in _NEED_NO_VALUES:
                 with AsTheyAre():
@@ -173,11 +173,6 @@ def _released(values: Any) -> Iterator[ReleasedParameter]:
         yield from _released(list(values.values()))
 
 
-def _described(param: nn.Parameter) -> tuple[int, ...]:
-    with AsTheyAre():
-        return tuple(param.shape)
-
-
 class Unmasked:
     """Released parameters that are plain ones until `end`: what reads them asks for nothing."""
 
@@ -202,7 +197,6 @@ def put_on(modules: Iterable[nn.Module], read: Callable[[ParameterDict], None]) 
 
 
 def take_off(dictionaries: Iterable[ParameterDict]) -> None:
-    """Plain dictionaries again."""
     for each in dictionaries:
         if each.module.__dict__.get("_parameters") is each:
             each.module.__dict__["_parameters"] = dict(each)

@@ -114,7 +114,10 @@ class Reference:
             return None  # not finite: that has its own check
         largest = max(float(part.abs().max()) for part in parts)
         kept = max(float(now.abs().max()), float(before.abs().max()))
-        allowed = 64 * _eps(place.flat.reduce_dtype) * largest + 8 * _eps(place.flat.master_dtype) * kept
+        allowed = (
+            64 * torch.finfo(place.flat.reduce_dtype).eps * largest
+            + 8 * torch.finfo(place.flat.master_dtype).eps * kept
+        )
         off = (now - before - mean).abs()
         if float(off.max()) <= allowed:
             return None
@@ -191,7 +194,7 @@ class Reference:
 
     def _off_update(self, each: _Expected, now: Tensor) -> str | None:
         change = float((each.after - each.before).abs().max())
-        allowed = _SHARE * change + 4 * _eps(now.dtype) * float(each.before.abs().max())
+        allowed = _SHARE * change + 4 * torch.finfo(now.dtype).eps * float(each.before.abs().max())
         off = (now - each.after).abs()
         if not float(off.max()) <= allowed:
             at = int(off.argmax())
@@ -237,10 +240,6 @@ def _wide_of(dtype: torch.dtype) -> torch.dtype:
 
 def _wide(values: Tensor) -> Tensor:
     return values.detach().to("cpu", _wide_of(values.dtype), copy=True)
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def _number(value: Tensor) -> str:

@@ -139,7 +139,7 @@ class Schedule:
         self._current.with_graph = torch.is_grad_enabled()
         self._current.enter(host)
         self._current.begin()
-        self._current.drop_holds(1)
+        self._current.drop_holds()
         if self._current.frees:
             for trace in self._current.traces:
                 trace.seen = trace.running = 0
@@ -251,7 +251,7 @@ class Schedule:
         """What was gathered for reads between passes is released, and what was written to it is carried over."""
         if self._current.looks:
             self._current.look_over()
-            self._current.drop_holds(1)
+            self._current.drop_holds()
 
     def quiesce(self) -> None:
         """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""

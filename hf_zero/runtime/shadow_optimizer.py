@@ -54,7 +54,6 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Tensors anew."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

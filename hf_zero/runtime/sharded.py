@@ -177,7 +177,6 @@ class Sharded:
 
     @property
     def flats(self) -> list[Flat]:
-        """Every span's storage, unit by unit."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property

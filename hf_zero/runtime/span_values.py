@@ -170,7 +170,6 @@ class SpanValues(SpanGradients):
         return alike and _slots(span) == _slots(self.span) and (self.in_files or self.rests_as(placement))
 
     def rests_as(self, placement: Placement) -> bool:
-        """Whether its parts rest where this says."""
         wanted = [*placement.optimizer] or [(placement.parameters, self.span.slice_numel)]
         return self.rest is placement.parameters and [(shard.tier, shard.numel) for shard in self.shards] == wanted
 
@@ -410,7 +409,8 @@ class SpanValues(SpanGradients):
                 shard.rest_on(alias)
         self._point_wholes()
         if self.in_memory is False:
-            self.give_bucket_up()
+            self.drop_bucket()
+            self._bucket = self._bucket_storage = None  # the next one is other memory
         if not moves:
             if self.printed is None:
                 self.note_place()
@@ -422,9 +422,9 @@ class SpanValues(SpanGradients):
         if isinstance(before, Tensor):
             self.close()
 
-    def values(self, device: torch.device | None = None) -> Tensor:
-        """The slice in the master dtype, 1-D on the span's device (or `device`); a view where it rests there in one piece."""
-        out = assembled(self.shards, lambda shard: shard.values, 0, self.span.slice_numel, device or self.device)
+    def values(self) -> Tensor:
+        """The slice in the master dtype, 1-D on the span's device; a view where it rests there in one piece."""
+        out = assembled(self.shards, lambda shard: shard.values, 0, self.span.slice_numel, self.device)
         if out is None:
             raise StateError(f"span of {self.span.spec.name!r} has no values")
         return out

@@ -29,7 +29,6 @@ class BatchWatch:
         self._architecture = Architecture.of(getattr(sharded.model, "config", None), names)
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch | None:
-        """Of a forward with these inputs."""
         if self._architecture is None:
             return None
         shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)

@@ -91,12 +91,10 @@ class Shard(ABC):
         """Memory in this tier with these values; what the master is to be."""
 
     def _arrays(self) -> list[DiskArray]:
-        """What this shard has on disk."""
         return []
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of disk that values and states take."""
         return sum(array.nbytes for array in self._arrays())
 
     @property
@@ -130,7 +128,6 @@ class Shard(ABC):
         self.note()
 
     def close(self) -> None:
-        """Give everything back."""
         self.release_buffer()
         self._close_arrays()
 

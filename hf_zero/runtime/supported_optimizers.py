@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.save import scalar
 from ..errors import CheckpointError, UnsupportedOptimizerError
+from ..tiers.array import is_array
 from .reads import plain_class
 from .shadow_optimizer import attributes_of, copied, options_of
 
@@ -166,24 +167,19 @@ def state_bytes(
         twin = _copy_of(optimizer, [{"params": [param], **options}])
         with suppress(Exception):
             type(optimizer).step(twin)
-    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if _is_array(value)}
+    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
     small = tuple(min(extent, 8) for extent in shape)
     with suppress(Exception):
         trial = _Trial(optimizer, options, small)
         found: dict[str, Any] = next(iter(trial.stepped_once().state.values()), {})
         scale = param.numel() / max(1, math.prod(small))
         for key, value in found.items():
-            if _is_array(value) and str(key) not in made:
+            if is_array(value) and str(key) not in made:
                 made[str(key)] = round(value.nbytes * scale)
     return tuple(made.values())
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tuple[Needs, str]:
-    """What it needs, and why: by name, else by trial."""
     kind = type(optimizer)
     found = {needs: why for base in reversed(kind.__mro__) for needs, why in [_KNOWN.get(base.__name__, (None, ""))]}
     kept = found.get(Needs.ITS_OWN) or _kept_parameters(optimizer, params)

@@ -253,7 +253,7 @@ class Training:
             unit.drop_grads(shards=True)
         self.offload.backward_broke_off()
         if self._checks is not None:
-            self._checks.broke_off()
+            self._checks.reference.broke_off()
         for index in range(max(1, len(self.optimizers.bindings))):
             earlier = ", and those of earlier backwards of this step with them" if index in self._uncleared else ""
             self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"
@@ -417,7 +417,7 @@ class Training:
         if not set_to_none:
             return
         if self._checks is not None and not self._uncleared:
-            self._checks.cleared()
+            self._checks.sightings.drop_used()
         for each in self.optimizers.bindings:
             each.show_grads()
 

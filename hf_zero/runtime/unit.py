@@ -99,23 +99,19 @@ class Unit:
         for flat in self.flats:
             if not flat.resident:
                 flat.open(f"gathering unit {self.name!r}")
-        if self.has_parts and from_parts and (node := self.wire.node) is not None:
-            for flat in self.flats:
-                if flat.part is not None:
-                    self._gathers.append(flat.gather_part(node))
-            self.drop_parts()
-            self._comes_from_parts = True
-            self.state = State.GATHERING
-            if named is not None:
-                named.__exit__(None, None, None)
-            return
         if self.has_parts:
+            if from_parts and (node := self.wire.node) is not None:
+                for flat in self.flats:
+                    if flat.part is not None:
+                        self._gathers.append(flat.gather_part(node))
+                self._comes_from_parts = True
             self.drop_parts()
-        for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
-            if flat.rest is not Tier.DEVICE:
-                self._brings.append((flat, flat.bring()))
-        if not self._sends_late:
-            self._send()
+        if not self._comes_from_parts:
+            for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
+                if flat.rest is not Tier.DEVICE:
+                    self._brings.append((flat, flat.bring()))
+            if not self._sends_late:
+                self._send()
         self.state = State.GATHERING
         if named is not None:
             named.__exit__(None, None, None)

@@ -193,7 +193,6 @@ class Unsharded:
             self._leave()
 
     def _shown(self) -> Iterator[tuple[str, int]]:
-        """What the parameters show, span by span."""
         for flat in self._sharded.flats:
             whole = self._wholes.get(flat)
             yield flat.span.spec.name, digest(flat.full[: flat.span.used_numel]) if whole is None else whole.known

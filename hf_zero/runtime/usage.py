@@ -52,12 +52,9 @@ from .sharded import Sharded
 class Measurable(Protocol):
     """A running engine, as far as it is measured. Whoever measures reads; nothing here is written."""
 
-    @property
-    def sharded(self) -> Sharded: ...
-    @property
-    def offload(self) -> Offload: ...
-    @property
-    def schedule(self) -> Schedule: ...
+    sharded: Sharded
+    offload: Offload
+    schedule: Schedule
 
 
 # Bytes now ----------------------------------------------------------------------------------------------------------
@@ -220,7 +217,6 @@ class Usage:
         return table
 
     def facts(self, backward_per_step: int) -> dict[str, Any]:
-        """What ran where, and what was predicted."""
         sharded = self._engine.sharded
         memory, traffic = predicted(self._engine, backward_per_step)
 
