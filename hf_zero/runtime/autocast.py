@@ -64,8 +64,7 @@ class Autocast:
 
     def _tell(self, model: nn.Module, hosts: Collection[nn.Module]) -> None:
         """Every module that may be an entry. Inside a host (a block), where most modules are, these are the ones whose parts
-        autocast would cast; further out, all that have parameters: what they are given may be of the compute dtype.
-        """
+        autocast would cast; further out, all that have parameters: what they are given may be of the compute dtype."""
         blocks = [host for host in hosts if host is not model]
         inside = {inner for host in blocks for inner in host.modules()}.difference(blocks)
         for module in model.modules():
@@ -118,8 +117,7 @@ class _Here(threading.local):
 
 class Uses(TorchFunctionMode):
     """Watches one forward for matrices that are used where autocast would have left them in float32. They have been rounded to
-    the compute dtype, which plain data parallel does not do: said once, with the setting that mends it.
-    """
+    the compute dtype, which plain data parallel does not do: said once, with the setting that mends it."""
 
     def __init__(self, cast: Mapping[nn.Parameter, str], precision: Precision, device: torch.device) -> None:
         super().__init__()

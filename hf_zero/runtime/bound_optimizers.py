@@ -25,8 +25,7 @@ from .writes import WriteWatch
 
 class BoundOptimizers:
     """Of one sharded model, whose units are built and whose hooks are on; `bindings` are in the order of `Sharded.optimizers`.
-    Signals wait (`held`) while spans are cut anew; `take_methods` of an optimizer that is bound for the first time.
-    """
+    Signals wait (`held`) while spans are cut anew; `take_methods` of an optimizer that is bound for the first time."""
 
     def __init__(
         self,
@@ -133,8 +132,7 @@ class BoundOptimizers:
 
     def unfreeze(self) -> None:
         """Parameters were frozen or unfrozen. Frozen ones keep their place and their state, and get no gradient; the first time
-        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step.
-        """
+        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step."""
         if not self._assembly.has_unfrozen:
             return
         originals = self._originals
@@ -159,8 +157,7 @@ class BoundOptimizers:
 
     def make_room(self, marks: Mapping[str, str]) -> None:
         """Before optimizer state is loaded, on every rank with the same `marks`: by parameter, what of its state is one value.
-        See `Assembly.arranged`. A collective then.
-        """
+        See `Assembly.arranged`. A collective then."""
         if self._config.step_in_backward:
             return
         sharing = {p for each in self.bindings if each.one_gradient for params in each.originals for p in params}

@@ -138,8 +138,7 @@ class Assembly:
 
     def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
         """Of each: over slices or over whole matrices (UnsupportedOptimizerError: neither); `specs` are for these from now on.
-        ConfigError: there are several, and units are updated before the program says which of them steps.
-        """
+        ConfigError: there are several, and units are updated before the program says which of them steps."""
         sharded = self.sharded
         if len(optimizers) > 1 and sharded.config.step_in_backward:
             raise ConfigError(
@@ -159,8 +158,7 @@ class Assembly:
 
     def plan(self, specs: list[list[ParamSpec]], optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> Plan:
         """The plan for these specs, with measured speeds and what is free now; nothing changes. A collective under `auto`, and
-        once there are units.
-        """
+        once there are units."""
         sharded, machine = self.sharded, Machine()
         if sharded.config.is_auto:
             held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)
@@ -261,8 +259,7 @@ class Assembly:
     def arranged(self, originals: Sequence[Groups], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
         """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is. Parameters of one span
         have made the same steps; a frozen one that has state gets a place for it. `marks`: by parameter that has state and
-        shares a span with others, what of the state is one value for the parameter (`step`), as text.
-        """
+        shares a span with others, what of the state is one value for the parameter (`step`), as text."""
         specs = self.specs(originals)
         before = [list(mine) for mine in specs]
         for number, (mine, group) in enumerate(zip(before, self._drafter.groups)):
@@ -365,8 +362,7 @@ class Assembly:
 
     def look_at_flags(self) -> bool:
         """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication. Refuses what
-        was frozen under `step_in_backward`, which steps over whole spans as their gradients come.
-        """
+        was frozen under `step_in_backward`, which steps over whole spans as their gradients come."""
         before = self._flags
         with AsTheyAre():
             self._flags = now = [param.requires_grad for param in self._params]

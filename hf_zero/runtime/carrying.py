@@ -8,8 +8,7 @@ would put the rounding of every element into its master. An element that is writ
 moves its master by as much; one that is written by more sets it.
 
 Writes through `.data` torch does not count. Frozen parameters that a module of the user's own holds (code books) are compared
-in every pass, this rank's elements with the masters. Trained ones are compared whole, since all ranks have to find the same
-(`writes.WriteWatch.before_forward` says when).
+in every pass, this rank's elements with the masters; trained ones whole, since all ranks have to find the same.
 """
 
 from __future__ import annotations
@@ -171,8 +170,7 @@ def carry_given(flat: Flat, unit: str) -> None:
 
 def carry_in_use(flat: Flat, unit: str, close: Callable[[], None]) -> bool:
     """Before a release: what was written while the parameters were there is carried over. Returns whether torch counts a write,
-    or `param.data` was replaced: what a gather brings in may be other than what is shown.
-    """
+    or `param.data` was replaced: what a gather brings in may be other than what is shown."""
     if flat.unread:
         flat.unread = False
         return False
@@ -211,8 +209,7 @@ def look(flat: Flat) -> None:
 
 def uncounted(flat: Flat, known: Set[int]) -> list[int]:
     """Parameters (places in `params`) that were written since, through `.data`; none of `known`, of which it is known. Such are
-    looked at in every step from now on. Whole ones are compared: which were written all ranks have to find alike.
-    """
+    looked at in every step from now on. Whole ones are compared: which were written all ranks have to find alike."""
     with AsTheyAre():
         found = [
             index

@@ -193,8 +193,7 @@ def load_state(item: Stateful, saved: Field) -> None:
 
 class Behind:
     """A frozen save that is being written by a thread, with a wire of its own. At most one at a time per engine. `slab`: host
-    memory that the values are copied to; of the save before, which is complete, and for the next one.
-    """
+    memory that the values are copied to; of the save before, which is complete, and for the next one."""
 
     def __init__(self, saving: Saving, wire: SoloWire, slab: Tensor | None) -> None:
         self.slab = saving.freeze(wire, slab)

@@ -161,8 +161,7 @@ class Checks:
 
     def after_step(self) -> None:
         """All is updated, whole parameters are gathered again. A collective. NumericsError: a value is not finite; an update is
-        not plain training's. RankMismatchError: whole parameters differ.
-        """
+        not plain training's. RankMismatchError: whole parameters differ."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return

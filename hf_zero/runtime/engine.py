@@ -64,8 +64,9 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model instead "
-            "(copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or model.state_dict()"
+            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model "
+            "instead (copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or "
+            "model.state_dict()"
         )
 
     # What the user calls --------------------------------------------------------------------------------------------

@@ -247,16 +247,6 @@ class Backward:
                 "gathered until the end of backward"
             )
 
-    @property
-    def kept(self) -> frozenset[int]:
-        """Places of the units that stay gathered from the next forward to its backward."""
-        return frozenset(trace.at for trace in self.current.traces if trace.keeps)
-
-    @property
-    def parted(self) -> frozenset[int]:
-        """Places of those that stay cut among the ranks of each node meanwhile."""
-        return frozenset(trace.at for trace in self.current.traces if trace.parts)
-
     def stepped(self) -> None:
         """The optimizer has used this step's gradients."""
         self._seen = False
@@ -312,8 +302,7 @@ class Backward:
 
     def collect(self) -> None:
         """An exception keeps the graph of its pass in a cycle, and that the uses of units. They end on all ranks now, and not
-        when a collector comes by: until then ranks would send a unit's gradients at different moments of a backward.
-        """
+        when a collector comes by: until then ranks would send a unit's gradients at different moments of a backward."""
         self.current.raised = False
         gc.collect()
 

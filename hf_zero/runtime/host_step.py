@@ -6,8 +6,7 @@ parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; th
 updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
 (ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
-Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
-returns. An element's update depends on that element alone, so results are those of one step over everything.
+Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait` returns.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Step:
 
     def wait(self) -> None:
         """Return when masters, states and parameters are where they rest. TierError: bytes could not be moved, StateError: the
-        optimizer raised; its step is half done then.
-        """
+        optimizer raised; its step is half done then."""
         if not self.done.is_set():
             started = time.perf_counter()
             self.done.wait()
@@ -114,8 +112,7 @@ class Stepper:
         self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, index: int, twin: Twin, after: Any
     ) -> None:
         """Start to update these units' offloaded shards of one optimizer (`index`) that have gradients; `unit.stepping` says
-        when each is done. StateError: an earlier step broke.
-        """
+        when each is done. StateError: an earlier step broke."""
         self.check()
         for unit in units:
             mine = [flat for flat in unit.trained if flat.span.is_updated and flat.span.optimizer == index]
@@ -240,13 +237,13 @@ class Stepper:
         numel = master.numel()
         grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
-        if not step.twin.is_fused(group):
+        if not step.twin.fused[group]:
             width = self._sizes.loop_numel
         elif plain:
             width = self._sizes.plain_numel if goes_out or on_disk else numel
         else:
             width = self._sizes.block_numel
-        kernel = step.twin.kernel(group)
+        kernel = step.twin.kernels[group]
         if kernel is not None and entries:
             count = entries["step"] + 1
             blocks = [each.split(width) for each in (master, grad, entries["exp_avg"], entries["exp_avg_sq"])]

@@ -103,8 +103,7 @@ def around_own_methods(
     optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None], patches: Patches
 ) -> None:
     """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, … Static and
-    class methods are left alone: they have no optimizer to change, and are not to be called with one.
-    """
+    class methods are left alone: they have no optimizer to change, and are not to be called with one."""
 
     def between(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before()

@@ -138,8 +138,7 @@ class Monitor:
 
     def make_room(self, tier: Tier, bytes_: int, *, in_pass: bool = False) -> int:
         """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed.
-        `in_pass`, in a forward or a backward, no parameters move. What is in use never does.
-        """
+        `in_pass`, in a forward or a backward, no parameters move. What is in use never does."""
         freed = moved = 0
         # Optimizer state before parameters, late units before early ones.
         late_first = [*reversed(self._movable)]

@@ -373,8 +373,7 @@ class DiskShard(HostShard):
 
     def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
         """Values (`MASTER`) and states from element `start` on, which must not change until waited for. States that are new are
-        the optimizer's from `keep_states` on; TierError: there is no room for one.
-        """
+        the optimizer's from `keep_states` on; TierError: there is no room for one."""
         arrays = {
             name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
         }

@@ -80,8 +80,7 @@ class Binding:
 
     def keep_states(self, settle: Callable[[], None] | None) -> None:
         """`optimizer.state` is one that refuses what it cannot answer. What a program has put in its place since counts.
-        `settle` waits for the thread that may update states behind the step.
-        """
+        `settle` waits for the thread that may update states behind the step."""
         found, before = self.optimizer.state, self._states
         if found is before:
             return
@@ -403,8 +402,7 @@ def originals_of(
     Raises:
         LayoutError: a parameter that the model does not have, or that two of them have.
     """
-    previous = {binding.optimizer: binding for binding in bound}
-    found = [_originals_of(optimizer, names, previous.get(optimizer)) for optimizer in optimizers]
+    found = [_originals_of(optimizer, names, bound) for optimizer in optimizers]
     holder: dict[nn.Parameter, int] = {}
     for number, groups in enumerate(found):
         for param in (param for group in groups for param in group):
@@ -418,12 +416,10 @@ def originals_of(
 
 
 def _originals_of(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], bound: Iterable[Binding]
 ) -> list[list[nn.Parameter]]:
-    if previous is not None:
-        groups = previous.current_originals()
-    else:
-        groups = [list(group["params"]) for group in optimizer.param_groups]
+    before = (binding.current_originals() for binding in bound if binding.optimizer is optimizer)
+    groups = next(before, [list(group["params"]) for group in optimizer.param_groups])
     for index, group in enumerate(groups):
         for place, param in enumerate(group):
             if param not in names:

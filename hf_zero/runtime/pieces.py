@@ -184,8 +184,7 @@ class OptimizerPieces:
 
     def _whole_states(self, flat: Flat) -> Iterator[tuple[ParamSpec, dict[str, Any]]]:
         """Parameter -> its state, of an optimizer over parameters of true shape. CheckpointError: a tensor that is no plain
-        array.
-        """
+        array."""
         for index, entries in flat.whole_entries(self._optimizer).items():
             slot = flat.span.slots[index]
             for state, value in entries.items():

@@ -223,8 +223,7 @@ class Readers:
 
     def want_no_values(self) -> bool:
         """Whether it is asked for its type, device or shape and for nothing else: `module.weight.dtype`. The attribute is then
-        what the very next instruction loads, which takes the parameter off the stack. To be called from `read`.
-        """
+        what the very next instruction loads, which takes the parameter off the stack. To be called from `read`."""
         lookup = sys._getframe(3)  # read, __getitem__, nn.Module.__getattr__, the reader
         reader = lookup.f_back
         if lookup.f_code is not nn.Module.__getattr__.__code__ or reader is None:

@@ -133,8 +133,7 @@ class Reference:
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, index: int, why_not: str | None) -> None:
         """Gradients are as the optimizer is to have them. A collective on the first steps. `why_not`: why this one cannot be
-        compared; the same on every rank.
-        """
+        compared; the same on every rank."""
         self._expected, self._why_not, self._optimizer = [], why_not, optimizer
         if not self.is_due:
             return

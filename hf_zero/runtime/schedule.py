@@ -85,8 +85,7 @@ class Schedule:
 
     def recut(self, units: Iterable[Unit]) -> None:
         """The same modules' units with other spans. Between passes, also as a forward begins. Hooks and what was learnt of each
-        unit stay. Backwards over graphs that were made before are refused where parameters are released.
-        """
+        unit stay. Backwards over graphs that were made before are refused where parameters are released."""
         heirs = {trace: trace.heir(unit) for trace, unit in zip(self._current.traces, units)}
         self._current.traces = list(heirs.values())
         for host in self._hosts + self._guests:

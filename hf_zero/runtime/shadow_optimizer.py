@@ -86,15 +86,10 @@ class Twin:
         torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
         scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        self._kernels = [None if scaled else _adam(self._kind, options) for options in self._options]
-
-    def kernel(self, group: int) -> Kernel | None:
-        """What the group's step ends in once there is state, where that is one call; None: call `step`."""
-        return self._kernels[group]
-
-    def is_fused(self, group: int) -> bool:
-        """Whether an update reads and writes memory once."""
-        return bool(self._options[group].get("fused"))
+        self.kernels = [None if scaled else _adam(self._kind, options) for options in self._options]
+        """By group, what its step ends in once there is state, where that is one call; None: call `step`."""
+        self.fused = [bool(options.get("fused")) for options in self._options]
+        """By group, whether an update reads and writes memory once."""
 
     def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""

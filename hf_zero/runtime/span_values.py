@@ -375,8 +375,7 @@ class SpanValues(SpanGradients):
     ) -> None:
         """`own` rests in `rest` and every shard in its tier of `tiers` afterwards, with the same values. The unit is sharded.
         What could not be moved (TierError, ConfigError) is where it was. With `keep_full` `own` is on the device a slice of
-        `full`, which is allocated then; its other slices are undefined.
-        """
+        `full`, which is allocated then; its other slices are undefined."""
         equal = self._shares
         before, region = self.own, self._region
         moves = rest is not self.rest

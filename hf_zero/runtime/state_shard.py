@@ -10,8 +10,8 @@ A slice is one shard, or a few where the plan splits it between tiers. The optim
 `Shard.move` makes the one of another tier, with the same master. The last two and `SHARDS`, which has the class of each tier,
 are in `offloaded_shard`.
 
-On several ranks what a master shows between a backward and the optimizer's own step is a `stand_in.Slice`, whose norms are
-those over all ranks. Code of this package asks for `grad` or `device_grad`, which are never one.
+On several ranks a master shows a `stand_in.Slice` between a backward and the optimizer's own step. Code of this package asks
+for `grad` or `device_grad`, which are never one.
 """
 
 from __future__ import annotations
@@ -183,8 +183,7 @@ class Shard(ABC):
         self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up. Entries come
-        from anywhere, and are not copied where they rest here already; options are its group's. TierError: there is no room.
-        """
+        from anywhere, and are not copied where they rest here already; options are its group's. TierError: there is no room."""
         return {key: self._whole_home(key, value, options) for key, value in entries.items()}
 
     def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
@@ -260,8 +259,7 @@ class Shard(ABC):
 
     def follow_grad(self) -> bool:
         """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
-        False where nothing was done. Never on the device: there the master's `.grad` is the gradient.
-        """
+        False where nothing was done. Never on the device: there the master's `.grad` is the gradient."""
         return False
 
     def drop_grad(self) -> None:
@@ -291,8 +289,7 @@ class Shard(ABC):
 
     def show_slice(self, keeper: Keeper, place: int) -> None:
         """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one. `place`: the
-        span's among all ranks' spans, at the first of its shards; else -1.
-        """
+        span's among all ranks' spans, at the first of its shards; else -1."""
         # In one method for all tiers: a call more for every shard of every step would be felt.
         local = None if self.is_offloaded else self.master.grad
         if type(local) is Slice:

@@ -145,8 +145,7 @@ def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
     """What a step over one parameter costs beside others, for owners to be balanced: arithmetic where the rule multiplies the
-    matrix by itself, else memory traffic, which goes with elements.
-    """
+    matrix by itself, else memory traffic, which goes with elements."""
     numel = max(1, math.prod(shape))
     products = any(base.__name__ in _MULTIPLIES for base in type(optimizer).__mro__)
     return numel * min(shape) if products and len(shape) > 1 and numel > 1 else numel

@@ -433,8 +433,7 @@ class Training:
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Masters (of these spans, or all) are those of one step, and have what was written to parameters since. Without
-        communication. StateError, TierError: a step broke off; what was written cannot be carried over.
-        """
+        communication. StateError, TierError: a step broke off; what was written cannot be carried over."""
         self.offload.finish_step()
         if self._unsharded is not None:
             self._unsharded.carry(flats)
@@ -446,8 +445,7 @@ class Training:
 
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
         """Reduce the gradients that `no_sync` left on this rank; those of these spans, or all, are what the parameters' `.grad`
-        say. A collective where there are any.
-        """
+        say. A collective where there are any."""
         self.schedule.backward.flush()
         if self._lost:
             self._refuse_lost("gradients", next(iter(self._lost.values())))

@@ -127,8 +127,7 @@ class Snapshot:
 
     def undo(self) -> str:
         """Put everything back where only numbers, options and new entries are in the way. Returns what was written that cannot
-        be put back, or may have been; empty: the step has not been.
-        """
+        be put back, or may have been; empty: the step has not been."""
         optimizer, state = self._optimizer, self._optimizer.state
         edited = bool(self._samples) and self._sampled() != self._samples  # by ways that no version counts
         if edited or [param._version for param in self._params] != self._versions:

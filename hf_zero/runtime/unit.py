@@ -84,8 +84,7 @@ class Unit:
 
     def gather(self, *, from_parts: bool = False) -> None:
         """Start to bring the full parameters in; `from_parts`, on all ranks alike: from what the ranks of this node have kept
-        of them at the last release, if they have. Else that is old, and is given back.
-        """
+        of them at the last release, if they have. Else that is old, and is given back."""
         if self.state is not State.SHARDED or self.shows_whole:
             return
         named = self._named("gather") if profiler._is_profiler_enabled else None
@@ -214,8 +213,7 @@ class Unit:
 
     def release(self, *, parts: bool = False) -> None:
         """Full parameters go away, unless the stage keeps them; with `parts` this rank keeps its part, among those of its node.
-        Not of values that somebody has written: what a gather brings in of these goes through the masters, and maybe codes.
-        """
+        Not of values that somebody has written: what a gather brings in of these goes through the masters, and maybe codes."""
         if self.state is State.SHARDED or self.policy.keep_full:
             return
         if self.state is State.GATHERING:

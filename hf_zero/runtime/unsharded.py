@@ -74,7 +74,11 @@ class Unsharded:
         """Nothing is gathered for a pass, masters are those of one step. A collective. OutOfMemoryError, on every rank: one
         has not got the memory."""
         wire = self._sharded.wire
-        wanted = [(unit, flat) for unit in self._sharded.units for flat in unit.flats if self._lacks(unit, flat)]
+        keeps, spans = self._sharded.policy.keep_full, [(u, flat) for u in self._sharded.units for flat in u.flats]
+        is_there = {
+            flat for _, flat in spans if keeps and flat.codec is None and self._dtype(flat) == flat.compute_dtype
+        }
+        wanted = [(unit, flat) for unit, flat in spans if flat not in is_there]
         needed = sum(flat.span.numel * self._dtype(flat).itemsize for _, flat in wanted)
         with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
             missing = needed - self._free_bytes if wanted else 0
@@ -99,10 +103,6 @@ class Unsharded:
 
     def _dtype(self, flat: Flat) -> torch.dtype:
         return flat.compute_dtype if self._in_compute_dtype else dtype_of(flat.span.spec.dtype)
-
-    def _lacks(self, unit: Unit, flat: Flat) -> bool:
-        is_exact = flat.codec is None and self._dtype(flat) == flat.compute_dtype
-        return not (unit.policy.keep_full and is_exact)
 
     def _allocate(self, unit: Unit, flat: Flat) -> _Whole:
         numel, dtype = flat.span.numel, self._dtype(flat)
@@ -138,8 +138,7 @@ class Unsharded:
     @torch.no_grad()
     def carry(self, flats: Iterable[Flat] | None = None) -> None:
         """The masters (of these spans, or all) have what was written to the parameters. Without communication. StateError: it
-        cannot be carried over; names the parameter.
-        """
+        cannot be carried over; names the parameter."""
         for flat in self._wholes if flats is None else flats:
             whole = self._wholes.get(flat)
             if whole is None:
@@ -172,8 +171,7 @@ class Unsharded:
     def end(self, settle: Callable[[], None], *, compare: bool) -> None:
         """Parameters show what they did before, with what was written to them: `settle` calls `carry`, and carries over what
         was written elsewhere. With `compare` a collective: RankMismatchError where ranks have not made the same edits; what
-        each rank wrote counts for its own elements.
-        """
+        each rank wrote counts for its own elements."""
         try:
             if compare:
                 with agree.on_all_ranks(self._sharded.wire, "zero.unsharded", kind=RankMismatchError) as report:

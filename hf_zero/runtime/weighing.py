@@ -46,8 +46,7 @@ def is_loss(loss: Tensor) -> str | None:
 
 def scaled(loss: Tensor, weight: float | Tensor, total: float, ranks: int) -> Tensor:
     """`loss`, such that the mean over ranks of its gradients is the sum of weight · gradient / total. A weight of 0 gives 0
-    with gradients of 0, also where the loss is NaN: a mean over no samples is.
-    """
+    with gradients of 0, also where the loss is NaN: a mean over no samples is."""
     value = _number(weight)
     if not 0 < total < math.inf or not 0 <= value <= total * (1 + 1e-9):
         raise ConfigError(

@@ -114,8 +114,7 @@ class WholeBinding(Binding):
 
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer gives it, on CPU. On every rank where every rank has all; else a collective, and rank 0 has
-        the values, the others meta tensors.
-        """
+        the values, the others meta tensors."""
         if self._shared_out or self._offloaded:
             return super().state_dict()
         state = type(self.optimizer).state_dict(self.optimizer)

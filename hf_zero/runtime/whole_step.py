@@ -92,8 +92,7 @@ class WholeSteps:
 
     def update(self, claim: Claimed, twin: Twin, states: dict[Any, dict[str, Any]], after: Any) -> None:
         """Update all parameters of the shard that this rank has whole, and carry them to where they rest. `after`: what the
-        device has to do before anything here, see `Link.mark`.
-        """
+        device has to do before anything here, see `Link.mark`."""
         flat, shard, present = claim.flat, claim.shard, claim.present
         coming = iter([index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient])
         reading: _Whole | None = None

@@ -2,15 +2,13 @@
 
 What is looked at, and when:
 
-* where whole parameters stay (stages 0 to 2) and the master is other memory than what is computed with (a low-
-  precision copy, an offloaded master): a digest of this rank's slice, taken when it was made and compared before the
-  next step and before anyone reads the masters. Where the master is that memory itself there is nothing to carry.
+* where whole parameters stay (stages 0 to 2) and the master is other memory than what is computed with: a digest of this
+  rank's slice, taken when it was made and compared before the next step and before anyone reads the masters.
 * `param.data = x`: the address of the parameter's values, before a forward, a step, and a reader of the masters; at
   stage 3 with every gather and release.
 * at stage 3, a write while a parameter is released gathers its unit (`reads.ReleasedParameter`).
-* at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module
-  of the user's own holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Trained ones
-  (first values made of the first batch) are compared in some steps: see `WriteWatch.before_forward`.
+* at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module of the
+  user's own holds are compared as well. Trained ones are compared in some steps: see `WriteWatch.before_forward`.
 * the optimizer's tensors (a schedule-free optimizer's `eval()`, SAM, Lookahead): their version counters, and a sample
   of the values for writes through `.data`, before every forward and step.
 
