@@ -60,7 +60,7 @@ class Buffers:
             name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
         }
         mine = self._named()
-        everyone = self._exchange(mine)
+        everyone = self._wire.exchange(self.prints(mine))
         self.watched = any(everyone)
         alike = self._alike(everyone)
         wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
@@ -94,9 +94,6 @@ class Buffers:
         prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
         values: list[Any] = torch.stack(prints).tolist() if prints else []
         return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
-
-    def _exchange(self, buffers: Mapping[str, Tensor]) -> list[dict[str, tuple[Sign, list[int]]]]:
-        return list(self._wire.exchange(self.prints(buffers)))
 
     def _alike(self, everyone: Sequence[Mapping[str, tuple[Sign, list[int]]]]) -> dict[str, Sign]:
         """Buffers that every rank has in the same shape and type, in rank 0's order; says which are not, once."""
@@ -173,7 +170,8 @@ class Buffers:
         said = self._wire.exchange((mine_moved, [name for name in self._bits if name in self._uncounted]))
         uncounted = dict.fromkeys(name for _, theirs in said for name in theirs)
         names = dict.fromkeys([*(name for theirs, _ in said for name in theirs), *uncounted])
-        everyone = self._exchange({name: buffer for name, buffer in self._named().items() if name in names})
+        mine = {name: buffer for name, buffer in self._named().items() if name in names}
+        everyone = self._wire.exchange(self.prints(mine))
         alike = self._alike(everyone)
         equal = {name for name in alike if all(theirs[name] == everyone[0][name] for theirs in everyone)}
         again = self._passed | uncounted.keys()  # nothing tells of the next write of an uncounted one

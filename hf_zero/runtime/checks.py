@@ -1,8 +1,7 @@
 """What `debug=True` looks at, and when: values that all ranks must have alike, the first that is not finite, the first updates.
 
 Everything is local but for small exchanges where all ranks are in every step: at the end of a backward that reduces (the first
-steps only), before the optimizer's step, and after it. So an error is raised on every rank, and before the step no weight has
-been changed by it. Where nothing is found a run is the same to the bit as one without.
+steps only), before the optimizer's step, and after it. So an error is raised on every rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`torch.compile` for a sharded model: block by block, and no hook inside a graph.
 
-What is compiled is a block's own `forward`: the hooks around it, which gather and release, run outside, in plain Python, and
-the parameters are whole when the graph's guards look at them. What lies between blocks runs as it is. Equal blocks share
-their graphs, as far as torch finds them equal.
+What is compiled is a block's own `forward`: the hooks around it run outside, in plain Python, and the parameters are whole when
+the graph's guards look at them. What lies between blocks runs as it is.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 A born parameter is *closed* or *open*. Closed, each rank has `own`, its equal part of the row-major elements, and the
 parameter's `.data` is one NaN expanded to the true shape and type (as a released parameter of an engine). Open, `.data`
 is whole, the same on every rank, and is the truth. Opening is a collective, closing needs no communication: so whether a
-parameter is open must be the same on every rank, and follows from the program alone.
-
-A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
-to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
-A slice that was computed may rest as well, in this rank's own file (`store`), until it is asked for.
+parameter is open follows from the program alone. One may also be born *at rest*: its values stay in the files that it comes
+from, its `origin`, until something writes to it or asks for `own`. Whether there is an origin follows from the program alone,
+too; whether `own` was asked for does not. A slice that was computed may rest in this rank's own file (`store`).
 """
 
 from __future__ import annotations

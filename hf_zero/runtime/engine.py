@@ -93,7 +93,6 @@ class Engine:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What measures every step, see `record`."""
         return self.training.recorder
 
     @property
@@ -208,11 +207,8 @@ class Engine:
         clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
-
-        Args:
-            set_to_none: False: reduced gradients stay, as zeros.
-        """
+        """Forget all gradients, local and reduced; with `set_to_none=False` reduced ones stay, as zeros. Also what
+        `model.zero_grad` and `optimizer.zero_grad` do."""
         self.training.zero_grad(set_to_none)
 
     def report(self) -> Report:
@@ -252,11 +248,7 @@ class Engine:
         return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
-        """What a checkpoint writes and fills of a bound optimizer.
-
-        Raises:
-            StateError: it is not bound.
-        """
+        """What a checkpoint writes and fills of a bound optimizer. StateError: it is not bound."""
         binding = self.training.optimizers.bound(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
@@ -346,11 +338,8 @@ class Engine:
         )
 
     def wait_for_save(self) -> None:
-        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise.
-
-        Raises:
-            CheckpointError: it failed, here or on another rank.
-        """
+        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise where it
+        failed on any (CheckpointError)."""
         self.saves.wait()
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
@@ -399,10 +388,7 @@ class Engine:
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
-
-        Raises:
-            StateError: nothing is away.
-        """
+        StateError: nothing is away."""
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back()
             self.training.gradients.show_slices()
@@ -428,11 +414,8 @@ class Engine:
         self.training.quiesce()
 
     def finish_step(self) -> None:
-        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
-
-        Raises:
-            StateError, TierError: one broke off.
-        """
+        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards. StateError, TierError: one
+        broke off."""
         self.offload.finish_step()
 
     def refresh(self) -> None:
@@ -444,10 +427,8 @@ class Engine:
         self.schedule.backward.reset()
 
     def detach(self) -> None:
-        """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
-
-        The optimizer has those parameters then, in the same groups, and its state in plain form: it goes on as if it had
-        never been bound.
+        """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten. The
+        optimizer has those parameters then, in the same groups, and its state in plain form.
         """
         if self.model.__dict__.get(_ENGINE) is not self:
             return

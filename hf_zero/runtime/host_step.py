@@ -1,10 +1,9 @@
 """The optimizer's step over what does not rest on the device, in a thread of its own.
 
-The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
-over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
-parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). What rests on disk is read,
-updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
-(ZeRO-Infinity, arXiv 2104.07857, §5.2).
+A *twin* of the user's optimizer (same class, same options, no hooks) steps over one stretch of memory at a time, as large as
+the caches like, so that a gradient's up-cast, the update and the parameter's down-cast touch memory once (ZeRO-Offload, arXiv
+2101.06840, §4; the blocks are ours). What rests on disk is read, updated and written in a ring of `Sizes.slabs` host buffers:
+while one slab is updated, the next is read and the last is written (ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
 Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait` returns.
 """
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ..comm.inflight import DONE, Inflight
 from ..errors import StateError, TierError, ZeroError
-from ..tiers.array import OnDisk, fetch
+from ..tiers.array import in_memory
 from ..tiers.pool import Storage
 from .flat_param import Flat
 from .offloaded_shard import DiskShard
@@ -192,7 +191,8 @@ class Stepper:
         goes_out = not shard.aliased  # block by block, while it is in the cache
 
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
-            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, _read(shard.entries(step.optimizer)))
+            found = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
+            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, found)
             shard.put(step.optimizer, entries)
             return
 
@@ -426,10 +426,6 @@ class Stepper:
         self._lanes.clear()
         self._made = self._lanes_made = 0
         self._own((0 if self._scratch is None else self._scratch.nbytes) - self.memory_bytes)
-
-
-def _read(entries: dict[str, Any]) -> dict[str, Any]:
-    return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
 
 
 def _claims(flat: Flat, twin: Twin) -> Iterable[Claimed]:

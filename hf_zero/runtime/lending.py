@@ -156,7 +156,9 @@ class Lending:
             trace.unit.wait()
             trace.unit.set_masked(True)
             if trace not in self.current.looks:
-                self.current.looks[trace] = trace.unit.count_references()
+                for flat in trace.unit.flats:  # all references are ours
+                    flat.known_references = flat.references
+                self.current.looks[trace] = trace.unit.references
 
     def _borrow(self, host: Host, trace: Trace) -> None:
         if not self.current.in_backward:

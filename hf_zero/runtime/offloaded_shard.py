@@ -59,7 +59,8 @@ class HostShard(Shard):
 
     def _new_grad(self, grad: Tensor | None) -> Tensor:
         new = self._room(self.dtype)
-        self._set(new.zero_() if grad is None else new.copy_(grad))
+        self._grad = new.zero_() if grad is None else new.copy_(grad)
+        self.show_grad()
         return new
 
     def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
@@ -73,7 +74,8 @@ class HostShard(Shard):
     def add(self, piece: Tensor) -> None:
         self.land()
         link = self.storage.link
-        keeps = piece.dtype == self.dtype or not (self.storage.wide or self._is_wide())
+        is_wide = self.storage.wide or (self._buffer is not None and self._buffer.dtype == self.dtype)
+        keeps = piece.dtype == self.dtype or not is_wide
         if self._grad is None and keeps:
             self._grad = self._room(piece.dtype)
             self._move = link.down(piece, self._grad)
@@ -167,9 +169,6 @@ class HostShard(Shard):
         if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
             self.master.grad = self._offered = self._grad
 
-    def _is_wide(self) -> bool:
-        return self._buffer is not None and self._buffer.dtype == self.dtype
-
     def _room(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None or self._buffer.dtype != dtype:
             new = self.storage.scratch if self.storage.transient else self.storage.link.empty
@@ -188,10 +187,6 @@ class HostShard(Shard):
         if self.storage.transient:
             self.storage.give_back(grad)
         return wide
-
-    def _set(self, grad: Tensor) -> None:
-        self._grad = grad
-        self.show_grad()
 
 
 class DiskShard(HostShard):

@@ -1,8 +1,7 @@
 """Parameters that are gathered when someone reads them.
 
-Heads fused with their loss, tied reads and custom layers take another module's weight and never call that module:
-`F.linear(hidden, model.lm_head.weight)`. `nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a
-unit is released, the dictionaries of its modules answer through `GatherOnRead`. Who has the parameter already
+`nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a unit is released, the dictionaries of its
+modules answer through `GatherOnRead` (`F.linear(hidden, model.lm_head.weight)`). Who has the parameter already
 (`for p in model.parameters(): penalty += p.square().sum()`) comes by `ReleasedParameter`.
 """
 

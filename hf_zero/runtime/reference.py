@@ -5,8 +5,6 @@
 * Updates: values, gradient and optimizer state of a parameter are brought together from the owners' slices, the optimizer's
   own class makes its step over the whole, in true shape; the slices must have the same values after the engine's step, and
   where whole parameters stay, what is computed with must be those values.
-
-It goes around the schedule, the wire's gathers and reduces, spans, tiers and the stepping thread, and changes nothing of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """When a unit moves: hooks on its hosts, prefetch, the ends of forwards.
 
-The hooks on modules are here; those on the graphs that forwards make in `graph_hooks`, what both know of the pass under way in
-`pass_state`, and reads of parameters whose unit is released in `lending`.
-
 **All ranks reduce the same units in the same order, each once per backward** (`backward_order`; docs/DESIGN.md, "Which units
 take part"). At stage 3 the order of gathers in backward is agreed as well.
 

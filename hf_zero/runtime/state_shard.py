@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..comm.inflight import Inflight
 from ..errors import ZeroError
-from ..tiers.array import DiskArray, OnDisk, Values, fetch
+from ..tiers.array import DiskArray, OnDisk, Values, fetch, in_memory
 from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
@@ -342,7 +342,7 @@ class Shard(ABC):
             return self
         grad, values = self.whole_grad(), fetch(self.values)
         found = {} if optimizer is None else self.entries(optimizer)
-        entries = {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in found.items()}
+        entries = {key: in_memory(value) for key, value in found.items()}
         moved = kind(self.storage, self.start, self.numel, self.dtype, self._travels)
         moved.master = self.master
         try:

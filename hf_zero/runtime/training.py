@@ -1,8 +1,4 @@
-"""One sharded model in training: what happens in a forward, a backward and a step, and which optimizer it is for.
-
-The parts do the work (`schedule`, `gradient_ops`, `writes`, `offload`, `buffers`); here is their order, and the hooks that
-bring it about. `Engine` puts a `Training` together and is what users call.
-"""
+"""One sharded model in training: in which order its parts work in a forward, a backward and a step, and the hooks for it."""
 
 from __future__ import annotations
 

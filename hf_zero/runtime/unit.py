@@ -258,12 +258,6 @@ class Unit:
         """How many tensors are views of what is gathered, ours among them."""
         return sum(flat.references for flat in self.flats)
 
-    def count_references(self) -> int:
-        """The same, all of them ours."""
-        for flat in self.flats:
-            flat.known_references = flat.references
-        return self.references
-
     def look_over(self) -> None:
         """Where it stayed gathered after a forward, what was written since, also through `.data`, is carried over."""
         if self.state is not State.GATHERED or self.policy.keep_full:

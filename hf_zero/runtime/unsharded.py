@@ -1,9 +1,8 @@
 """All parameters of a sharded model whole at once, and kept so: forwards gather nothing (`zero.unsharded`).
 
 A span whose parameters are not whole in the wanted type anyway gets one buffer, gathered from the masters once, and its
-parameters are *pinned* to views of it, as `GatheredParameters` pins them: gathers and releases leave them alone. What is
-written to them is carried into the masters by every rank for its own elements, before anybody reads those and at the end. So
-edits have to be the same on every rank, as all writes between steps have; the end compares them.
+parameters are *pinned* to views of it: gathers and releases leave them alone. What is written to them every rank carries into
+its masters, before anybody reads those and at the end, which compares the ranks' edits.
 """
 
 from __future__ import annotations
