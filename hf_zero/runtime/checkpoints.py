@@ -85,9 +85,8 @@ def load(
 
     Args:
         optimizers: what is to be filled, in the order of the save. As it is once there is room, and weights are loaded.
-        make_room: called before anything is written, with what `Loading.marks` gives.
-        refresh: called when masters were written, also where that broke off.
-        recover: called when masters and the optimizer's state were all written.
+        make_room: called before anything is written; `refresh` when masters were written, also where that broke off; `recover`
+            when masters and the optimizer's state were all written.
     """
     loading = Loading(sharded.wire, folder, verify=verify)
     if loading.manifest is None and sharded.wire.rank == 0:

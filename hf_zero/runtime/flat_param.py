@@ -53,9 +53,8 @@ class Guards:
 class Edits:
     """What programs have written to whole parameters of one engine, as torch counts writes, or by `param.data = x`.
 
-    Attributes:
-        found: by parameter, the digest of its values after the last write. A write that is seen twice changes nothing.
-        mark: a number of 31 bits that depends on `found` alone.
+    `found`: by parameter, the digest of its values after the last write (one that is seen twice changes nothing); `mark`: a
+    number of 31 bits that depends on it alone.
     """
 
     def __init__(self) -> None:

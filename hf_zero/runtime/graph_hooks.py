@@ -71,9 +71,7 @@ class Backward:
         sends: those of the backward under way, or of the last one, leave it.
         puts_off: those of the last backward inside `no_sync` did not.
         unsynced: some local gradients wait for a reduce. The same on every rank, as `no_sync` is.
-        lead: what graphs that are made now refer to.
         touched: uses whose backward is under way. `task`: autograd's number of that backward.
-        handles: of hooks on parameters.
     """
 
     def __init__(self, current: Pass, wire: SoloWire, callbacks: Callbacks) -> None:

@@ -79,8 +79,7 @@ def generate_together(
     Args:
         buffers: a context in which none are sent.
         sync: whether parameters are released: a rank that stops generating early would leave the others waiting for its parts.
-        meet: all ranks, first: on gloo transformers' own all-reduces would meet other ranks' of another size, which ends the
-            process, where one rank alone generates.
+        meet: all ranks, first: where one alone generates, transformers' all-reduces would meet others of another size on gloo.
     """
 
     def generate(stock: Callable[..., Any], takes: bool, *args: Any, **kwargs: Any) -> Any:
@@ -243,9 +242,7 @@ class DeferredHooks(StateDictHooks):
     """Of all modules that were seen in one `zero.Init`: they refuse to run, move slices, give and take whole state.
 
     They look at the parameters when they are called, so that a hook that was copied along with its module, or outlived its
-    model's birth, does nothing.
-
-    `inside` makes the context in which whole-parameter methods can run again.
+    model's birth, does nothing. `inside` makes the context in which whole-parameter methods can run again.
     """
 
     def __init__(self, inside: Callable[[], AbstractContextManager[object]]) -> None:

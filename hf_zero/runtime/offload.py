@@ -107,11 +107,8 @@ class Offload:
             self._stepping().begin(left, optimizer, index, self._new_twin(optimizer, index, self._counts), mark)
 
     def end_step(self, index: int) -> None:
-        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again.
-
-        Raises:
-            StateError, TierError: on every rank, where state is on disk and one of them could not update it.
-        """
+        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again. Raises
+        on every rank where state is on disk and one of them could not update it."""
         failure: ZeroError | None = None
         try:
             for unit in self._units:

@@ -233,11 +233,8 @@ class Binding:
         `state_dict()` gave them, meta tensors. A collective.
 
         As in torch: floating values come in the parameters' type, here the masters', and the optimizer brings older forms of
-        its state (a `step` that is a number) up to date.
-
-        Raises:
-            CheckpointError: see `_saved`.
-            RankMismatchError: some ranks pass values and some do not, or ranks pass other states.
+        its state (a `step` that is a number) up to date. CheckpointError: see `_saved`. RankMismatchError: some ranks pass
+        values and some do not, or ranks pass other states.
         """
         what = "the optimizer's load_state_dict()"
         saved: dict[nn.Parameter, dict[str, Any] | None] = {}
@@ -398,10 +395,7 @@ def originals_of(
     optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str], bound: Iterable[Binding]
 ) -> list[list[list[nn.Parameter]]]:
     """By optimizer that is about to be bound, the model's parameters in each of its groups; `bound`: as optimizers are now.
-
-    Raises:
-        LayoutError: a parameter that the model does not have, or that two of them have.
-    """
+    LayoutError: a parameter that the model does not have, or that two of them have."""
     found = [_originals_of(optimizer, names, bound) for optimizer in optimizers]
     holder: dict[nn.Parameter, int] = {}
     for number, groups in enumerate(found):

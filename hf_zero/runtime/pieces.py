@@ -15,11 +15,11 @@ from ..checkpoint.pieces import MASTER, Held, ParameterState
 from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_name, dtype_of
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, flat_of, is_array
 from .flat_param import Flat
 from .shadow_optimizer import refusal_of, states_of
-from .state_shard import Shard, assembled, is_elementwise
+from .state_shard import Shard, is_elementwise
 from .unit import Unit
 
 
@@ -64,7 +64,7 @@ class ParameterPieces:
     def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
         flat, slot = self._places[name]
         for rank, part in flat.span.owners(slot):
-            yield rank, Extent(partial(_master_of, flat, part), 0, part.source_start, part.numel)
+            yield rank, Extent(partial(flat.values, part.start, part.numel), 0, part.source_start, part.numel)
 
 
 class OptimizerPieces:
@@ -290,13 +290,6 @@ def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Extent[Slot]]:
     numel = -(-span.used_numel // size)
     for part in replace(span, shards=size, slice_numel=numel).overlaps(rank):
         yield part.moved(rank * numel)
-
-
-def _master_of(flat: Flat, part: Extent[Slot]) -> Tensor:
-    values = assembled(flat.shards, lambda shard: shard.values, part.start, part.numel, flat.device)
-    if values is None:
-        raise StateError(f"span of {flat.span.spec.name!r} has no values")
-    return values
 
 
 def _only_master(state: ParameterState) -> ParameterState:

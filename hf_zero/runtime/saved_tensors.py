@@ -110,9 +110,8 @@ class SavedTensors:
     other tensors pass through, with the check of their version that torch makes for tensors without hooks; hooks that are
     already on (`save_on_cpu`) go on working for them.
 
-    Args:
-        owner_of: address of a storage (`_cdata`) -> what to pass to `bring`; it is gone when the storage is.
-        bring: called before a saved parameter is read.
+    `bring` is called before a saved parameter is read, with what `owner_of` has for its storage's address (`_cdata`); that is
+    gone when the storage is.
     """
 
     def __init__(self, owner_of: Mapping[int, weakref.ref[Any]], bring: Callable[[Any], None]) -> None:

@@ -63,7 +63,6 @@ class Twin:
     Args:
         fuse: use the fused kernel where the optimizer has one and its user left that open.
         wholes: it steps over parameters of true shape, on the device and as it would by itself.
-        steps_without_gradient: it changes parameters that have no gradient, too.
         counts: what every stretch is to find as it was before the optimizer's own step, where a step changes that.
     """
 
@@ -82,7 +81,7 @@ class Twin:
         options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._counts = counts
-        self.steps_without_gradient = steps_without_gradient
+        self.steps_without_gradient = steps_without_gradient  # it changes parameters that have no gradient, too
         torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
         scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))

@@ -286,9 +286,6 @@ class SpanValues(SpanGradients):
         for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
-        self.close_shards()
-
-    def close_shards(self) -> None:
         for shard in self.shards:
             shard.close()
         if self._region is not None:
@@ -421,9 +418,10 @@ class SpanValues(SpanGradients):
         if isinstance(before, Tensor):
             self.close()
 
-    def values(self) -> Tensor:
-        """The slice in the master dtype, 1-D on the span's device; a view where it rests there in one piece."""
-        out = assembled(self.shards, lambda shard: shard.values, 0, self.span.slice_numel, self.device)
+    def values(self, start: int = 0, numel: int | None = None) -> Tensor:
+        """The slice (or so many elements of it) in the master dtype, 1-D on the span's device; maybe a view."""
+        numel = self.span.slice_numel if numel is None else numel
+        out = assembled(self.shards, lambda shard: shard.values, start, numel, self.device)
         if out is None:
             raise StateError(f"span of {self.span.spec.name!r} has no values")
         return out

@@ -86,7 +86,6 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
     fewer numbers from many, whether or not these have mattered this time. One that cannot be tried is taken to need wholes.
 
     Args:
-        params: the model's parameters.
         cut: ranks share the parameters out. `offloaded`: state may be elsewhere than in the device's memory.
 
     Raises:
@@ -114,10 +113,8 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
 def counted(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Numbers that a step changes besides each parameter's state (`k` of schedule-free optimizers): attributes of the
     optimizer, and options of its groups. Of a step that is made stretch by stretch each must find them as they were before.
-
-    Raises:
-        UnsupportedOptimizerError: a step in which no parameter has a gradient leaves them as they are: that is the optimizer's
-            own, where all its parameters are offloaded.
+    Refused where a step in which no parameter has a gradient leaves them as they are: that is the optimizer's own, where all
+    its parameters are offloaded.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim"):
@@ -443,9 +440,7 @@ def _has_place(value: Any) -> bool:
 class _Talks(TorchDispatchMode):
     """Notes the first call of `torch.distributed`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
+    found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace and self.found is None:
@@ -457,10 +452,11 @@ class _Reductions(TorchDispatchMode):
     """Notes the first operation that makes fewer floating-point numbers of at least `numel`. Not questions such as whether
     all are finite: an optimizer may look at what it never takes a step by."""
 
+    found: str | None = None
+
     def __init__(self, numel: int) -> None:
         super().__init__()
         self._numel = numel
-        self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

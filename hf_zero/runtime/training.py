@@ -47,10 +47,6 @@ from .writes import WriteWatch
 class Training:
     """Of one sharded model, whose units are built.
 
-    Args:
-        overflow: what finds gradients that are no numbers.
-        patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
-
     Attributes:
         blocks: parts of the model that may be compiled by themselves.
         autocast: around every entry into the model, where it computes in another type.

@@ -30,9 +30,8 @@ class _Whole:
     """One span's parameters.
 
     Attributes:
-        buffer: 1-D, the whole span.
+        buffer: 1-D, the whole span; `known`: its digest as the masters have it.
         views: it, cut into parameters' shapes. `mine`: which of them (places in `params`) are shown; somebody else has others.
-        known: the digest of `buffer` as the masters have it.
     """
 
     unit: Unit

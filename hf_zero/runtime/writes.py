@@ -32,13 +32,8 @@ from .unit import State, Unit
 
 
 class WriteWatch:
-    """Of one engine.
-
-    Args:
-        release: returns with nothing gathered and all masters those of one step.
-        refresh: after masters were written, whole parameters follow, where the stage keeps them. A collective.
-        followed: then, with these spans; it may communicate.
-    """
+    """Of one engine. `release` returns with nothing gathered and all masters those of one step; `refresh`, a collective after
+    masters were written: whole parameters follow, where the stage keeps them; `followed` then, with these spans."""
 
     def __init__(
         self,
@@ -76,10 +71,7 @@ class WriteWatch:
         self._addresses: list[int] = []
         """Of these, when they were as they should be."""
         if self._keeps:
-            self._placed = [
-                *(param for flat in self._flats for param in flat.params),
-                *(flat.full for flat in self._flats),
-            ]
+            self._placed = [*self._params, *(flat.full for flat in self._flats)]
         else:
             watch(self._model, self._flats)
 
