@@ -53,12 +53,8 @@ class Callbacks:
 
 
 class BackwardOrder:
-    """Of one schedule.
-
-    Attributes:
-        answered: whether `ask` was true on any rank. `preemption` is told whether any rank was asked to end.
-        blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
-    """
+    """Of one schedule. `answered`: whether `ask` was true on any rank; `preemption` is told whether any rank was asked to end;
+    `blind`: NaN came of a unit that was not there in this backward, the same on every rank after `finish`."""
 
     def __init__(
         self,

@@ -34,11 +34,7 @@ Groups = list[list[nn.Parameter]]
 
 
 class Assembly:
-    """The units of one model, and which parameter is where.
-
-    Args:
-        machine: measured speeds, for every plan.
-        mixed_precision: as the ranks compare it.
+    """The units of one model, and which parameter is where. `machine`: measured speeds, for every plan.
 
     Attributes:
         owned: by number, optimizers that step over parameters whole.

@@ -136,10 +136,8 @@ def grad_to_read(shard: Shard) -> Tensor | None:
 
 
 def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """What ranks add up (an infinite order: compare) for a norm of 1-D tensors: 0-dim float64 on `device`.
-
-    It does not depend on where the elements are cut.
-    """
+    """What ranks add up (an infinite order: compare) for a norm of 1-D tensors: 0-dim float64 on `device`. It does not depend
+    on where the elements are cut."""
     if not parts:
         return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
     if order == 2.0:

@@ -172,10 +172,8 @@ class Binding:
     # Full state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A collective. The state as the plain optimizer over whole parameters would give it, on CPU.
-
-        Rank 0 has the values, other ranks meta tensors of the same shapes.
-        """
+        """A collective. The state as the plain optimizer over whole parameters would give it, on CPU: rank 0 has the values,
+        other ranks meta tensors of the same shapes."""
         alone = not any(flat.needs_all_ranks for flat in self.flats)
         with nullcontext() if alone else self._wire.watch.doing("the optimizer's state_dict()"):
             return self._numbered(self.originals, everywhere=False)

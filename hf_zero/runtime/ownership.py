@@ -98,13 +98,8 @@ class _Memory:
 
 
 def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
-    """Every parameter is free to be sharded.
-
-    Raises:
-        ConfigError: an engine has it already: it is a part of a sharded model, or shared with one.
-        LayoutError: it shares memory with another parameter of this model, or of a sharded one, without being the same
-            parameter.
-    """
+    """Every parameter is free to be sharded. ConfigError: an engine has it already. LayoutError: it shares memory with another
+    parameter of this model, or of a sharded one, without being the same parameter."""
     for param, (name, *_) in names.items():
         owner = OWNERS.get(param)
         if not isinstance(owner, weakref.ref):

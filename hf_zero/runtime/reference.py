@@ -136,7 +136,11 @@ class Reference:
         if not self.is_due:
             return
         if why_not is None:
-            self._why_not = why_not = self._reason(index)
+            if self._sharded.config.step_in_backward:
+                why_not = "with step_in_backward updates are made before the step"
+            elif any(flat.wholes is not None and flat.span.optimizer == index for flat in self._sharded.trained):
+                why_not = "it steps over whole parameters, as in plain training"
+            self._why_not = why_not
         for place in self._sample() if why_not is None else ():
             if place.slot.spec.optimizer != index:
                 continue
@@ -152,14 +156,6 @@ class Reference:
                 self._why_not = f"its step over one parameter alone failed ({type(error).__name__}: {error})"
                 continue
             self._expected.append(_Expected(place, before, after))
-
-    def _reason(self, index: int) -> str | None:
-        """Why updates cannot be compared, by the settings."""
-        if self._sharded.config.step_in_backward:
-            return "with step_in_backward updates are made before the step"
-        if any(flat.wholes is not None and flat.span.optimizer == index for flat in self._sharded.trained):
-            return "it steps over whole parameters, as in plain training"
-        return None
 
     def _state(self, place: Place, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole, in the parameter's shape. A collective."""

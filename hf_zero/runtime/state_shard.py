@@ -332,11 +332,8 @@ class Shard(ABC):
         options: Mapping[str, Any] | None = None,
     ) -> Shard:
         """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over;
-        but where a tier fails or has no room (TierError, ConfigError) everything is where it was.
-
-        Args:
-            alias: memory in that tier that has the master's values already.
-            wholes: whose states are here; `options`: of their group.
+        but where a tier fails or has no room (TierError, ConfigError) everything is where it was. `alias`: memory in that tier
+        that has the master's values already; `wholes`: whose states are here, of the group with these options.
         """
         if kind.tier is self.tier:
             return self

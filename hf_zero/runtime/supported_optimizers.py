@@ -151,11 +151,9 @@ def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
 def state_bytes(
     optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Bytes of each array of the state that the optimizer makes of a parameter of this shape, in no order.
-
-    By a step on the meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a
-    step on a small tensor makes besides is taken to grow with the parameter.
-    """
+    """Bytes of each array of the state that the optimizer makes of a parameter of this shape, in no order. By a step on the
+    meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a step on a small
+    tensor makes besides is taken to grow with the parameter."""
     options = options_of(optimizer.param_groups[group])
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)

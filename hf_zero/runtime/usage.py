@@ -290,6 +290,8 @@ def report(engine: Measurable, recorder: Recorder | None) -> Report:
     memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
     now = measure(engine)
     total = {kind: sum(memory.rest[tier][kind] for tier in TIERS) for kind in KINDS}
+    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in ("parameters", "gradients", "optimizer")}
+    measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
     return Report(
         stage=sharded.config.stage,
         world_size=sharded.wire.size,
@@ -300,7 +302,7 @@ def report(engine: Measurable, recorder: Recorder | None) -> Report:
             total["parameters"], total["gradients"], total["optimizer"], memory.peak[Tier.DEVICE]["gathered"]
         ),
         data_parallel=data_parallel(sharded.layout, state_tensors(sharded.optimizers)),
-        measured=_in_sum(now),
+        measured=measured,
         traffic=sharded.wire.traffic.to_dict(),
         units=unit_rows(sharded.layout),
         tiers=_tier_rows(memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
@@ -310,16 +312,6 @@ def report(engine: Measurable, recorder: Recorder | None) -> Report:
         predicted_step_s=sharded.plan.step_s,
         process=process_bytes(engine),
     )
-
-
-def _in_sum(table: Table) -> dict[str, int]:
-    """Parameters (gathered ones too), gradients and optimizer state over all tiers."""
-    sums = {kind: sum(kinds[kind] for kinds in table.values()) for kind in KINDS}
-    return {
-        "parameters": sums["parameters"] + sums["gathered"],
-        "gradients": sums["gradients"],
-        "optimizer": sums["optimizer"],
-    }
 
 
 def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow, ...]:
