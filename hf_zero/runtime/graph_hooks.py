@@ -245,6 +245,16 @@ class Backward:
                 "gathered until the end of backward"
             )
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Places of the units that stay gathered from the next forward to its backward."""
+        return frozenset(trace.at for trace in self.current.traces if trace.keeps)
+
+    @property
+    def parted(self) -> frozenset[int]:
+        """Places of those that stay cut among the ranks of each node meanwhile."""
+        return frozenset(trace.at for trace in self.current.traces if trace.parts)
+
     def stepped(self) -> None:
         """The optimizer has used this step's gradients."""
         self._seen = False

@@ -5,8 +5,7 @@
 After every step it compares what is free with what the next step will still need beyond what rests now. Where that is too
 little, optimizer state of some units (the last ones first, which the next forward needs last) goes one tier down; where there
 has been room for a while, it comes back, never further than the plan had it. Moves are local to a rank and bounded per step.
-Activations are estimated from the shape of each batch that is larger than those before; room is made for them before its
-forward.
+Room for activations is made before a forward, by the shape of its batch.
 """
 
 from __future__ import annotations

@@ -271,8 +271,8 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         sharded.storage.sizes,
         sharded.config.wire,
         backward.puts_off,
-        frozenset(trace.at for trace in backward.current.traces if trace.keeps),
-        frozenset(trace.at for trace in backward.current.traces if trace.parts),
+        backward.kept,
+        backward.parted,
         plan.inputs.setup.node_ranks,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
