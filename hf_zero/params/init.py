@@ -35,7 +35,7 @@ from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError, RankMismatchError
 from ..runtime.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
-from ..runtime.deferred_hooks import DeferredHooks
+from ..runtime.instance_methods import DeferredHooks
 from ..runtime.ownership import OWNERS, adopt
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once

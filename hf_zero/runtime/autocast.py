@@ -1,12 +1,8 @@
 """The type that a model computes in: autocast around every entry; a model evaluated in another type than it is trained in.
 
-Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast: the model's
-own forward, and as much the encoder that `generate` calls, `get_image_features`, a value head, a bare block. An entry is a
-call of such a module while no other of the same model is under way in this thread; it is run under autocast, and left on
-an exception, too.
-
-Modules are told by their call, as `nn.Module.compile` does it, and not by hooks: one Python call where nothing is to be done,
-an exception cannot lose the way out, and copies of the module do not have it.
+Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast. An entry is
+a call of such a module while no other of the same model is under way in this thread. Modules are told by their call, and not by
+hooks: an exception cannot lose the way out, and copies of the module do not have it.
 """
 
 from __future__ import annotations
@@ -50,14 +46,8 @@ _COPIES = _words("to type type_as float half bfloat16 double clone contiguous de
 
 
 class Autocast:
-    """Of one engine, from now until `remove`.
-
-    Args:
-        hosts: modules whose forward uses a unit's parameters.
-
-    Attributes:
-        cast: what is gathered in the compute dtype, by name.
-    """
+    """Of one engine, from now until `remove`. `hosts`: modules whose forward uses a unit's parameters; `cast`: what is
+    gathered in the compute dtype, by name."""
 
     def __init__(self, sharded: Sharded, hosts: Collection[nn.Module]) -> None:
         self._precision, self._device = sharded.precision, sharded.device
@@ -73,11 +63,8 @@ class Autocast:
         self._tell(sharded.model, hosts)
 
     def _tell(self, model: nn.Module, hosts: Collection[nn.Module]) -> None:
-        """Every module that may be an entry.
-
-        Inside a host (a block), where most modules are, these are the ones whose parts autocast would cast; further out, all
-        that have parameters: what they are given may be of the compute dtype.
-        """
+        """Every module that may be an entry. Inside a host (a block), where most modules are, these are the ones whose parts
+        autocast would cast; further out, all that have parameters: what they are given may be of the compute dtype."""
         blocks = [host for host in hosts if host is not model]
         inside = {inner for host in blocks for inner in host.modules()}.difference(blocks)
         for module in model.modules():
@@ -129,11 +116,8 @@ class _Here(threading.local):
 
 
 class Uses(TorchFunctionMode):
-    """Watches one forward for matrices that are used where autocast would have left them in float32.
-
-    They have been rounded to the compute dtype, which plain data parallel does not do. Nothing can be mended in the middle of
-    a forward: it is said once, with the setting that mends it.
-    """
+    """Watches one forward for matrices that are used where autocast would have left them in float32. They have been rounded to
+    the compute dtype, which plain data parallel does not do: said once, with the setting that mends it."""
 
     def __init__(self, cast: Mapping[nn.Parameter, str], precision: Precision, device: torch.device) -> None:
         super().__init__()
@@ -188,20 +172,17 @@ def shown_in(
 ) -> Iterator[None]:
     """Inside, everything of `model` that is floating is of this type, as after `model.to(dtype)`. For forwards without a graph.
 
-    `module.to(dtype)` would round what is trained. Here a unit that is gathered shows its parameters cast, one unit at a time;
-    where whole parameters stay (stages 0 to 2), and in a model that is not sharded, all of them are shown as cast copies.
-
-    Args:
-        units: of a sharded model; without them the model is a plain one, whole on this rank.
-        quiesce: returns when nothing is gathered. A collective where that is one.
+    A unit that is gathered shows its parameters cast, one unit at a time; where whole parameters stay (stages 0 to 2), and in a
+    model that is not sharded (without `units`), all of them are shown as cast copies. A collective where `quiesce` is one.
     """
     quiesce()
-    owned = {param for unit in units for flat in unit.flats for param in flat.params}
+    flats = [flat for unit in units for flat in unit.flats]
+    owned = {param for flat in flats for param in flat.params}
     plain = [(param, param.data) for param in model.parameters() if param not in owned and param.is_floating_point()]
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
-        for unit in units:
-            unit.show_in(dtype)
+        for flat in flats:
+            flat.show_in(dtype)
         for param, data in plain:
             param.data = data.to(dtype)
         for table, buffers in tables:
@@ -209,8 +190,8 @@ def shown_in(
         yield
     finally:
         quiesce()
-        for unit in units:
-            unit.show_in(None)
+        for flat in flats:
+            flat.show_in(None)
         for param, data in plain:
             param.data = data
         for table, buffers in tables:

@@ -7,8 +7,10 @@ are gathered in the order of their last use. A rank whose backward leaves a unit
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from ..comm.wire import SoloWire
 from ..plan.keeping import Kept
@@ -22,32 +24,49 @@ _WAITS = 0x2AAAAAAA  # far from any number of steps
 """What ranks whose gradients wait add to what all ranks must have alike."""
 
 
-class BackwardOrder:
-    """Of one schedule.
-
-    Args:
-        ask, after_reduce, options, spare: see `graph_hooks.Callbacks`.
+@dataclass(frozen=True)
+class Callbacks:
+    """What a schedule calls, in the order of a step.
 
     Attributes:
-        answered: whether `ask` was true on any rank.
-        preemption: what is told whether any rank was asked to end.
-        reducing: the unit whose gradients are on their way.
-        blind: NaN came of a unit that was not there in this backward; the same on every rank after `finish`.
+        before_forward: the model's forward begins with these arguments, and no part of it is under way. The units may be cut
+            anew in it.
+        before_look: parameters of released units are read between passes.
+        before_backward: the first event of a backward, before the ranks agree on its order.
+        after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
+        ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
+        after_backward: every owner's gradients are complete, and everything is released.
+        broke_off: a backward was left by an exception, maybe a while ago; a part of its gradients is with their owners.
+        options: of the optimizer; the ranks agree on them at the start of a backward.
+        spare: for how many units there is room from a forward to its backward; None: no budget was given.
     """
+
+    options: Options
+    before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+    before_look: Callable[[], None]
+    before_backward: Callable[[], None]
+    after_reduce: Callable[[Unit], None] | None
+    ask: Callable[[], bool]
+    after_backward: Callable[[], None]
+    broke_off: Callable[[], None]
+    spare: SpareRoom | None
+
+
+class BackwardOrder:
+    """Of one schedule. `answered`: whether `ask` was true on any rank; `preemption` is told whether any rank was asked to end;
+    `blind`: NaN came of a unit that was not there in this backward, the same on every rank after `finish`."""
 
     def __init__(
         self,
         traces: Sequence[Trace],
         wire: SoloWire,
-        ask: Callable[[], bool],
-        after_reduce: Callable[[Unit], None] | None,
-        options: Options,
-        spare: SpareRoom | None,
+        callbacks: Callbacks,
         *,
         frees: bool,
     ) -> None:
         self._traces, self._wire, self._frees = traces, wire, frees
-        self._ask, self._after_reduce, self._options, self._spare = ask, after_reduce, options, spare
+        self._ask, self._after_reduce = callbacks.ask, callbacks.after_reduce
+        self._options, self._spare = callbacks.options, callbacks.spare
         self.answered = False
         self.preemption: Preemption | None = None
         self.blind: Trace | None = None
@@ -61,12 +80,8 @@ class BackwardOrder:
         self._turn = self._walked = 0  # how far these have come
 
     def begin(self, sync: bool, sends: bool) -> None:
-        """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
-
-        Args:
-            sync: it is the last backward of a step.
-            sends: gradients are reduced in it; else they wait on this rank for one that does.
-        """
+        """Start to tell all ranks which units this one has used, and when; `agreed` has the answer. `sync`: it is the last
+        backward of a step. `sends`: gradients are reduced in it; else they wait on this rank for one that does."""
         self._sync, self._sends = sync, sends
         there = 0 if self._spare is None else self._there()
         for trace in self._traces:
@@ -87,7 +102,7 @@ class BackwardOrder:
         for trace in self._traces:
             uses = (
                 trace.uses if waiting else trace.kept
-            )  # all have had a backward: this is one over a graph that was kept
+            )  # all have had a backward: it is one over a graph that was kept
             first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
             firsts += (first,)  # no call for each
             lasts += (max(first, trace.latest) if first else 0,)
@@ -130,9 +145,7 @@ class BackwardOrder:
                 kept, parts = self._spare.first(Kept(-least_whole, -least_count))
                 for trace in self._traces:
                     trace.keeps, trace.parts = trace.at in kept, trace.at in parts
-                    if (
-                        trace.keeps
-                    ):  # else who reads a parameter while it is kept would not be known in a second backward
+                    if trace.keeps:  # else who reads a parameter meanwhile would not be known in a second backward
                         trace.unit.ask_always()
             if self._frees:
                 self._walk = sorted(used, key=attrgetter("agreed_latest"), reverse=True)
@@ -141,10 +154,8 @@ class BackwardOrder:
         return self._order
 
     def _there(self) -> int:
-        """Which units are here from a forward, whole or by parts, as one number of 31 bits.
-
-        Ranks may differ in it: a block may have run without a graph on one of them, or have been given other values.
-        """
+        """Which units are here from a forward, whole or by parts, as one number of 31 bits. Ranks may differ in it: a block may
+        have run without a graph on one of them, or have been given other values."""
         found = bytearray()
         for trace in self._traces:
             if (trace.is_kept or trace.unit.has_parts) and trace.unit.is_old:
@@ -278,8 +289,8 @@ class BackwardOrder:
             self.reducing = None
         for trace in late:
             self._finish_reduce(trace)
-        if late:  # all gradients are at rest now
-            late[-1].unit.look()
+        if late:  # all gradients are at rest now: the ledger's bytes on the device may be the highest
+            late[-1].unit.trained[0].account.look()
 
     def finish_locally(self) -> None:
         """The end of a backward that sends nothing: what no hook has come to, and gathers that other ranks may need."""

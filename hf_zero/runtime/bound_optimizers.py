@@ -11,7 +11,6 @@ import torch
 from ..comm import agree
 from ..core.layout import ParamSpec
 from ..errors import LayoutError, RankMismatchError, StateError
-from ..plan.machine import Machine
 from .build import Assembly, Groups
 from .gradient_ops import Gradients
 from .moves import Monitor
@@ -25,19 +24,8 @@ from .writes import WriteWatch
 
 
 class BoundOptimizers:
-    """Of one sharded model, whose units are built and whose hooks are on.
-
-    Args:
-        machine: measured speeds, for spans that are cut anew.
-        mixed_precision: as the ranks compare it.
-        held: signals wait while spans are cut anew.
-        quiesce: nothing is gathered and nothing on the move afterwards; a collective.
-        flush: reduces what `no_sync` left; a collective.
-        take_methods: takes over the methods of an optimizer that is bound for the first time.
-
-    Attributes:
-        bindings: how the optimizers are bound, in the order of `Sharded.optimizers`.
-    """
+    """Of one sharded model, whose units are built and whose hooks are on; `bindings` are in the order of `Sharded.optimizers`.
+    Signals wait (`held`) while spans are cut anew; `take_methods` of an optimizer that is bound for the first time."""
 
     def __init__(
         self,
@@ -47,8 +35,6 @@ class BoundOptimizers:
         schedule: Schedule,
         writes: WriteWatch,
         gradients: Gradients,
-        machine: Machine,
-        mixed_precision: str | None,
         *,
         held: HeldSignals,
         quiesce: Callable[[], None],
@@ -58,8 +44,7 @@ class BoundOptimizers:
         self._sharded, self._config, self._wire = sharded, sharded.config, sharded.wire
         self._assembly, self._offload, self._schedule = assembly, offload, schedule
         self._writes, self._gradients = writes, gradients
-        self._machine, self._mixed_precision, self._held = machine, mixed_precision, held
-        self._quiesce, self._flush, self._take_methods = quiesce, flush, take_methods
+        self._held, self._quiesce, self._flush, self._take_methods = held, quiesce, flush, take_methods
         self._taken: set[torch.optim.Optimizer] = set()  # whose methods are ours
         self.settle_states = offload.finish_before_a_look if sharded.config.offloads else None
         self.bindings: list[Binding] = []
@@ -68,7 +53,7 @@ class BoundOptimizers:
         """See `Engine.bind`. A collective."""
         wanted = self._wanted(optimizers)
         bound = [binding.optimizer for binding in self.bindings]
-        if _same(bound, wanted) and all(binding.is_current() for binding in self.bindings):
+        if bound == wanted and all(binding.is_current() for binding in self.bindings):
             return
         self._sharded.refuse_unsharded("Engine.bind")
         with self._assembly.tried():
@@ -83,7 +68,7 @@ class BoundOptimizers:
                         )
                 originals = self._assembly.originals(wanted, self.bindings)
                 specs = self._assembly.specs(originals)
-            agree.same_structure(self._wire, self._config, self._mixed_precision, specs, originals, self._sharded.names)
+            self._assembly.agree(specs, originals)
         self._quiesce()
         cuts_otherwise = self._assembly.cuts_otherwise(specs)
         if cuts_otherwise and any(flat.grads() for flat in self._sharded.trained):
@@ -132,7 +117,7 @@ class BoundOptimizers:
     ) -> None:
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._writes.settle()
-        self._sharded.plan = self._assembly.plan(specs, optimizers, self._machine, self._offload.ranks_here)
+        self._sharded.plan = self._assembly.plan(specs, optimizers, self._offload.ranks_here)
         self._assembly.recut(specs, bindings, self._sharded.plan.placements)
         self._schedule.recut(self._sharded.units)
         self._writes.restart()
@@ -147,13 +132,12 @@ class BoundOptimizers:
 
     def unfreeze(self) -> None:
         """Parameters were frozen or unfrozen. Frozen ones keep their place and their state, and get no gradient; the first time
-        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step.
-        """
+        that one is unfrozen, it gets a place for its gradient and state: a collective, so on every rank in the same step."""
         if not self._assembly.has_unfrozen:
             return
         originals = self._originals
         specs = self._assembly.specs(originals)
-        agree.same_structure(self._wire, self._config, self._mixed_precision, specs, originals, self._sharded.names)
+        self._assembly.agree(specs, originals)
         self._flush()
         self._quiesce()
         self._cut_anew(specs)
@@ -173,8 +157,7 @@ class BoundOptimizers:
 
     def make_room(self, marks: Mapping[str, str]) -> None:
         """Before optimizer state is loaded, on every rank with the same `marks`: by parameter, what of its state is one value.
-        See `Assembly.arranged`. A collective then.
-        """
+        See `Assembly.arranged`. A collective then."""
         if self._config.step_in_backward:
             return
         sharing = {p for each in self.bindings if each.one_gradient for params in each.originals for p in params}
@@ -215,9 +198,7 @@ class BoundOptimizers:
             self._offload.monitor = Monitor(self._sharded, free)
 
     def bound(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        """Raises:
-        StateError: another optimizer has taken its place.
-        """
+        """Refused by name (`what`) where another optimizer has taken its place."""
         binding = self.binding_of(optimizer)
         if binding is None:
             raise StateError(
@@ -226,23 +207,18 @@ class BoundOptimizers:
             )
         return binding
 
-    def _quiet_binding(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        binding = self.bound(optimizer, what)
-        self._quiesce()
-        return binding
-
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return self._quiet_binding(optimizer, "state_dict()").state_dict()
+        binding = self.bound(optimizer, "state_dict()")
+        self._quiesce()
+        return binding.state_dict()
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        binding = self._quiet_binding(optimizer, "load_state_dict()")
+        binding = self.bound(optimizer, "load_state_dict()")
+        self._quiesce()
         if binding.one_gradient:
             what = "the optimizer's load_state_dict()"
             with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
                 report.mine = binding.marks(state_dict, self._sharded.names)
             self.make_room(report.everyone[0])
-        self._quiet_binding(optimizer, "load_state_dict()").load_state_dict(state_dict)
-
-
-def _same(one: Sequence[torch.optim.Optimizer], other: Sequence[torch.optim.Optimizer]) -> bool:
-    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other))
+            self._quiesce()
+        self.bound(optimizer, "load_state_dict()").load_state_dict(state_dict)  # spans may have been cut anew

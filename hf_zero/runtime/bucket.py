@@ -212,17 +212,14 @@ class SpanGradients:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the shards have gradients."""
         for shard in self.shards:  # noqa: SIM110 -- asked for often
             if shard.has_grad:
                 return True
         return False
 
     def bucket(self, dtype: torch.dtype | None = None, kind: str = "communication") -> tuple[Tensor, list[Tensor]]:
-        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views.
-
-        `kind`: what the ledger has it as.
-        """
+        """The span's gradient buffer, its storage present (values undefined but for the zero padding), and its views. The
+        ledger has it as `kind`."""
         wanted = dtype or self.reduce_dtype
         if self._bucket is None or self._bucket_storage is None or self._bucket.dtype != wanted:
             self.drop_bucket()
@@ -259,11 +256,6 @@ class SpanGradients:
             self._bucket_storage.resize_(0)
             self.account.now[self._bucket_kind] -= self._bucket_there_bytes
             self._bucket_there_bytes = 0
-
-    def give_bucket_up(self) -> None:
-        """As `drop_bucket`; the next one is other memory."""
-        self.drop_bucket()
-        self._bucket = self._bucket_storage = None
 
     def source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype."""
@@ -330,13 +322,12 @@ class SpanGradients:
             shard.add(mean[shard.start : shard.stop])
 
     def grads(self) -> list[tuple[Shard, Tensor]]:
-        """Every shard that has a gradient, with it."""
         return [(shard, grad) for shard in self.shards if (grad := shard.whole_grad()) is not None]
 
-    def grad(self, device: torch.device) -> Tensor:
+    def grad(self) -> Tensor:
         """The slice's reduced gradient, 1-D in the master dtype; zeros where a shard has none."""
-        out = assembled(self.shards, lambda shard: shard.whole_grad(), 0, self.span.slice_numel, device)
-        return torch.zeros(self.span.slice_numel, dtype=self.master_dtype, device=device) if out is None else out
+        out = assembled(self.shards, lambda shard: shard.whole_grad(), 0, self.span.slice_numel, self.device)
+        return torch.zeros(self.span.slice_numel, dtype=self.master_dtype, device=self.device) if out is None else out
 
     def some_grad(self, wire: SoloWire) -> None:
         """Zeros, from now on, for shards that have no gradient."""

@@ -1,15 +1,8 @@
 """Buffers as DistributedDataParallel has them: rank 0's at the start, and rank 0's again in training.
 
-DDP sends every buffer before a forward, if the forward before that one was to be differentiated and synchronised (it was not
-under `no_grad`, nor inside `no_sync`). The forward that it is sent before may be of any kind. Here this is done for those
-buffers that change, in one message of bytes. Which these are the ranks agree on, at the end of a backward that syncs: their
-word on gradients also says whether any rank has another tensor in a buffer's place, or one that was written to (version
-counters), and only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let
-pass once.
-
-Writes that torch counts none of (`buffer.data`, the fused observers of quantisation-aware training) are found by fingerprints,
-in some backwards: the 1st, 2nd, 4th, ... since the ranks last agreed, then every `_EVERY`th. Such a buffer is sent from
-then on.
+DDP sends every buffer before a forward of any kind, if the forward before that one was to be differentiated and synchronised.
+Here those that change are sent, in one message of bytes; docs/DESIGN.md says how the ranks agree on which these are, and how
+writes are found that torch does not count.
 """
 
 from __future__ import annotations
@@ -35,11 +28,7 @@ _EVERY = 64
 
 
 class Buffers:
-    """Of one model, which is on its device. A collective to make.
-
-    Attributes:
-        watched: there are other ranks, and some buffer on some rank.
-    """
+    """Of one model, which is on its device. A collective to make. `watched`: there are other ranks, and some buffer on some."""
 
     def __init__(self, model: nn.Module, wire: SoloWire) -> None:
         self._model, self._wire = model, wire
@@ -71,7 +60,7 @@ class Buffers:
             name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
         }
         mine = self._named()
-        everyone = self._exchange(mine)
+        everyone = self._wire.exchange(self.prints(mine))
         self.watched = any(everyone)
         alike = self._alike(everyone)
         wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
@@ -105,10 +94,6 @@ class Buffers:
         prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
         values: list[Any] = torch.stack(prints).tolist() if prints else []
         return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
-
-    def _exchange(self, buffers: Mapping[str, Tensor]) -> list[dict[str, tuple[Sign, list[int]]]]:
-        """`prints` of all ranks."""
-        return list(self._wire.exchange(self.prints(buffers)))
 
     def _alike(self, everyone: Sequence[Mapping[str, tuple[Sign, list[int]]]]) -> dict[str, Sign]:
         """Buffers that every rank has in the same shape and type, in rank 0's order; says which are not, once."""
@@ -175,11 +160,7 @@ class Buffers:
                 self._uncounted.add(name)
 
     def agree(self, changed: bool) -> None:
-        """After a backward that syncs. A collective where `changed`.
-
-        Args:
-            changed: whether `ask()` on any rank.
-        """
+        """After a backward that syncs. A collective where `changed`: `ask()` was true on some rank."""
         if not changed:
             return
         before = {id(buffer): version for buffer, version in self._seen}
@@ -189,7 +170,8 @@ class Buffers:
         said = self._wire.exchange((mine_moved, [name for name in self._bits if name in self._uncounted]))
         uncounted = dict.fromkeys(name for _, theirs in said for name in theirs)
         names = dict.fromkeys([*(name for theirs, _ in said for name in theirs), *uncounted])
-        everyone = self._exchange({name: buffer for name, buffer in self._named().items() if name in names})
+        mine = {name: buffer for name, buffer in self._named().items() if name in names}
+        everyone = self._wire.exchange(self.prints(mine))
         alike = self._alike(everyone)
         equal = {name for name in alike if all(theirs[name] == everyone[0][name] for theirs in everyone)}
         again = self._passed | uncounted.keys()  # nothing tells of the next write of an uncounted one
@@ -219,9 +201,7 @@ class Buffers:
             self._send()
 
     def after_forward(self, sync: bool) -> None:
-        """Args:
-        sync: not inside `no_sync`.
-        """
+        """`sync`: not inside `no_sync`."""
         if not self._apart and not in_backward_of_any():
             self._due = sync and torch.is_grad_enabled()
 

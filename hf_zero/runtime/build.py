@@ -6,12 +6,11 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import read
+from ..comm.agree import read, same_structure
 from ..comm.wire import SoloWire
 from ..core.layout import Layout, ParamSpec, Span
 from ..core.precision import Precision, dtype_name, dtype_of
@@ -34,41 +33,32 @@ Groups = list[list[nn.Parameter]]
 """An optimizer's groups, as the model's parameters."""
 
 
-class WholeCosts:
-    """What parameters cost that one optimizer steps over whole."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
-
-    def put_on(self, spec: ParamSpec) -> ParamSpec:
-        """The spec of one of its parameters, with what a step over it costs and its state takes."""
-        key = spec.group, spec.shape, spec.master_dtype
-        if key not in self._known:
-            self._known[key] = state_bytes(self._optimizer, spec.group, spec.shape, dtype_of(spec.master_dtype))
-        return replace(spec, step_cost=step_cost(self._optimizer, spec.shape), state_bytes=self._known[key])
-
-
 class Assembly:
-    """The units of one model, and which parameter is where.
+    """The units of one model, and which parameter is where. `machine`: measured speeds, for every plan.
 
     Attributes:
-        sharded: the model, and what is built.
-        owned: by optimizer: where it steps over parameters whole, what one of some shape costs; else None.
+        owned: by number, optimizers that step over parameters whole.
         counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
-
-    Raises:
-        ConfigError: it was born on another number of ranks.
     """
 
-    def __init__(self, sharded: Sharded, drafter: Drafter, planner: Callable[[PlanInputs], Plan]) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        drafter: Drafter,
+        planner: Callable[[PlanInputs], Plan],
+        machine: Machine,
+        mixed_precision: str | None,
+    ) -> None:
         self.sharded = sharded
+        self._machine, self._mixed_precision = machine, mixed_precision
         self._placements: Sequence[Placement] = ()
         self._drafter, self._planner = drafter, planner
         self._params: list[nn.Parameter] = []
         self._flags: list[bool] = []
         """Which of `_params`, all there are in the spans' order, were trained at the last look."""
-        self.owned: list[WholeCosts | None] = []
+        self.owned: dict[int, torch.optim.Optimizer] = {}
+        self._costs: dict[tuple[object, ...], tuple[int, ...]] = {}
+        """By optimizer, and what of a parameter matters: the bytes of its state."""
         self.counted: list[frozenset[str]] = []
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
@@ -88,20 +78,27 @@ class Assembly:
         group_of = {p: group for groups in originals for group, params in enumerate(groups) for p in params}
         optimizer_of = {p: number for number, groups in enumerate(originals) for params in groups for p in params}
         old = {param: self._spec(param) for param in self.sharded.places}
-        specs = [self._owned(mine) for mine in self._drafter.specs(group_of, old, optimizer_of)]
+        specs = [[self._owned(spec) for spec in mine] for mine in self._drafter.specs(group_of, old, optimizer_of)]
         if not old:
             return specs
         # What is unfrozen begins with no optimizer state: not in one span with what has made steps.
         fresh = {param for param, spec in old.items() if param.requires_grad and not spec.trainable}
         return [self._apart(mine, number, fresh) for number, mine in enumerate(specs)] if fresh else specs
 
-    def _owned(self, specs: list[ParamSpec]) -> list[ParamSpec]:
-        """With what a step costs over each parameter that its optimizer must have whole; where ranks share the model out, such
-        a parameter has one owner."""
-        if not any(self.owned):
-            return specs
-        costs = [self.owned[spec.optimizer] if spec.trainable and spec.group >= 0 else None for spec in specs]
-        return [spec if cost is None else cost.put_on(spec) for spec, cost in zip(specs, costs)]
+    def agree(self, specs: list[list[ParamSpec]], originals: Sequence[Groups]) -> None:
+        """A collective. RankMismatchError, on every rank: they have other settings, parameters or groups than each other."""
+        sharded = self.sharded
+        same_structure(sharded.wire, sharded.config, self._mixed_precision, specs, originals, sharded.names)
+
+    def _owned(self, spec: ParamSpec) -> ParamSpec:
+        """With what a step over the parameter costs, and its state takes, where its optimizer must have it whole."""
+        optimizer = self.owned.get(spec.optimizer) if spec.trainable and spec.group >= 0 else None
+        if optimizer is None:
+            return spec
+        key = optimizer, spec.group, spec.shape, spec.master_dtype
+        if key not in self._costs:
+            self._costs[key] = state_bytes(optimizer, spec.group, spec.shape, dtype_of(spec.master_dtype))
+        return replace(spec, step_cost=step_cost(optimizer, spec.shape), state_bytes=self._costs[key])
 
     def _apart(self, specs: list[ParamSpec], number: int, params: Container[nn.Parameter]) -> list[ParamSpec]:
         """Of one unit, with these parameters in a cohort of their own."""
@@ -118,7 +115,6 @@ class Assembly:
         return [[spec.key for spec in unit] for unit in specs] != now
 
     def hosts(self) -> Iterator[tuple[Unit, list[nn.Module]]]:
-        """Every unit with the modules that use it."""
         return ((unit, group.hosts) for unit, group in zip(self.sharded.units, self._drafter.groups))
 
     def lay_out(self, specs: list[list[ParamSpec]]) -> Layout:
@@ -137,12 +133,8 @@ class Assembly:
             raise
 
     def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
-        """Of each: over slices or over whole matrices; `specs` are for these from now on.
-
-        Raises:
-            UnsupportedOptimizerError: one can have neither.
-            ConfigError: there are several, and units are updated before the program says which of them steps.
-        """
+        """Of each: over slices or over whole matrices (UnsupportedOptimizerError: neither); `specs` are for these from now on.
+        ConfigError: there are several, and units are updated before the program says which of them steps."""
         sharded = self.sharded
         if len(optimizers) > 1 and sharded.config.step_in_backward:
             raise ConfigError(
@@ -153,30 +145,21 @@ class Assembly:
         offloaded = sharded.config.offload_optimizer != "none"
         wholes = [needs_wholes(each, sharded.names, cut=cuts, offloaded=offloaded) for each in optimizers]
         self.counted = [counted(each) if offloaded else frozenset() for each in optimizers]
-        self.owned = [WholeCosts(each) if is_ else None for each, is_ in zip(optimizers, wholes)]
+        self.owned = {number: each for number, (each, is_) in enumerate(zip(optimizers, wholes)) if is_}
+        self._costs = {}
         return [WholeBinding if is_ else Binding for is_ in wholes]
 
     def originals(self, optimizers: Sequence[torch.optim.Optimizer], bound: Sequence[Binding]) -> list[Groups]:
-        """The parameters in the optimizers' groups, as these were built; see `originals_of`."""
         return originals_of(optimizers, {param: names[0] for param, names in self.sharded.names.items()}, bound)
 
-    def plan(
-        self,
-        specs: list[list[ParamSpec]],
-        optimizers: Sequence[torch.optim.Optimizer],
-        known: Machine,
-        ranks_here: int,
-    ) -> Plan:
-        """The plan for these specs; nothing changes. A collective under `auto`, and once there are units.
-
-        Args:
-            known: measured speeds. What is free is looked up now, on every rank.
-        """
+    def plan(self, specs: list[list[ParamSpec]], optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> Plan:
+        """The plan for these specs, with measured speeds and what is free now; nothing changes. A collective under `auto`, and
+        once there are units."""
         sharded, machine = self.sharded, Machine()
         if sharded.config.is_auto:
             held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)
             free = here(sharded.device, ranks=ranks_here, offload_dir=sharded.config.offload_dir, held_bytes=held)
-            found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(known))
+            found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(self._machine))
             machine = Machine.least(found)
         inputs = PlanInputs(
             self.lay_out(specs),
@@ -203,16 +186,8 @@ class Assembly:
         mine = frozenset(slot.spec.name for flat in self.sharded.flats if flat.in_files for slot in flat.span.slots)
         return mine.intersection(*self.sharded.wire.exchange(mine))
 
-    def build(
-        self,
-        specs: list[list[ParamSpec]],
-        placements: Sequence[Placement],
-    ) -> None:
-        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
-
-        Args:
-            placements: by span.
-        """
+    def build(self, specs: list[list[ParamSpec]], placements: Sequence[Placement]) -> None:
+        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on."""
         self._placements = placements
         self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
@@ -278,14 +253,9 @@ class Assembly:
         return specs
 
     def arranged(self, originals: Sequence[Groups], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
-        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is.
-
-        Parameters of one span have made the same steps. A frozen one that has state gets a place for it.
-
-        Args:
-            marks: by parameter that has state and shares a span with others, what of the state is one value for the
-                parameter (`step`), as text.
-        """
+        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is. Parameters of one span
+        have made the same steps; a frozen one that has state gets a place for it. `marks`: by parameter that has state and
+        shares a span with others, what of the state is one value for the parameter (`step`), as text."""
         specs = self.specs(originals)
         before = [list(mine) for mine in specs]
         for number, (mine, group) in enumerate(zip(before, self._drafter.groups)):
@@ -346,7 +316,7 @@ class Assembly:
         for flat in flats:
             if not flat.span.trainable or True not in flat.present:
                 continue
-            whole = self._whole(flat, partial(flat.grad, flat.device))
+            whole = self._whole(flat, flat.grad)
             for slot, param, has in zip(flat.span.slots, flat.params, flat.present):
                 if has:
                     found[param] = whole[slot.offset : slot.stop].clone()
@@ -377,11 +347,7 @@ class Assembly:
         return {index: found[index] for index in set(found).intersection(*everyone)}
 
     def check(self) -> None:
-        """Before a step, with all units at rest.
-
-        Raises:
-            LayoutError: a frozen one has a gradient of this rank's alone, from a backward of a part of the model.
-        """
+        """Before a step, with all units at rest: raises where a frozen parameter has a gradient, which is this rank's alone."""
         for flat in self._frozen:
             for index, param in enumerate(flat.params):
                 if param.grad is not None:
@@ -391,11 +357,8 @@ class Assembly:
                     )
 
     def look_at_flags(self) -> bool:
-        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication.
-
-        Raises:
-            LayoutError: frozen under `step_in_backward`, which steps over whole spans as their gradients come.
-        """
+        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication. Refuses what
+        was frozen under `step_in_backward`, which steps over whole spans as their gradients come."""
         before = self._flags
         with AsTheyAre():
             self._flags = now = [param.requires_grad for param in self._params]
@@ -437,16 +400,14 @@ class Assembly:
         for flat in self.sharded.flats:
             if any(param in params for param in flat.params):
                 whole = self._whole(flat, flat.values)
-                for slot, param in zip(flat.span.slots, flat.params):
+                for slot, param, value in zip(flat.span.slots, flat.params, flat.cut_up(whole)):
                     if param in params:
-                        value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                         yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
 
     def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
         for flat in flats:
             whole = self._whole(flat, flat.values)
-            for index, slot in enumerate(flat.span.slots):
-                value = whole[slot.offset : slot.stop].view(slot.spec.shape)
+            for index, (slot, value) in enumerate(zip(flat.span.slots, flat.cut_up(whole))):
                 flat.show(index, value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value)
 
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -479,11 +440,8 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
 
 
 def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
-    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is.
-
-    Raises:
-        LayoutError: it is on several devices, or on the meta device.
-    """
+    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is. LayoutError: it is
+    on several devices, or on the meta device."""
     found: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)

@@ -41,11 +41,8 @@ def clip_norm(
     *,
     hint: bool = False,
 ) -> Tensor:
-    """See `Engine.clip_grad_norm_`. `known` are the model's parameters.
-
-    Args:
-        hint: say how to find what is not finite, where the norm is known here without waiting for a device.
-    """
+    """See `Engine.clip_grad_norm_`. `known` are the model's parameters. `hint`: say how to find what is not finite, where the
+    norm is known here without waiting for a device."""
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
     spans = [
@@ -139,10 +136,8 @@ def grad_to_read(shard: Shard) -> Tensor | None:
 
 
 def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """What ranks add up (an infinite order: compare) for a norm of 1-D tensors: 0-dim float64 on `device`.
-
-    It does not depend on where the elements are cut.
-    """
+    """What ranks add up (an infinite order: compare) for a norm of 1-D tensors: 0-dim float64 on `device`. It does not depend
+    on where the elements are cut."""
     if not parts:
         return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
     if order == 2.0:
@@ -170,7 +165,6 @@ def over_ranks(wire: SoloWire, local: Tensor, order: float) -> Tensor:
 
 
 def root(powers: Tensor, order: float) -> Tensor:
-    """The norms."""
     if math.isinf(order) or order == 0:
         return powers
     return powers.sqrt() if order == 2.0 else powers.pow(1.0 / order)
@@ -231,11 +225,7 @@ def _row_squares(flat: Tensor) -> Tensor:
 
 
 class Overflow:
-    """Of one engine.
-
-    Attributes:
-        possible: something computes in float16, for all that is known.
-    """
+    """Of one engine. `possible`: something computes in float16, for all that is known."""
 
     def __init__(self, model: nn.Module, precision: Precision, wire: SoloWire, device: torch.device) -> None:
         self._wire, self._device = wire, device
@@ -250,12 +240,9 @@ class Overflow:
             self.possible = True
 
     def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
-        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`.
-
-        Args:
-            storage: where something is offloaded.
-            reduced: gradients were sent to their owners, of which there are several: those of all ranks know afterwards.
-        """
+        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`: gradients were
+        sent to their owners, of which there are several, and those of all ranks know afterwards. `storage`: where something is
+        offloaded."""
         if not self.possible:
             return
         # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.

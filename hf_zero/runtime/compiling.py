@@ -1,8 +1,7 @@
 """`torch.compile` for a sharded model: block by block, and no hook inside a graph.
 
-What is compiled is a block's own `forward`: the hooks around it, which gather and release, run outside, in plain Python, and
-the parameters are whole when the graph's guards look at them. What lies between blocks runs as it is. Equal blocks share
-their graphs, as far as torch finds them equal.
+What is compiled is a block's own `forward`: the hooks around it run outside, in plain Python, and the parameters are whole when
+the graph's guards look at them. What lies between blocks runs as it is.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def stay_out_of_graphs() -> None:
 
 
 def refuse_transformed() -> None:
-    """
-    Raises:
-        StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile.
-    """
+    """StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     for transform in stack:
         if transform.key() != torch._C._functorch.TransformType.Vmap:
@@ -55,11 +51,8 @@ def refuse_transformed() -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """
-    Raises:
-        ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
-            `torch.jit.ScriptModule`, which takes no hooks.
-    """
+    """ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
+    `torch.jit.ScriptModule`, which takes no hooks."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -83,13 +76,9 @@ def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 class Block:
-    """One block's `forward`, compiled; as it was where that fails, from then on.
+    """One block's `forward`, compiled; as it was where that fails, from then on. The first of a model's blocks says why."""
 
-    Args:
-        failed: told why, once.
-    """
-
-    def __init__(self, module: nn.Module, compile_: Compile, failed: Callable[[nn.Module, Exception], None]) -> None:
+    def __init__(self, module: nn.Module, compile_: Compile, failed: list[str]) -> None:
         self._module, self._plain, self._failed = module, module.forward, failed
         self._compiled: Callable[..., Any] | None = compile_(self._plain)
         update_wrapper(self, self._plain)
@@ -104,24 +93,13 @@ class Block:
             return self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             self._compiled = None
-            self._failed(self._module, error)
+            self._tell(error)
         return self._plain(*args, **kwargs)
 
-
-class Failures:
-    """Says once that blocks run uncompiled, and why."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, module: nn.Module, error: Exception) -> None:
-        if not self._said:
-            self._said = True
-            first = " ".join(
-                str(error).strip().partition("\n\n")[0].split()
-            )  # what follows is advice on torch's own flags
-            print(
-                f"hf_zero: {type(module).__name__} could not be compiled and runs as it is ({type(error).__name__}: {first})",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _tell(self, error: Exception) -> None:
+        # What follows is advice on torch's own flags.
+        why = f"{type(error).__name__}: {' '.join(str(error).strip().partition(chr(10) * 2)[0].split())}"
+        if not self._failed:
+            kind = type(self._module).__name__
+            print(f"hf_zero: {kind} could not be compiled and runs as it is ({why})", file=sys.stderr, flush=True)
+        self._failed.append(why)

@@ -3,11 +3,9 @@
 A born parameter is *closed* or *open*. Closed, each rank has `own`, its equal part of the row-major elements, and the
 parameter's `.data` is one NaN expanded to the true shape and type (as a released parameter of an engine). Open, `.data`
 is whole, the same on every rank, and is the truth. Opening is a collective, closing needs no communication: so whether a
-parameter is open must be the same on every rank, and follows from the program alone.
-
-A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
-to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
-A slice that was computed may rest as well, in this rank's own file (`store`), until it is asked for.
+parameter is open follows from the program alone. One may also be born *at rest*: its values stay in the files that it comes
+from, its `origin`, until something writes to it or asks for `own`. Whether there is an origin follows from the program alone,
+too; whether `own` was asked for does not. A slice that was computed may rest in this rank's own file (`store`).
 """
 
 from __future__ import annotations
@@ -73,11 +71,8 @@ def born(
     device: torch.device | str,
     requires_grad: bool = True,
 ) -> nn.Parameter:
-    """A closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`.
-
-    Raises:
-        StateError: `own` is not this rank's part.
-    """
+    """A closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`. StateError: it is
+    not this rank's part."""
     numel = torch.Size(shape).numel()
     low, high = slice_bounds(numel, wire.rank, wire.size)
     if own.dim() != 1 or own.numel() != high - low or own.dtype != dtype or own.device != torch.device(device):
@@ -96,10 +91,8 @@ def born_at_rest(
     device: torch.device | str,
     requires_grad: bool = True,
 ) -> nn.Parameter:
-    """A closed parameter of `shape` and of `origin`'s type, whose row-major elements are at rest in `origin`.
-
-    The same on every rank, and each can read all of it.
-    """
+    """A closed parameter of `shape` and of `origin`'s type, whose row-major elements are at rest in `origin`. The same on every
+    rank, and each can read all of it."""
     return _closed(Birth(wire, origin=origin, device=torch.device(device)), shape, requires_grad)
 
 
@@ -120,11 +113,8 @@ def guard_owner(param: nn.Parameter) -> Birth | None:
 
 
 class Birth:
-    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak.
-
-    Args:
-        store: where slices that are computed rest while the parameter is closed; None: in memory.
-    """
+    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak. `store`: where
+    slices that are computed rest while it is closed; None: in memory."""
 
     __slots__ = (
         "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_store", "_stored", "_stride", "is_open", "origin",
@@ -178,11 +168,7 @@ class Birth:
         return self.origin is not None or self._store is not None
 
     def values(self) -> Tensor:
-        """`own`, to look at only: what is at rest stays there, and is read anew. While closed.
-
-        Raises:
-            TierError: it cannot be read.
-        """
+        """`own`, to look at only: what is at rest stays there, and is read anew (TierError). While closed."""
         if self._stored is not None and not self.is_open:
             self._follow_alias()
         stored = self._stored
@@ -265,10 +251,8 @@ class Birth:
     # Between closed and open ------------------------------------------------------------------------------------------
 
     def open(self, param: nn.Parameter, fill: bool = True, whole: Tensor | None = None) -> None:
-        """Whole values in `.data`: `whole`, or brought in by a collective.
-
-        `fill=False`: only the memory, for who overwrites all of it.
-        """
+        """Whole values in `.data`: `whole`, or brought in by a collective; `fill=False`: only the memory, for who overwrites
+        it."""
         if self.is_open:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -413,10 +397,8 @@ class Birth:
             self.own.copy_(value.detach().reshape(-1)[low:high])
 
     def pour(self, param: nn.Parameter, room: Tensor) -> None:
-        """The whole values into the first elements of `room`, a 1-D buffer of any type; what follows may be overwritten.
-
-        A collective, unless open.
-        """
+        """The whole values into the first elements of `room`, a 1-D buffer of any type; what follows may be overwritten. A
+        collective, unless open."""
         numel = param.numel()
         if self.is_open:
             room[:numel].copy_(param.detach().reshape(-1))
@@ -431,10 +413,8 @@ class Birth:
         return -(-numel // self.wire.size) * self.wire.size
 
     def read_into(self, room: Tensor, numel: int) -> None:
-        """The whole values into the first `numel` elements of `room` (1-D, of `room_numel` or more); a collective.
-
-        What lies between `numel` and `room_numel` is overwritten.
-        """
+        """The whole values into the first `numel` elements of `room` (1-D, of `room_numel` or more); a collective. What lies
+        between `numel` and `room_numel` is overwritten."""
         wire = self.wire
         own = read(wire, self.values, may_fail=self.may_fail and wire.size > 1)
         if wire.size == 1:
@@ -476,10 +456,8 @@ def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> 
 
 
 def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, storage: Storage) -> DiskArray | None:
-    """This rank's slice of a frozen span, where its values are at rest in the model's own files: no copy is made of them.
-
-    A collective for parameters with an origin.
-    """
+    """This rank's slice of a frozen span, where its values are at rest in the model's own files: no copy is made of them. A
+    collective for parameters with an origin."""
     births = [birth for param in params if (birth := birth_of(param)) is not None and birth.origin is not None]
     if span.trainable or len(births) < len(params):
         return None

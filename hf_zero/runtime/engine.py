@@ -18,7 +18,7 @@ from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm.wire import SoloWire, Traffic
 from ..core.layout import Layout
-from ..errors import ConfigError, ZeroError
+from ..errors import ConfigError, StateError, ZeroError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
@@ -28,7 +28,7 @@ from .autocast import shown_in
 from .build import Assembly
 from .checkpoints import Saves, load, save
 from .clipping import clip_norm, clip_values
-from .compiling import Block, Compile, Failures
+from .compiling import Block, Compile
 from .offload import STATES
 from .pieces import OptimizerPieces
 from .preemption import Preemption
@@ -46,9 +46,7 @@ class Engine:
         training: what happens in its passes and steps.
         model: the module itself, same type, parameters now views of flat spans.
         optimizer: the optimizer bound to it, the first of several, or None.
-        optimizers: all of them.
         saves: those that are written behind training.
-        layout: where each element lives.
         traffic: collectives and bytes sent by this rank, by kind (`gather`, `reduce`, `scalar`, `other`;
             with replicas also `across`).
     """
@@ -65,7 +63,11 @@ class Engine:
         self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise overrides.refuse_copy("an Engine")
+        raise StateError(
+            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model "
+            "instead (copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or "
+            "model.state_dict()"
+        )
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -91,7 +93,6 @@ class Engine:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What measures every step, see `record`."""
         return self.training.recorder
 
     @property
@@ -206,11 +207,8 @@ class Engine:
         clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
-
-        Args:
-            set_to_none: False: reduced gradients stay, as zeros.
-        """
+        """Forget all gradients, local and reduced; with `set_to_none=False` reduced ones stay, as zeros. Also what
+        `model.zero_grad` and `optimizer.zero_grad` do."""
         self.training.zero_grad(set_to_none)
 
     def report(self) -> Report:
@@ -250,11 +248,7 @@ class Engine:
         return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
-        """What a checkpoint writes and fills of a bound optimizer.
-
-        Raises:
-            StateError: it is not bound.
-        """
+        """What a checkpoint writes and fills of a bound optimizer. StateError: it is not bound."""
         binding = self.training.optimizers.bound(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
@@ -344,11 +338,8 @@ class Engine:
         )
 
     def wait_for_save(self) -> None:
-        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise.
-
-        Raises:
-            CheckpointError: it failed, here or on another rank.
-        """
+        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise where it
+        failed on any (CheckpointError)."""
         self.saves.wait()
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
@@ -360,7 +351,7 @@ class Engine:
             using: compiles a function, instead of `torch.compile` with these options.
         """
         blocks = [module for module in self.training.blocks if not isinstance(module.__dict__.get("forward"), Block)]
-        failed = Failures()
+        failed: list[str] = []
         for module in blocks:
             self._patches.method(module, "forward", Block(module, using or partial(torch.compile, **options), failed))
         if self.rank == 0:
@@ -392,17 +383,14 @@ class Engine:
         with self._wire.watch.doing("Engine.offload_states"):
             self.training.flush()
             self.quiesce()
-            self.offload.leave(include, self.sharded.optimizer_of)
+            self.offload.leave(include)
             self.training.show_grads()
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
-
-        Raises:
-            StateError: nothing is away.
-        """
+        StateError: nothing is away."""
         with self._wire.watch.doing("Engine.reload_states"):
-            self.offload.come_back(self.sharded.optimizer_of)
+            self.offload.come_back()
             self.training.gradients.show_slices()
             self.training.show_grads()
 
@@ -422,34 +410,33 @@ class Engine:
         return shown_in(self.model, dtype, self.units, self.quiesce)
 
     def quiesce(self) -> None:
-        """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
+        """See `Training.quiesce`."""
         self.training.quiesce()
 
     def finish_step(self) -> None:
-        """See `Training.finish_step`."""
-        self.training.finish_step()
+        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards. StateError, TierError: one
+        broke off."""
+        self.offload.finish_step()
 
     def refresh(self) -> None:
         """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self.training.refresh()
+        self.training.state_dict_hooks.after_load()
 
     def reset(self) -> None:
         """Forget what an exception left half done: local gradients, transfers. Happens by itself at the next forward."""
         self.schedule.backward.reset()
 
     def detach(self) -> None:
-        """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten.
-
-        The optimizer has those parameters then, in the same groups, and its state in plain form: it goes on as if it had
-        never been bound.
+        """Undo: full plain parameters on every rank, no hooks. A collective, between steps: gradients are forgotten. The
+        optimizer has those parameters then, in the same groups, and its state in plain form.
         """
         if self.model.__dict__.get(_ENGINE) is not self:
             return
         self.sharded.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
-            if self.schedule.backward.order.preemption is not None:
-                self.schedule.backward.order.preemption.close()
+            if (preemption := self.schedule.backward.order.preemption) is not None:
+                preemption.close()
             bindings = self.training.optimizers.bindings
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
@@ -462,13 +449,6 @@ class Engine:
         for binding, state in zip(bindings, states):
             binding.unbind(state)
         self.training.optimizers.bindings, self.sharded.optimizers = [], []
-
-    def end_on(self, signals: Iterable[signal.Signals]) -> Preemption:
-        """See `on_preemption`."""
-        if self.schedule.backward.order.preemption is not None:
-            self.schedule.backward.order.preemption.close()
-        made = self.schedule.backward.order.preemption = Preemption(signals)
-        return made
 
 
 def on_preemption(
@@ -496,7 +476,11 @@ def on_preemption(
     engine = model if isinstance(model, Engine) else engine_of(model)
     if engine is None:
         raise ConfigError(f"on_preemption: this {type(model).__name__} is not sharded; call zero.shard first")
-    return engine.end_on(signals)
+    order = engine.schedule.backward.order
+    if order.preemption is not None:
+        order.preemption.close()
+    order.preemption = made = Preemption(signals)
+    return made
 
 
 def engine_of(model: nn.Module) -> Engine | None:

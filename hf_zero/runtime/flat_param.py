@@ -6,9 +6,10 @@ A gathered parameter's `.data` is its view of the span's buffer (`span_values`);
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from ..config import StagePolicy
 from ..core.layout import Span
 from ..core.precision import Precision, dtype_of
 from ..plan.costs import Placement
+from ..tiers.fingerprint import digest
 from ..tiers.pool import Storage
-from .reads import Lender, plain_class, released_class
+from .reads import AsTheyAre, Lender, plain_class, released_class
 from .span_values import SpanValues
 from .state_shard import Shard, assembled, is_elementwise
 
@@ -35,12 +37,9 @@ class State(Enum):
 class Guards:
     """One NaN per parameter of a span; a released parameter's `.data` is its guard expanded to the true shape.
 
-    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none.
-
-    Attributes:
-        addresses: of what is shown.
-        shown: by parameter, its guard expanded, in the type that it is gathered in: a change of a parameter's type would cut it
-            off from the graphs that it is part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
+    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none. A guard
+    (`shown`) is of the type that its parameter is gathered in: a change of that would cut it off from the graphs that it is
+    part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
     """
 
     def __init__(self, span: Span, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -51,10 +50,29 @@ class Guards:
         self.addresses = [guard.data_ptr() for guard in self.shown]
 
 
-class Notes(Protocol):
-    """Who is told what programs have written to whole parameters (`writes.Edits`)."""
+class Edits:
+    """What programs have written to whole parameters of one engine, as torch counts writes, or by `param.data = x`.
 
-    def note(self, flat: Flat, index: int, values: Tensor) -> None: ...
+    `found`: by parameter, the digest of its values after the last write (one that is seen twice changes nothing); `mark`: a
+    number of 31 bits that depends on it alone.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self.mark = 0
+
+    def note(self, flat: Flat, index: int, values: Tensor) -> None:
+        if flat.span.shards == 1:
+            return
+        with AsTheyAre():
+            found = digest(values.detach().contiguous().view(-1))
+        name = flat.span.slots[index].spec.name
+        self.mark = (self.mark + _mark(name, found) - _mark(name, self.found.get(name))) & 0x7FFFFFFF
+        self.found[name] = found
+
+
+def _mark(name: str, found: int | None) -> int:
+    return 0 if found is None else zlib.crc32(f"{name} {found}".encode())
 
 
 class Flat(SpanValues):
@@ -80,7 +98,7 @@ class Flat(SpanValues):
         self._distances = [slot.offset * size if slot.spec.numel else None for slot in self.span.slots]
         """Bytes from the start of `full`; None: a tensor without elements has no address."""
         self.watched: list[tuple[int, int]] = []
-        """Stretches of the slice that are compared at every release, see `writes`."""
+        """Stretches of the slice that are compared at every release, see `carrying`."""
         self.watched_digests: list[int] = []
         """Of these, as they were gathered; empty where they are compared with masters on the device."""
         self.looks: Sequence[int] = ()
@@ -88,8 +106,7 @@ class Flat(SpanValues):
         """Parameters (places in `params`) that are compared with what was gathered; in every step. See `writes`."""
         self.looked: dict[int, int] = {}
         """Digests of these, while they are gathered."""
-        self.edits: Notes | None = None
-        """Who notes what programs write; see `writes`."""
+        self.edits: Edits | None = None
         self._versions = [param._version for param in self.params]
         self.guards = Guards(span, self.device)
         self._plain: list[Any] = [plain_class(param) for param in self.params]
@@ -115,16 +132,12 @@ class Flat(SpanValues):
     def unshow(self, index: int, *, gathered: bool) -> None:
         """One parameter is what it would be without that."""
         self.show(index, (self.views if gathered else self.guards.shown)[index])
-        self.uncount(index)
+        self._versions[index] = self.params[index]._version  # what was written in place so far is known
         if not gathered:
             self.params[index].__class__ = self._released[index]
 
     def mask(self, lender: Lender, owner: weakref.ref[Any], *, released: bool) -> None:
-        """Reads of released parameters are told to `lender`, which knows the unit by `owner`.
-
-        Args:
-            released: whether they are now.
-        """
+        """Reads of parameters, while they are released, are told to `lender`, which knows the unit by `owner`."""
         self._lender = lender
         made = {kind: released_class(kind, lender, owner) for kind in dict.fromkeys(self._plain)}
         self._released = [made[kind] for kind in self._plain]
@@ -192,10 +205,6 @@ class Flat(SpanValues):
         before, self._versions = versions, [param._version for param in self.params]
         return [i for i, (a, b) in enumerate(zip(before, self._versions)) if a != b and i not in self.pinned]
 
-    def uncount(self, index: int) -> None:
-        """What was written to a parameter in place so far is known."""
-        self._versions[index] = self.params[index]._version
-
     @torch.no_grad()
     def leave_storage(self) -> None:
         old, addresses = self._full_storage, self.addresses
@@ -243,12 +252,21 @@ class Flat(SpanValues):
             )
 
 
-def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:
-    """A collective. All ranks' slices of a span, 1-D: on CPU on rank 0 (`everywhere`: on all), on the meta device elsewhere.
+def sent(
+    wire: SoloWire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int = 0
+) -> Tensor:
+    """A tensor of rank `source`, which passes it as `own`, on every rank. A collective."""
+    landing = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if own is not None:
+        landing.copy_(own)
+    if landing.numel():
+        wire.broadcast(landing.view(-1).view(torch.uint8), source)
+    return landing
 
-    Args:
-        own: this rank's slice, on the span's device.
-    """
+
+def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:
+    """A collective. All ranks' slices of a span, 1-D, of this rank's (`own`): on CPU on rank 0 (`everywhere`: on all), on the
+    meta device elsewhere."""
     here = everywhere or wire.rank == 0
     if flat.span.shards == 1:
         return own.detach().cpu() if here else own.to("meta")

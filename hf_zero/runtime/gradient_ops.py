@@ -22,13 +22,8 @@ _GONE = "this gradient's model is gone"
 
 
 class Gradients:
-    """Of one sharded model. See `gradients` for what its users see.
-
-    All it is given it holds weakly: a graph that the user keeps holds gradients, and they hold this.
-
-    Args:
-        flush: reduces what `no_sync` left on this rank, of some spans or of all.
-    """
+    """Of one sharded model. See `gradients` for what its users see. All it is given it holds weakly: a graph that the user
+    keeps holds gradients, and they hold this."""
 
     def __init__(
         self,
@@ -55,15 +50,12 @@ class Gradients:
     def _flush(self, flats: Sequence[Flat] | None = None) -> None:
         _there(self._flush_of)(flats)
 
-    def _flats(self) -> list[Flat]:
-        return [flat for unit in self.sharded.units for flat in unit.trained]
-
     def show(self) -> None:
         """After a backward: who has a reduced gradient, or one that waits on this rank, shows a stand-in."""
         self._norms.clear()
         updated = self.sharded.config.step_in_backward  # the gradients are used up, or will be: using them is refused
         with AsTheyAre():
-            for flat in self._flats():
+            for flat in self.sharded.trained:
                 if updated or flat.waits or flat.is_reduced:
                     flat.handles.keeper = self
                     flat.handles.show()
@@ -74,7 +66,7 @@ class Gradients:
         self._slice_norms.clear()
         if self.sharded.layout.shards == 1 or not self.sharded.optimizers:
             return
-        for place, flat in enumerate(self._flats()):
+        for place, flat in enumerate(self.sharded.trained):
             first = place
             for shard in flat.shards:
                 shard.show_slice(self, first)
@@ -84,7 +76,7 @@ class Gradients:
         """The optimizer's own step is next."""
         if self.sharded.layout.shards == 1:
             return
-        for flat in self._flats():
+        for flat in self.sharded.trained:
             for shard in flat.shards:
                 shard.hide_slice()
 
@@ -92,7 +84,7 @@ class Gradients:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
         if self.sharded.config.step_in_backward:
             return
-        flats = self._flats() if flats is None else flats
+        flats = self.sharded.trained if flats is None else flats
         self._follow(flats)
         changed = []
         with AsTheyAre():
@@ -159,7 +151,7 @@ class Gradients:
 
     def hide(self) -> None:
         """Before a backward that reduces: autograd need not ask stand-ins to add to them. They come back after it."""
-        flats = self._flats()
+        flats = self.sharded.trained
         if not self.sharded.config.step_in_backward:
             self._follow(flats)
         with AsTheyAre():
@@ -226,7 +218,11 @@ class Gradients:
         if value is None or now != self._norms_of or version != _version(handles.flat):
             self._flush()
             everyone = [
-                (f.handles, i) for f in self._flats() if f.is_reduced for i, is_ in enumerate(f.handles.placed) if is_
+                (f.handles, i)
+                for f in self.sharded.trained
+                if f.is_reduced
+                for i, is_ in enumerate(f.handles.placed)
+                if is_
             ]
             if (handles, index) not in everyone:
                 everyone.append((handles, index))
@@ -258,7 +254,7 @@ class Gradients:
         _there(self._offload).refuse_while_away(what)
         if place < 0:
             return power_sum([], order, device)
-        flats = self._flats()
+        flats = self.sharded.trained
         self.settle([flats[place]])
         if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
             self._flush()

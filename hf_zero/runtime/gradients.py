@@ -2,16 +2,13 @@
 
 `Gradient` is what a model's parameters show. It has the parameter's shape, and may be used like the plain tensor:
 
-* in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements,
-  nothing is sent;
-* norms over the whole of it: one small collective, for whole lists (`_foreach_norm`) and for runs of single ones
-  alike;
-* everything else: the gradient is brought together (a collective: on every rank, in the same order), the operation
-  runs on plain tensors of the master's type, and what it wrote goes back to this rank's elements. Lists are worked
-  through one gradient at a time.
+* in place and element by element (`mul_`, `clamp_`, `zero_`, `add_` of a whole tensor): on this rank's elements;
+* norms over the whole of it: one small collective, for whole lists (`_foreach_norm`) and for runs of single ones alike;
+* everything else: the gradient is brought together (a collective: on every rank, in the same order), the operation runs on
+  plain tensors of the master's type, and what it wrote goes back to this rank's elements; one gradient at a time.
 
-What the masters in the optimizer's groups show is in `slices`, over the same frame: `stand_in`. What a stand-in asks its
-`Keeper` for is in `gradient_ops`.
+What the masters in the optimizer's groups show is in `stand_in`, over the same frame. What stand-ins ask their `Keeper` for is
+in `gradient_ops`.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 
 from ..core.layout import Span
 from ..errors import StateError
+from . import stand_in
 from .saved_tensors import in_backward_of_any
 from .stand_in import OPERATIONS, Call, Kind, StandIn, is_tensors, plain_of
 
@@ -33,31 +31,23 @@ from .stand_in import OPERATIONS, Call, Kind, StandIn, is_tensors, plain_of
 class Accumulated(Protocol):
     """Parameters whose gradients add up side by side: a flat parameter."""
 
-    @property
-    def params(self) -> Sequence[nn.Parameter]: ...
-
-    @property
-    def present(self) -> Sequence[bool]: ...
-
-    @property
-    def arrived(self) -> Sequence[bool]: ...
+    span: Span
+    params: list[nn.Parameter]
+    present: list[bool]
+    arrived: list[bool]
 
     @property
     def waits(self) -> bool: ...
-
-    @property
-    def span(self) -> Span: ...
 
 
 F = TypeVar("F", bound=Accumulated)
 
 
-class Keeper(Protocol):
-    """Who has the gradients; see `gradient_ops`. Norms are 0-dim float64, the same on every rank."""
+class Keeper(stand_in.Keeper, Protocol):
+    """Who has the gradients; see `gradient_ops`."""
 
     def ready(self, handles: Handles[Any], index: int, name: str) -> None:
         """The gradient may be used now."""
-        ...
 
     def whole(self, handles: Handles[Any], index: int) -> Tensor: ...
 
@@ -69,21 +59,7 @@ class Keeper(Protocol):
         self, handles: Handles[Any], index: int, run: Callable[[Tensor, Callable[[Any], Any]], None]
     ) -> None: ...
 
-    def norms(self, grads: Sequence[tuple[Handles[Any], int]], order: float) -> list[Tensor]: ...
-
     def norm(self, handles: Handles[Any], index: int, order: float) -> Tensor: ...
-
-    def wrote(self) -> None:
-        """Gradients have other values now."""
-        ...
-
-    def settle_step(self) -> None:
-        """No thread reads gradients in host memory any more."""
-        ...
-
-    def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor: ...
-
-    def norm_over_ranks(self, part: Tensor, order: float) -> Tensor: ...
 
 
 class Gradient(StandIn):
@@ -141,11 +117,7 @@ class Gradient(StandIn):
         return call.run(Gradient.plain, Gradient)
 
     def kept(self, name: str) -> tuple[Handles[Any], Keeper]:
-        """Where the elements are.
-
-        Raises:
-            StateError: it may not be used now, by `name`.
-        """
+        """Where the elements are. StateError: it may not be used now, by `name`."""
         handles = self.handles()
         if handles is None or handles.keeper is None:
             raise StateError("this gradient's model is gone, or sharded anew: read `.grad` of the parameter afresh")
@@ -296,13 +268,8 @@ def _returned(call: Call, target: Gradient) -> Gradient | None:
 
 
 class Handles(Generic[F]):
-    """The stand-ins of one span's parameters.
-
-    Attributes:
-        placed: by parameter, whether its `.grad` shows its stand-in; where it does not any more, someone has cleared or
-            replaced the gradient.
-        keeper: set by the engine.
-    """
+    """The stand-ins of one span's parameters. `placed`: by parameter, whether its `.grad` shows its stand-in; where it does
+    not any more, someone has cleared or replaced the gradient."""
 
     def __init__(self, flat: F, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.flat = flat

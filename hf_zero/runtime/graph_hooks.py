@@ -6,9 +6,8 @@ as it was (in-place use of a unit's inputs and outputs included):
 * pre-backward: a prehook on the nodes that made the host's outputs. It runs before the first backward operation of the
   unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`saved_tensors.SavedTensors`);
   that costs Python time per saved tensor, so it is on for the first backwards, and then for units that were seen to need it.
-* post-backward: a prehook on the node that made the host's *youngest* input. Autograd runs the ready node that was made
-  last, and AccumulateGrad before all others; so when the maker of the youngest input runs, every node made after it is
-  done: all of the unit's, and the gradients of its parameters. Release and reduce.
+* post-backward: a prehook on the node that made the host's *youngest* input. When it runs, every node made after it is done
+  (docs/DESIGN.md says why): all of the unit's, and the gradients of its parameters. Release and reduce.
 * end of backward: an engine callback, for everything these miss: hosts whose inputs need no gradient (embeddings), units
   that another rank used and this one did not.
 
@@ -19,8 +18,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,42 +28,12 @@ from torch.autograd import Variable
 
 from ..comm.wire import SoloWire
 from ..errors import StateError
-from .backward_order import BackwardOrder
+from .backward_order import BackwardOrder, Callbacks
 from .pass_state import LEARNING, Pass
 from .reads import AsTheyAre
-from .replicas import Options
 from .saved_tensors import in_backward_of_any
-from .spare_room import SpareRoom
-from .unit import State, Unit
+from .unit import State
 from .uses import Order, Trace, Use
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What a schedule calls, in the order of a step.
-
-    Attributes:
-        before_forward: the model's forward begins with these arguments, and no part of it is under way. The units may be cut
-            anew in it.
-        before_look: parameters of released units are read between passes.
-        before_backward: the first event of a backward, before the ranks agree on its order.
-        after_reduce: all gradients of a unit are with their owners; once per unit and backward that syncs.
-        ask: at the end of a backward that reduces, on every rank; `BackwardOrder.answered` says if any said yes.
-        after_backward: every owner's gradients are complete, and everything is released.
-        broke_off: a backward was left by an exception, maybe a while ago; a part of its gradients is with their owners.
-        options: of the optimizer; the ranks agree on them at the start of a backward.
-        spare: for how many units there is room from a forward to its backward; None: no budget was given.
-    """
-
-    options: Options
-    before_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = lambda args, kwargs: None
-    before_look: Callable[[], None] = lambda: None
-    before_backward: Callable[[], None] = lambda: None
-    after_reduce: Callable[[Unit], None] | None = None
-    ask: Callable[[], bool] = lambda: False
-    after_backward: Callable[[], None] = lambda: None
-    broke_off: Callable[[], None] = lambda: None
-    spare: SpareRoom | None = None
 
 
 class Lead:
@@ -83,24 +51,16 @@ class Lead:
 
     def end(self) -> None:
         """The units of graphs that were made so far are no more."""
-        self.backward = _nobody
+        self.backward = lambda: None
 
     def missing(self) -> None:
-        """A backward comes to a unit that is no more.
-
-        Raises:
-            StateError: it needs the unit's parameters.
-        """
+        """A backward comes to a unit that is no more. StateError: it needs the unit's parameters."""
         if not self.dispensable:
             raise StateError(
                 "a backward goes through a sharded model that no longer exists, or whose parameters were put into other units "
                 "since that forward: their values are gone. Keep the model (or its engine) until backward has ended, and run "
                 "the forward again after a step or a change of the optimizer's groups"
             )
-
-
-def _nobody() -> None:
-    return None
 
 
 class Backward:
@@ -111,9 +71,7 @@ class Backward:
         sends: those of the backward under way, or of the last one, leave it.
         puts_off: those of the last backward inside `no_sync` did not.
         unsynced: some local gradients wait for a reduce. The same on every rank, as `no_sync` is.
-        lead: what graphs that are made now refer to.
         touched: uses whose backward is under way. `task`: autograd's number of that backward.
-        handles: of hooks on parameters.
     """
 
     def __init__(self, current: Pass, wire: SoloWire, callbacks: Callbacks) -> None:
@@ -137,17 +95,9 @@ class Backward:
         self.order.preemption = preemption
 
     def _begin_order(self) -> BackwardOrder:
-        current, callbacks = self.current, self.callbacks
+        current = self.current
         current.forward = Order()
-        current.order = BackwardOrder(
-            current.traces,
-            self.wire,
-            callbacks.ask,
-            callbacks.after_reduce,
-            callbacks.options,
-            callbacks.spare,
-            frees=current.frees,
-        )
+        current.order = BackwardOrder(current.traces, self.wire, self.callbacks, frees=current.frees)
         return current.order
 
     def used(self, trace: Trace, entry: Any) -> Use:
@@ -158,7 +108,8 @@ class Backward:
             # backward ends: to reduce up to there would send units that backward has yet to come to.
             again = (trace.seen or trace.use is not None) and not self.current.in_backward
             if again or trace.noted != self.current.number:
-                self.current.begin_use(trace)
+                self.current.clock += 1
+                trace.begun = trace.latest = self.current.clock
             use = Use(trace, trace.begun)
             trace.use = weakref.ref(use)
         if entry is None:
@@ -359,8 +310,7 @@ class Backward:
 
     def collect(self) -> None:
         """An exception keeps the graph of its pass in a cycle, and that the uses of units. They end on all ranks now, and not
-        when a collector comes by: until then ranks would send a unit's gradients at different moments of a backward.
-        """
+        when a collector comes by: until then ranks would send a unit's gradients at different moments of a backward."""
         self.current.raised = False
         gc.collect()
 

@@ -1,13 +1,11 @@
 """The optimizer's step over what does not rest on the device, in a thread of its own.
 
-The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
-over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
-parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). What rests on disk is read,
-updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
-(ZeRO-Infinity, arXiv 2104.07857, §5.2).
+A *twin* of the user's optimizer (same class, same options, no hooks) steps over one stretch of memory at a time, as large as
+the caches like, so that a gradient's up-cast, the update and the parameter's down-cast touch memory once (ZeRO-Offload, arXiv
+2101.06840, §4; the blocks are ours). What rests on disk is read, updated and written in a ring of `Sizes.slabs` host buffers:
+while one slab is updated, the next is read and the last is written (ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
-Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
-returns. An element's update depends on that element alone, so results are those of one step over everything.
+Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait` returns.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ from torch import Tensor
 
 from ..comm.inflight import DONE, Inflight
 from ..errors import StateError, TierError, ZeroError
-from ..tiers.array import OnDisk, fetch
+from ..tiers.array import in_memory
 from ..tiers.pool import Storage
 from .flat_param import Flat
 from .offloaded_shard import DiskShard
-from .shadow_optimizer import Twin
-from .state_shard import MASTER, Shard, is_elementwise
+from .shadow_optimizer import Twin, copied
+from .state_shard import MASTER, is_elementwise
 from .unit import Unit
-from .whole_step import WholeSteps
+from .whole_step import Claimed, WholeSteps
 
 
 @dataclass(eq=False)
 class Step:
     """One unit's update under way."""
 
-    claims: list[_Claim]
+    claims: list[Claimed]
     twin: Twin
     optimizer: torch.optim.Optimizer
     states: dict[Any, dict[str, Any]]
@@ -55,12 +53,8 @@ class Step:
     error: BaseException | None = None
 
     def wait(self) -> None:
-        """Return when masters, states and parameters are where they rest.
-
-        Raises:
-            TierError: bytes could not be moved; the optimizer's step is half done then.
-            StateError: so it is; the optimizer raised.
-        """
+        """Return when masters, states and parameters are where they rest. TierError: bytes could not be moved, StateError: the
+        optimizer raised; its step is half done then."""
         if not self.done.is_set():
             started = time.perf_counter()
             self.done.wait()
@@ -80,27 +74,9 @@ class Step:
             self.done.set()
 
 
-@dataclass(eq=False)
-class _Claim:
-    """One shard, with the gradient as it was when the step began."""
-
-    flat: Flat
-    shard: Shard
-    grad: Tensor
-    coefficient: Tensor | None
-    move: Inflight | None
-    present: list[bool]
-    """By place in the span, whether the parameter has a gradient."""
-
-
 class Stepper:
-    """The thread that updates offloaded shards, and its memory.
-
-    Attributes:
-        failure: what broke a step; nothing is updated after it until `recover`.
-        wait_s: how long others have waited for the thread.
-        memory_bytes: host memory of the ring and the blocks, in use or not.
-    """
+    """The thread that updates offloaded shards, and its memory: `memory_bytes` of ring and blocks, in use or not. `failure`:
+    what broke a step; nothing is updated after it until `recover`. `wait_s`: how long others have waited for the thread."""
 
     def __init__(self, storage: Storage, threads: int | None) -> None:
         self.storage = storage
@@ -134,17 +110,12 @@ class Stepper:
     def begin(
         self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, index: int, twin: Twin, after: Any
     ) -> None:
-        """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
-
-        Args:
-            index: which of the model's optimizers it is; the others' spans stay as they are.
-
-        Raises:
-            StateError: an earlier step broke.
-        """
+        """Start to update these units' offloaded shards of one optimizer (`index`) that have gradients; `unit.stepping` says
+        when each is done. StateError: an earlier step broke."""
         self.check()
         for unit in units:
-            claims = [claim for flat in unit.trained if _is_of(flat, index) for claim in _claims(flat, twin)]
+            mine = [flat for flat in unit.trained if flat.span.is_updated and flat.span.optimizer == index]
+            claims = [claim for flat in mine for claim in _claims(flat, twin)]
             if not claims:
                 continue
             step = Step(claims, twin, optimizer, optimizer.state, after, self)
@@ -171,7 +142,6 @@ class Stepper:
         self.failure = self.failure or TierError(reason)
 
     def recover(self) -> None:
-        """All state has been written anew."""
         self.failure = None
 
     def close(self) -> None:
@@ -211,17 +181,18 @@ class Stepper:
             step.worked = True  # not before: who has waited may load, and step again
             step.settle()
 
-    def _update(self, step: Step, claim: _Claim) -> None:
+    def _update(self, step: Step, claim: Claimed) -> None:
         shard, flat = claim.shard, claim.flat
         group = flat.span.spec.group
         state = step.states
         if flat.wholes is not None:
-            self._wholes.update(flat, shard, claim.grad, claim.coefficient, claim.present, step.twin, state, step.after)
+            self._wholes.update(claim, step.twin, state, step.after)
             return
         goes_out = not shard.aliased  # block by block, while it is in the cache
 
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
-            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, _read(shard.entries(step.optimizer)))
+            found = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
+            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, found)
             shard.put(step.optimizer, entries)
             return
 
@@ -254,7 +225,7 @@ class Stepper:
         self,
         step: Step,
         group: int,
-        claim: _Claim,
+        claim: Claimed,
         master: Tensor,
         start: int,
         entries: dict[str, Any],
@@ -266,13 +237,13 @@ class Stepper:
         numel = master.numel()
         grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
-        if not step.twin.is_fused(group):
+        if not step.twin.fused[group]:
             width = self._sizes.loop_numel
         elif plain:
             width = self._sizes.plain_numel if goes_out or on_disk else numel
         else:
             width = self._sizes.block_numel
-        kernel = step.twin.kernel(group)
+        kernel = step.twin.kernels[group]
         if kernel is not None and entries:
             count = entries["step"] + 1
             blocks = [each.split(width) for each in (master, grad, entries["exp_avg"], entries["exp_avg_sq"])]
@@ -294,7 +265,7 @@ class Stepper:
             if not plain:
                 part = self._cast(part, claim.coefficient, master.dtype)
             state = {
-                key: value[low:high] if is_elementwise(key, value, numel) else _own_copy(value)
+                key: value[low:high] if is_elementwise(key, value, numel) else copied(value)
                 for key, value in entries.items()
             }
             found = step.twin.step(group, master[low:high], part, state)
@@ -337,10 +308,8 @@ class Stepper:
     # Ring of slabs -----------------------------------------------------------------------------------------------------
 
     def _next(self, shard: DiskShard, start: int) -> Tensor:
-        """Memory with the slab from element `start` on.
-
-        While it is waited for, what is written makes room for what is read after it.
-        """
+        """Memory with the slab from element `start` on. While it is waited for, what is written makes room for what is read
+        after it."""
         while True:
             self._woken.clear()
             self._keep_going()
@@ -361,12 +330,9 @@ class Stepper:
         return slab
 
     def _keep_going(self) -> None:
-        """Slabs that have been written are read into again."""
+        """Slabs that have been written are read into again, with what is needed next."""
         while self._leaving and self._leaving[0][1].ready:
             self._drain(len(self._leaving) - 1)
-        self._read_ahead()
-
-    def _read_ahead(self) -> None:
         while True:
             with self._lock:
                 if not self._ahead:
@@ -462,25 +428,12 @@ class Stepper:
         self._own((0 if self._scratch is None else self._scratch.nbytes) - self.memory_bytes)
 
 
-def _own_copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _read(entries: dict[str, Any]) -> dict[str, Any]:
-    return {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in entries.items()}
-
-
-def _is_of(flat: Flat, index: int) -> bool:
-    spec = flat.span.spec
-    return spec.group >= 0 and spec.optimizer == index
-
-
-def _claims(flat: Flat, twin: Twin) -> Iterable[_Claim]:
+def _claims(flat: Flat, twin: Twin) -> Iterable[Claimed]:
     # In backward nobody knows yet which parameters have none on any rank: that is zeros then, as for all of a span.
     present = [True] * len(flat.params) if flat.storage.transient else flat.present
     for shard in flat.shards:
         found = shard.claim()
         if found is not None:
-            yield _Claim(flat, shard, *found, present)
+            yield Claimed(flat, shard, *found, present)
         elif flat.wholes and twin.steps_without_gradient and shard.is_offloaded:
-            yield _Claim(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))
+            yield Claimed(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))

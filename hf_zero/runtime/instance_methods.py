@@ -1,4 +1,4 @@
-"""Methods of a sharded model and of its optimizer that are not their classes': put on these instances, and taken off.
+"""Methods of a sharded model, of its optimizer, and of a born model before: put on these instances, and taken off.
 
 What would go past the engine does so no more: `zero_grad` is its own; moves, casts and resizes are refused; `copy.deepcopy`
 of the model, or of a part, makes a plain one with whole values, on every rank; pickling is refused by name.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.wire import SoloWire
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
+from .deferred import Birth, birth_of, no_pickle, opening_mode
+from .state_dict import StateDictHooks
 from .unit import Unit
 
 RESIZE = "resize_token_embeddings"
@@ -53,10 +56,7 @@ def put_on(
     zero_grad: Callable[..., None],
     settle: Callable[[], None],
 ) -> None:
-    """
-    Args:
-        settle: returns when nothing is gathered or on the move.
-    """
+    """`settle` returns when nothing is gathered or on the move."""
     patches.method(model, "zero_grad", zero_grad)
     patches.method(model, "_apply", partial(_apply, model, assembly.sharded.units, model._apply))
     for module in model.modules():
@@ -79,57 +79,46 @@ def generate_together(
     Args:
         buffers: a context in which none are sent.
         sync: whether parameters are released: a rank that stops generating early would leave the others waiting for its parts.
-        meet: all ranks, first: on gloo transformers' own all-reduces would meet other ranks' of another size, which ends the
-            process, where one rank alone generates.
+        meet: all ranks, first: where one alone generates, transformers' all-reduces would meet others of another size on gloo.
     """
+
+    def generate(stock: Callable[..., Any], takes: bool, *args: Any, **kwargs: Any) -> Any:
+        if takes and sync():
+            meet()
+            kwargs["synced_gpus"] = (
+                True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
+            )
+        with buffers():
+            return stock(*args, **kwargs)
+
     for module in model.modules():
         stock = getattr(type(module), "generate", None)
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
-            asks = sync if takes else lambda: False
-            patches.method(module, "generate", partial(_generate, partial(stock, module), buffers, asks, meet))
-
-
-def _generate(
-    stock: Callable[..., Any],
-    buffers: Callable[[], AbstractContextManager[None]],
-    sync: Callable[[], bool],
-    meet: Callable[[], object],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if sync():
-        meet()
-        kwargs["synced_gpus"] = True  # also where Seq2SeqTrainer passes the False that is right for unsharded models
-    with buffers():
-        return stock(*args, **kwargs)
+            patches.method(module, "generate", partial(generate, partial(stock, module), takes))
 
 
 def around_own_methods(
     optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None], patches: Patches
 ) -> None:
-    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, …
+    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, … Static and
+    class methods are left alone: they have no optimizer to change, and are not to be called with one."""
 
-    Static and class methods are left alone: they have no optimizer to change, and are not to be called with one.
-    """
+    def between(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            after()
+
     for name in dir(type(optimizer)):
         if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
             continue
         method = inspect.getattr_static(type(optimizer), name)
         if inspect.isfunction(method):
-            told = partial(_between, before, partial(method, optimizer), after)
+            told = partial(between, partial(method, optimizer))
             told.__wrapped__ = method  # type: ignore[attr-defined]  # another optimizer of its class has the method itself
             patches.method(optimizer, name, told)
-
-
-def _between(
-    before: Callable[[], None], method: Callable[..., Any], after: Callable[[], None], *args: Any, **kwargs: Any
-) -> Any:
-    before()
-    try:
-        return method(*args, **kwargs)
-    finally:
-        after()
 
 
 def _apply(
@@ -170,13 +159,6 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
 # Copies ---------------------------------------------------------------------------------------------------------------
 
 
-def refuse_copy(what: str) -> StateError:
-    return StateError(
-        f"{what} cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model instead "
-        "(copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or model.state_dict()"
-    )
-
-
 def _refuse_pickle(protocol: Any) -> Any:
     raise StateError(
         "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("
@@ -203,11 +185,7 @@ def _plain_copy(module: nn.Module, assembly: Assembly, settle: Callable[[], None
 
 
 def strip(root: nn.Module, ours: Callable[[Any], bool]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Take hooks and attributes off modules.
-
-    Returns:
-        The tables that they were in, each with what it had been.
-    """
+    """Take hooks and attributes off modules; returns the tables that they were in, each with what it had been."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def drop(table: dict[Any, Any], keys: set[Any]) -> None:
@@ -255,3 +233,101 @@ def _is_ours(value: Any) -> bool:
         if any(isinstance(name, str) and name.partition(".")[0] == _PACKAGE for name in names):
             return True
     return False
+
+
+# Before a model is sharded -------------------------------------------------------------------------------------
+
+
+class DeferredHooks(StateDictHooks):
+    """Of all modules that were seen in one `zero.Init`: they refuse to run, move slices, give and take whole state.
+
+    They look at the parameters when they are called, so that a hook that was copied along with its module, or outlived its
+    model's birth, does nothing. `inside` makes the context in which whole-parameter methods can run again.
+    """
+
+    def __init__(self, inside: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()
+        self._inside = inside
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredHooks:
+        """Copies of a born module have the same ones."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A born model's pickle comes to its hooks before its parameters."""
+        raise no_pickle()
+
+    def put_on(self, module: nn.Module) -> None:
+        """Once a module, where it or one inside it has born parameters."""
+        if _is_deferred(module.__dict__.get("_apply")) or all(birth_of(param) is None for param in module.parameters()):
+            return
+        module.register_forward_pre_hook(self._refuse_forward)
+        self.register(module)
+        module.__dict__["_apply"] = partial(self._apply, module)
+        if hasattr(type(module), RESIZE):
+            module.__dict__[RESIZE] = partial(self._resize, module)
+
+    def _resize(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self._inside():
+            return getattr(type(module), RESIZE)(module, *args, **kwargs)
+
+    def _refuse_forward(self, module: nn.Module, args: Any) -> None:
+        if opening_mode() is not None:
+            return  # parameters open as they are used
+        for name, param in module._parameters.items():
+            if param is not None and self.wire_of(param) is not None:
+                raise StateError(
+                    f"{type(module).__name__}.{name} (shape {tuple(param.shape)}) was born sharded and has no whole values "
+                    "here: call zero.shard(model, …), accelerator.prepare(model) or hand the model to a Trainer before "
+                    "running it"
+                )
+
+    def _apply(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`.to()`, `.half()`, `.cpu()` and the like, on the slices of closed parameters."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            birth = birth_of(tensor)
+            if birth is None or birth.is_open or not isinstance(tensor, nn.Parameter):
+                return fn(tensor)
+            return birth.move(tensor, fn)
+
+        kind: Any = type(module)
+        applied: nn.Module = kind._apply(module, moved, recurse)
+        return applied
+
+    # State dicts ----------------------------------------------------------------------------------------------------
+
+    def wire_of(self, param: nn.Parameter) -> SoloWire | None:
+        birth = birth_of(param)
+        return None if birth is None or birth.is_open else birth.wire
+
+    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
+        birth = _birth(param)
+        with wire.watch.doing("state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
+            if first:
+                self.agree_on_room(wire)
+            whole = birth.read(param.shape)
+            return {param: self.given(whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta"), wire)}
+
+    def open(self, param: nn.Parameter) -> Tensor:
+        _birth(param).open(param, fill=False)
+        return param.data
+
+    def close(self, param: nn.Parameter, landing: Tensor) -> None:
+        _birth(param).close(param)
+
+
+def _birth(param: nn.Parameter) -> Birth:
+    birth = birth_of(param)
+    if birth is None:
+        raise StateError("a born parameter was sharded while its state dict was made or loaded")
+    return birth
+
+
+def _is_deferred(value: Any) -> bool:
+    return any(isinstance(getattr(each, "__self__", None), DeferredHooks) for each in wrapped(value))
+
+
+def end_birth(model: nn.Module) -> None:
+    """The model is not born any more: its deferred hooks are gone."""
+    strip(model, _is_deferred)

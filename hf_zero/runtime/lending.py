@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,14 +29,10 @@ class Loans:
 
     def end(self) -> None:
         """The units are no more."""
-        self.lending = _nobody
+        self.lending = lambda: None
 
     def lend(self, owners: Sequence[weakref.ref[Trace]], *, graph: bool) -> None:
-        """Somebody reads released parameters of these units.
-
-        Raises:
-            StateError: their model is gone.
-        """
+        """Somebody reads released parameters of these units. StateError: their model is gone."""
         lending = self.lending()
         traces = [trace for owner in owners if (trace := owner()) is not None]
         if lending is None or not traces:
@@ -56,26 +52,17 @@ class Loans:
         return trace is not None and trace.unit.is_masked
 
 
-def _nobody() -> None:
-    return None
-
-
 class Lending:
-    """Of one schedule whose units are released.
-
-    Args:
-        host_inside: has modules inside a unit's hosts act as hosts, see `Schedule`.
-
-    Attributes:
-        trace_of: module -> the unit whose parameters it has.
-    """
+    """Of one schedule whose units are released. `trace_of`: module -> the unit whose parameters it has."""
 
     def __init__(self, model: nn.Module, backward: Backward, host_inside: Callable[[Trace], None]) -> None:
         self.current, self._backward, self._host_inside = backward.current, backward, host_inside
         self.trace_of: dict[nn.Module, Trace] = {}
         self._readers = on_read.Readers()
         self._loans = Loans(self)
-        self._dictionaries = on_read.put_on(self._readable(model), self.read)
+        known = {param for trace in self.current.traces for flat in trace.unit.flats for param in flat.params}
+        readable = [module for module in model.modules() if not known.isdisjoint(module._parameters.values())]
+        self._dictionaries = on_read.put_on(readable, self.read)
 
     def set_out(self) -> None:
         """The units are new ones."""
@@ -96,23 +83,15 @@ class Lending:
             trace.unit.is_masked = trace.unit.state is State.SHARDED
 
     def detach(self) -> None:
-        """The model's modules have plain dictionaries of parameters again."""
         on_read.take_off(self._dictionaries)
         self._dictionaries.clear()
-
-    def _readable(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Modules that have parameters of a unit."""
-        known = {param for trace in self.current.traces for flat in trace.unit.flats for param in flat.params}
-        for module in model.modules():
-            if any(param in known for param in module._parameters.values() if param is not None):
-                yield module
 
     def read(self, read: on_read.ParameterDict) -> None:
         """A parameter of a released unit, or of one that others have read before, is read.
 
-        In a pass it is gathered, and stays until the forward of the innermost host under way is over (the reader, for all that
-        can be known), backward included. Outside of one nothing happens: code that looks at a weight on one rank would
-        wait for the others for ever. Between a forward and its backward with a graph (a loss function) counts as a pass.
+        In a pass (also between a forward with a graph and its backward) it is gathered, and stays until the forward of the
+        innermost host under way is over, backward included. Outside of one nothing happens: code that looks at a weight on one
+        rank would wait for the others for ever.
         """
         trace = self.trace_of[read.module]
         if trace.unit.state is not State.GATHERED and self._readers.want_no_values():
@@ -177,7 +156,9 @@ class Lending:
             trace.unit.wait()
             trace.unit.set_masked(True)
             if trace not in self.current.looks:
-                self.current.looks[trace] = trace.unit.count_references()
+                for flat in trace.unit.flats:  # all references are ours
+                    flat.known_references = flat.references
+                self.current.looks[trace] = trace.unit.references
 
     def _borrow(self, host: Host, trace: Trace) -> None:
         if not self.current.in_backward:

@@ -2,20 +2,16 @@
 
 `Monitor`, under `auto`, watches memory from step to step, moves state away before it runs out, and back when there is room.
 
-The plan is a prediction, and others use the machine too. After every step the monitor compares what is free with what the
-next step will still need beyond what rests now. Where that is too little, optimizer state of some units (the last ones first,
-which the next forward needs last) goes one tier down; where there has been room for a while, it comes back, never further
-than the plan had it. Moves are local to a rank and bounded per step. Values are moved, not computed: results stay the same to
-the bit.
-
-Activations are not known when the plan is made. They are estimated from the shape of each batch that is larger than those
-before, and room is made for them before its forward.
+After every step it compares what is free with what the next step will still need beyond what rests now. Where that is too
+little, optimizer state of some units (the last ones first, which the next forward needs last) goes one tier down; where there
+has been room for a while, it comes back, never further than the plan had it. Moves are local to a rank and bounded per step.
+Room for activations is made before a forward, by the shape of its batch.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +54,6 @@ class Movable:
         return shard.numel * shard.dtype.itemsize * (states + (0 if shard.aliased else 1))
 
     def move(self, tier: Tier, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Flat.move`."""
         tiers = [shard.tier for shard in self.flat.shards]
         if self.shard is not None:
             tiers[self.shard] = tier
@@ -66,8 +61,6 @@ class Movable:
         self.flat.move(rest, tiers, optimizer, keep_full=self.unit.policy.keep_full)
 
 
-OptimizerOf = Callable[[Flat], torch.optim.Optimizer | None]
-"""See `Sharded.optimizer_of`."""
 MOVES_PER_STEP = 4
 """Shards or spans that are moved between two steps at most."""
 CALM_STEPS = 10
@@ -75,14 +68,7 @@ CALM_STEPS = 10
 
 
 class Monitor:
-    """One engine's monitor. `look` after every step.
-
-    Args:
-        free_host_bytes: what of the host's memory is free for this rank.
-
-    Attributes:
-        moves: what was moved, one line each.
-    """
+    """One engine's monitor. `look` after every step. `moves`: what was moved, one line each."""
 
     def __init__(self, sharded: Sharded, free_host_bytes: Callable[[], int]) -> None:
         self._sharded = sharded
@@ -95,10 +81,11 @@ class Monitor:
         config = sharded.config
         self._watch = BatchWatch(sharded)
         self._activation_bytes = 0
-        self._movable = [
-            *(item for item in self._shards() if config.offload_optimizer == "auto"),
-            *(item for item in self._parameters() if config.offload_params == "auto"),
-        ]
+        spans = [(unit, flat) for unit in sharded.units for flat in unit.flats]
+        shards = [Movable(u, f, index) for u, f in spans if f.span.trainable for index in range(len(f.shards))]
+        params = [Movable(unit, flat) for unit, flat in spans if not flat.resident]
+        self._movable = shards if config.offload_optimizer == "auto" else []
+        self._movable += params if config.offload_params == "auto" else []
         self._planned = [self._planned_tier(item) for item in self._movable]
 
     def look(self) -> None:
@@ -150,12 +137,11 @@ class Monitor:
 
     def make_room(self, tier: Tier, bytes_: int, *, in_pass: bool = False) -> int:
         """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed.
-
-        Args:
-            in_pass: a forward or a backward is under way: no parameters move. What is in use never does.
-        """
+        `in_pass`, in a forward or a backward, no parameters move. What is in use never does."""
         freed = moved = 0
-        for item in self._last_first():
+        # Optimizer state before parameters, late units before early ones.
+        late_first = [*reversed(self._movable)]
+        for item in sorted(late_first, key=lambda item: item.shard is None):
             if freed >= bytes_ or moved >= MOVES_PER_STEP:
                 break
             if not item.unit.is_idle or (in_pass and item.shard is None):
@@ -170,11 +156,6 @@ class Monitor:
                 freed += size
                 moved += 1
         return freed
-
-    def _last_first(self) -> Iterator[Movable]:
-        """Optimizer state before parameters, late units before early ones."""
-        yield from (item for item in reversed(self._movable) if item.shard is not None)
-        yield from (item for item in reversed(self._movable) if item.shard is None)
 
     def _next_below(self, tier: Tier, size: int) -> Tier | None:
         if tier is Tier.DEVICE and Tier.HOST not in self._refused and self.missing_bytes(Tier.HOST) + size <= 0:
@@ -215,18 +196,6 @@ class Monitor:
         print(f"hf_zero: rank {self._sharded.wire.rank}: {line}", file=sys.stderr)
         return tier not in self._refused
 
-    def _shards(self) -> Iterator[Movable]:
-        for unit in self._sharded.units:
-            for flat in unit.trained:
-                for index in range(len(flat.shards)):
-                    yield Movable(unit, flat, index)
-
-    def _parameters(self) -> Iterator[Movable]:
-        for unit in self._sharded.units:
-            for flat in unit.flats:
-                if not flat.resident:
-                    yield Movable(unit, flat)
-
     def _planned_tier(self, item: Movable) -> Tier:
         placement = self._sharded.plan.placements[item.flat.span.index]
         if item.shard is None or not placement.optimizer:
@@ -250,37 +219,18 @@ class Monitor:
 # Away for a while ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """Of one span: where `own` rests, and each shard."""
-
-    unit: Unit
-    flat: Flat
-    rest: Tier
-    tiers: tuple[Tier, ...]
-
-
 class Arrangement:
-    """The places of all spans at one time. Moves are made between steps, with nothing gathered or under way."""
+    """The places of all spans as they are now. Moves are made between steps, with nothing gathered or under way."""
 
-    def __init__(self, places: list[Resting]) -> None:
-        self._places = places
+    def __init__(self, sharded: Sharded) -> None:
+        spans = [(unit, flat) for unit in sharded.units for flat in unit.flats]
+        self._places = [(unit, flat, flat.rest, [shard.tier for shard in flat.shards]) for unit, flat in spans]
+        self._optimizer_of = sharded.optimizer_of
         self._gradients: list[tuple[Flat, int, Tensor]] = []
 
-    @staticmethod
-    def of(units: Iterable[Unit]) -> Arrangement:
-        return Arrangement(
-            [
-                Resting(unit, flat, flat.rest, tuple(shard.tier for shard in flat.shards))
-                for unit in units
-                for flat in unit.flats
-            ]
-        )
-
-    def leave(self, names: set[str], optimizer_of: OptimizerOf) -> None:
+    def leave(self, names: set[str]) -> None:
         """What rests on the device and is of `names` (`parameters`, `gradients`, `optimizer`) goes to host memory."""
-        for place in self._places:
-            flat = place.flat
+        for unit, flat, rest, tiers in self._places:
             if "gradients" in names and "optimizer" not in names:
                 for index, shard in enumerate(flat.shards):
                     if not shard.is_offloaded and (grad := shard.device_grad) is not None:
@@ -289,20 +239,18 @@ class Arrangement:
                         flat.storage.link.down(grad, host).close()
                         self._gradients.append((flat, index, host))
                         flat.drop_bucket()
-            rest, tiers = place.rest, list(place.tiers)
             if "parameters" in names:
                 rest = _below(rest)
             if "optimizer" in names or ("parameters" in names and not flat.span.trainable):
                 tiers = [_below(tier) for tier in tiers]
-            if rest is not flat.rest and place.unit.policy.keep_full:
-                place.unit.state = State.SHARDED
-            flat.move(rest, tiers, optimizer_of(flat))
+            if rest is not flat.rest and unit.policy.keep_full:
+                unit.state = State.SHARDED
+            flat.move(rest, tiers, self._optimizer_of(flat))
 
-    def restore(self, optimizer_of: OptimizerOf) -> None:
+    def restore(self) -> None:
         """Everything is where it was when this was made."""
-        for place in self._places:
-            keep_full = place.unit.policy.keep_full
-            place.flat.move(place.rest, place.tiers, optimizer_of(place.flat), keep_full=keep_full)
+        for unit, flat, rest, tiers in self._places:
+            flat.move(rest, tiers, self._optimizer_of(flat), keep_full=unit.policy.keep_full)
         for flat, index, grad in self._gradients:
             shard = flat.shards[index]
             shard.device_grad = grad.to(shard.master.device, copy=True)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..comm import agree
-from ..comm.wire import SoloWire
-from ..config import ZeroConfig
 from ..errors import ConfigError, StateError, TierError, ZeroError
 from ..plan.costs import Placement
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 from .host_step import Stepper
-from .moves import Arrangement, Monitor, OptimizerOf
+from .moves import Arrangement, Monitor
 from .shadow_optimizer import Counts, Twin
+from .sharded import Sharded
 from .transports import Roads
-from .unit import Unit
-from .writes import Step
+from .unit import Step, Unit
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -31,22 +29,14 @@ class Offload:
     """See the module's text. All of it is there, and idle, where everything rests on the device.
 
     Attributes:
-        storage: host memory, the link and the file.
         stepper: the thread that steps, once it has been needed.
-        monitor: under `auto`.
-        free_host_bytes: what the monitor asks, by the number of ranks that share the memory.
+        monitor: under `auto`; `free_host_bytes` is what it asks.
         ranks_here: ranks on this machine (1 where nothing is offloaded: nobody asks).
     """
 
-    def __init__(
-        self,
-        config: ZeroConfig,
-        wire: SoloWire,
-        device: torch.device,
-        units: list[Unit],
-        roads: Roads,
-    ) -> None:
-        self._config, self._wire, self._device, self._units = config, wire, device, units
+    def __init__(self, sharded: Sharded, roads: Roads) -> None:
+        self._sharded, self._units = sharded, sharded.units
+        self._config, self._wire, self._device = config, wire, device = sharded.config, sharded.wire, sharded.device
         self.ranks_here = wire.ranks_here() if config.offloads else 1
         self.storage = roads.storage(device, wire.rank, config.offload_dir, roads.link, roads.sizes)
         self.free_host_bytes = roads.free_host_bytes
@@ -69,17 +59,13 @@ class Offload:
         self._mark: Any = None  # before the optimizer's own step: what goes up waits for no more
 
     def settle(self, placements: Iterable[Placement], disk_bytes: int) -> None:
-        """Take note of the plan. A folder that cannot be used, or is too small, is refused here.
-
-        Raises:
-            ConfigError: the folder.
-            TierError: it has no room for `disk_bytes`.
-        """
+        """Take note of the plan. A folder that cannot be used (ConfigError), or has no room for `disk_bytes` (TierError), is
+        refused here, before anything has changed."""
         tiers = {tier for p in placements for tier in (p.parameters, *(place for place, _ in p.optimizer))}
         self.storage.uses_disk = Tier.DISK in tiers or self._config.is_auto  # the monitor may move something there
         if Tier.DISK in tiers:
             disk = self.storage.disk
-            disk.give_back(disk.take(disk_bytes))  # refused here, before anything has changed
+            disk.give_back(disk.take(disk_bytes))
 
     @property
     def reads(self) -> bool:
@@ -90,11 +76,7 @@ class Offload:
 
     def prepare_step(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         """Before the optimizer's own step, which is for what rests on the device. It may raise, and be tried again: nothing
-        is updated before it has succeeded.
-
-        Raises:
-            StateError: an earlier step broke off.
-        """
+        is updated before it has succeeded."""
         self.check()
         self._is_due = True
         counted = self.counted.get(index)
@@ -110,9 +92,6 @@ class Offload:
         """After it: start to update offloaded shards of its in another thread, unit by unit, in the order of the next forward.
 
         Once per step: where an optimizer's `step` calls that of its base class, torch runs the hooks of both.
-
-        Raises:
-            StateError: an earlier step broke off.
         """
         if not self._is_due:
             return
@@ -128,14 +107,8 @@ class Offload:
             self._stepping().begin(left, optimizer, index, self._new_twin(optimizer, index, self._counts), mark)
 
     def end_step(self, index: int) -> None:
-        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again.
-
-        Args:
-            index: which of the model's optimizers it is.
-
-        Raises:
-            StateError, TierError: on every rank, where state is on disk and one of them could not update it.
-        """
+        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again. Raises
+        on every rank where state is on disk and one of them could not update it."""
         failure: ZeroError | None = None
         try:
             for unit in self._units:
@@ -178,11 +151,8 @@ class Offload:
             self._before = None
 
     def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
-        """In backward, of the one optimizer there is: this unit's gradients are final.
-
-        Raises:
-            StateError: they were not, the last time.
-        """
+        """In backward, of the one optimizer there is: this unit's gradients are final. Refused if they were not, the last
+        time."""
         if optimizer is None or unit.in_memory:
             return
         if unit in self._stepped:
@@ -213,9 +183,7 @@ class Offload:
                         shard.land()
 
     def refuse_clipping(self, what: str) -> None:
-        """Raises:
-        StateError: units are updated before the norm is known.
-        """
+        """With `step_in_backward` units are updated before the norm is known."""
         if self._config.step_in_backward:
             raise StateError(
                 f"{what}: with step_in_backward parameters are updated before all gradients are there, so nothing can be "
@@ -223,11 +191,7 @@ class Offload:
             )
 
     def finish_step(self) -> None:
-        """Updates that go on behind `optimizer.step()` are done afterwards.
-
-        Raises:
-            StateError, TierError: one broke off.
-        """
+        """See `Engine.finish_step`."""
         failure: ZeroError | None = None
         for unit in self._under_way:  # all of them: none may raise later, on this rank alone
             if unit.stepping is None:
@@ -247,9 +211,7 @@ class Offload:
             self.finish_step()
 
     def check(self) -> None:
-        """Raises:
-        StateError: a step broke off, here or on another rank, and nothing has been loaded since.
-        """
+        """Refuse to go on where a step broke off, here or on another rank, and nothing has been loaded since."""
         if self.stepper is not None:
             self.stepper.check()
 
@@ -259,11 +221,8 @@ class Offload:
             self.stepper.recover()
 
     def agree_on_reads(self) -> None:
-        """Parameters that one rank could not read from disk are an error on all of them. A collective where some rest there.
-
-        Raises:
-            TierError: on every rank.
-        """
+        """Parameters that one rank could not read from disk are a TierError on all of them. A collective where some rest
+        there."""
         if not self.reads or not self._on_any_rank(any(unit.failure for unit in self._units)):
             return
         with agree.on_all_ranks(self._wire, "reading parameters from disk", kind=TierError):
@@ -292,7 +251,7 @@ class Offload:
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def leave(self, include: Iterable[str], optimizer_of: OptimizerOf) -> None:
+    def leave(self, include: Iterable[str]) -> None:
         """See `Engine.offload_states`."""
         names = set(include)
         if not names <= set(STATES):
@@ -301,29 +260,23 @@ class Offload:
             )
         if self._away is not None:
             raise StateError("offload_states: states are in host memory already; call reload_states() first")
-        self._away = Arrangement.of(self._units)
-        self._away.leave(names, optimizer_of)
+        self._away = Arrangement(self._sharded)
+        self._away.leave(names)
         empty_cache(self._device)
 
-    def come_back(self, optimizer_of: OptimizerOf) -> None:
+    def come_back(self) -> None:
         """See `Engine.reload_states`."""
         away, self._away = self._away, None
         if away is None:
             raise StateError("reload_states: no states are away; offload_states() comes first")
-        away.restore(optimizer_of)
+        away.restore()
         for unit in self._units:
             unit.gather_if_kept()
 
     def refuse_while_away(self, what: str) -> None:
-        """Raises:
-        StateError: states are in host memory.
-        """
+        """Nothing is computed while states are in host memory."""
         if self._away is not None:
             raise StateError(f"{what}: the model's states are in host memory; call engine.reload_states() first")
-
-    def explain_with(self, advice: Callable[[], str]) -> None:
-        """What to say when memory cannot be had."""
-        self.storage.explain = advice
 
     def _make_room(self, bytes_: int) -> None:
         """In the middle of a pass: optimizer state may go, of units that are not in use."""
@@ -333,7 +286,6 @@ class Offload:
             empty_cache(self._device)
 
     def close(self) -> None:
-        """The thread ends, the file goes away."""
         if self.stepper is not None:
             self.stepper.close()
             self.stepper = None

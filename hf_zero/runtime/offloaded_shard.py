@@ -14,7 +14,7 @@ from ..errors import StateError
 from ..tiers.array import DiskArray, OnDisk, OnDone, Shaped, Values, is_array
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier, padded
-from .slices import Slice
+from .stand_in import Slice
 from .state_shard import MASTER, B, Claim, DeviceShard, Shard, is_elementwise
 
 
@@ -59,7 +59,8 @@ class HostShard(Shard):
 
     def _new_grad(self, grad: Tensor | None) -> Tensor:
         new = self._room(self.dtype)
-        self._set(new.zero_() if grad is None else new.copy_(grad))
+        self._grad = new.zero_() if grad is None else new.copy_(grad)
+        self.show_grad()
         return new
 
     def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
@@ -73,7 +74,8 @@ class HostShard(Shard):
     def add(self, piece: Tensor) -> None:
         self.land()
         link = self.storage.link
-        keeps = piece.dtype == self.dtype or not (self.storage.wide or self._is_wide())
+        is_wide = self.storage.wide or (self._buffer is not None and self._buffer.dtype == self.dtype)
+        keeps = piece.dtype == self.dtype or not is_wide
         if self._grad is None and keeps:
             self._grad = self._room(piece.dtype)
             self._move = link.down(piece, self._grad)
@@ -158,9 +160,6 @@ class HostShard(Shard):
     def grad_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
-    def hide_slice(self) -> None:
-        """The optimizer's own step does not look at it."""
-
     def hide_grad(self) -> None:
         self.master.grad = self._offered = None
 
@@ -169,9 +168,6 @@ class HostShard(Shard):
             return
         if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
             self.master.grad = self._offered = self._grad
-
-    def _is_wide(self) -> bool:
-        return self._buffer is not None and self._buffer.dtype == self.dtype
 
     def _room(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None or self._buffer.dtype != dtype:
@@ -191,10 +187,6 @@ class HostShard(Shard):
         if self.storage.transient:
             self.storage.give_back(grad)
         return wide
-
-    def _set(self, grad: Tensor) -> None:
-        self._grad = grad
-        self.show_grad()
 
 
 class DiskShard(HostShard):
@@ -349,7 +341,6 @@ class DiskShard(HostShard):
 
     @property
     def slabs(self) -> range:
-        """First elements of all slabs."""
         return range(0, self.numel, self.storage.sizes.slab_numel)
 
     @property
@@ -376,13 +367,8 @@ class DiskShard(HostShard):
         return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start)])
 
     def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
-        """Values (`MASTER`) and states from element `start` on, which must not change until waited for.
-
-        States that are new are the optimizer's from `keep_states` on.
-
-        Raises:
-            TierError: there is no room for a new one.
-        """
+        """Values (`MASTER`) and states from element `start` on, which must not change until waited for. States that are new are
+        the optimizer's from `keep_states` on; TierError: there is no room for one."""
         arrays = {
             name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
         }
@@ -409,12 +395,8 @@ def new_shard(
     travels: bool = True,
     alias: Tensor | None = None,
 ) -> Shard:
-    """A shard in `tier` with these values.
-
-    Args:
-        start, travels: see `Shard`.
-        alias: memory of the values that rests in `tier` already and is to be the master itself.
-    """
+    """A shard in `tier` with these values, see `Shard`. `alias`: their memory, if that rests in `tier` already and is to be the
+    master itself."""
     shard = SHARDS[tier](storage, start, values.numel(), values.dtype, travels)
     data = shard._hold(values) if alias is None else alias
     shard.aliased = alias is not None

@@ -19,7 +19,7 @@ from ..checkpoint.manifest import digest_of
 from ..comm.agree import on_all_ranks, read
 from ..comm.wire import SoloWire, wire_device
 from ..errors import CheckpointError, LayoutError, RankMismatchError
-from .flat_param import Flat, joined, slice_of
+from .flat_param import Flat, joined, sent, slice_of
 from .optimizer_state import SliceStates, SteppedStates
 from .pieces import OptimizerPieces, merge_scalar
 from .shadow_optimizer import states_of
@@ -49,17 +49,11 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
 
 
 class Binding:
-    """One optimizer bound to the spans of one model that are its groups'.
-
-    Args:
-        index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
-        originals: by group, the model's parameters.
-
-    Attributes:
-        one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
-    """
+    """One optimizer bound to the spans of one model that are its groups': number `index` of the model's, as
+    `ParamSpec.optimizer` counts. `originals`: by group, the model's parameters."""
 
     one_gradient = True
+    """The optimizer sees one gradient for all parameters of a span, or none."""
 
     def __init__(
         self,
@@ -86,10 +80,7 @@ class Binding:
 
     def keep_states(self, settle: Callable[[], None] | None) -> None:
         """`optimizer.state` is one that refuses what it cannot answer. What a program has put in its place since counts.
-
-        Args:
-            settle: another thread may update states behind the step; waits for it.
-        """
+        `settle` waits for the thread that may update states behind the step."""
         found, before = self.optimizer.state, self._states
         if found is before:
             return
@@ -119,7 +110,6 @@ class Binding:
                     shard.put(self.optimizer, states[shard.master])
 
     def has(self, flat: Flat) -> bool:
-        """Whether its groups have this span, by the span's specs."""
         spec = flat.span.spec
         return spec.group >= 0 and spec.optimizer == self.index
 
@@ -171,23 +161,19 @@ class Binding:
         return out
 
     def group_options(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-        """See `Engine.group_options`."""
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
             for group, params in zip(self.optimizer.param_groups, self.originals)
         ]
 
     def pieces(self, names: Mapping[nn.Parameter, str]) -> OptimizerPieces:
-        """What a checkpoint writes and fills."""
         return OptimizerPieces(self.flats, self._wire, self.optimizer, self.group_options(names))
 
     # Full state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A collective. The state as the plain optimizer over whole parameters would give it, on CPU.
-
-        Rank 0 has the values, other ranks meta tensors of the same shapes.
-        """
+        """A collective. The state as the plain optimizer over whole parameters would give it, on CPU: rank 0 has the values,
+        other ranks meta tensors of the same shapes."""
         alone = not any(flat.needs_all_ranks for flat in self.flats)
         with nullcontext() if alone else self._wire.watch.doing("the optimizer's state_dict()"):
             return self._numbered(self.originals, everywhere=False)
@@ -235,12 +221,9 @@ class Binding:
         for key in sorted(names):
             value = read(self._wire, partial(flat.state, self.optimizer, key), may_fail=flat.storage.uses_disk)
             whole = joined(flat, self._wire, value, everywhere=everywhere) if names[key] else None
-            for slot, param in zip(flat.span.slots, flat.params):
-                if whole is None:
-                    piece: Any = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                else:
-                    piece = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
-                state.setdefault(param, {})[key] = piece
+            pieces = [on_cpu(value) for _ in flat.params] if whole is None else flat.cut_up(whole)
+            for param, piece in zip(flat.params, pieces):
+                state.setdefault(param, {})[key] = piece if whole is None else piece.clone()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -248,11 +231,8 @@ class Binding:
         `state_dict()` gave them, meta tensors. A collective.
 
         As in torch: floating values come in the parameters' type, here the masters', and the optimizer brings older forms of
-        its state (a `step` that is a number) up to date.
-
-        Raises:
-            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
-            RankMismatchError: some ranks pass values and some do not, or ranks pass other states.
+        its state (a `step` that is a number) up to date. CheckpointError: see `_saved`. RankMismatchError: some ranks pass
+        values and some do not, or ranks pass other states.
         """
         what = "the optimizer's load_state_dict()"
         saved: dict[nn.Parameter, dict[str, Any] | None] = {}
@@ -261,11 +241,8 @@ class Binding:
         self._put(saved, state_dict, self._must_spread(saved))
 
     def marks(self, state_dict: dict[str, Any], names: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
-        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text.
-
-        Raises:
-            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
-        """
+        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text. Raises as
+        `_saved`."""
         saved = self._saved(state_dict)
         sliced = self._sliced(saved)
         return {
@@ -275,7 +252,7 @@ class Binding:
         }
 
     def _saved(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any] | None]:
-        """By parameter."""
+        """By parameter. CheckpointError: other groups, or a state tensor of another shape; names the parameter."""
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         mine = [len(params) for params in self.originals]
@@ -335,13 +312,8 @@ class Binding:
         for key in sorted(entries):
             value = entries[key]
             if isinstance(value, Tensor):
-                landing = torch.empty(
-                    value.shape, dtype=value.dtype, device=wire_device(self._wire, torch.device("cpu"))
-                )
-                if self._wire.rank == 0:
-                    landing.copy_(value)
-                if landing.numel():
-                    self._wire.broadcast(landing.view(-1).view(torch.uint8))
+                place = wire_device(self._wire, torch.device("cpu"))
+                landing = sent(self._wire, value if self._wire.rank == 0 else None, value.shape, value.dtype, place)
                 out[key] = landing.to(torch.device("cpu") if value.is_meta else value.device)
         return out
 
@@ -399,6 +371,11 @@ class Binding:
         return out
 
 
+def on_cpu(value: Any) -> Any:
+    """Of a tensor a copy there."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else repr(value)
 
@@ -415,16 +392,9 @@ def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 def originals_of(
     optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str], bound: Iterable[Binding]
 ) -> list[list[list[nn.Parameter]]]:
-    """By optimizer that is about to be bound, the model's parameters in each of its groups.
-
-    Args:
-        bound: as optimizers are now.
-
-    Raises:
-        LayoutError: a parameter that the model does not have, or that two of them have.
-    """
-    previous = {binding.optimizer: binding for binding in bound}
-    found = [_originals_of(optimizer, names, previous.get(optimizer)) for optimizer in optimizers]
+    """By optimizer that is about to be bound, the model's parameters in each of its groups; `bound`: as optimizers are now.
+    LayoutError: a parameter that the model does not have, or that two of them have."""
+    found = [_originals_of(optimizer, names, bound) for optimizer in optimizers]
     holder: dict[nn.Parameter, int] = {}
     for number, groups in enumerate(found):
         for param in (param for group in groups for param in group):
@@ -438,12 +408,10 @@ def originals_of(
 
 
 def _originals_of(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], previous: Binding | None
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], bound: Iterable[Binding]
 ) -> list[list[nn.Parameter]]:
-    if previous is not None:
-        groups = previous.current_originals()
-    else:
-        groups = [list(group["params"]) for group in optimizer.param_groups]
+    before = (binding.current_originals() for binding in bound if binding.optimizer is optimizer)
+    groups = next(before, [list(group["params"]) for group in optimizer.param_groups])
     for index, group in enumerate(groups):
         for place, param in enumerate(group):
             if param not in names:

@@ -16,10 +16,7 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
     """States by master, the tensors of `optimizer.param_groups`.
 
     The model's own parameters have no entry. `state[param]` of a plain `defaultdict` would make an empty one, and what a
-    program then does to it (a mask over momentum, a reset) would be lost without a word.
-
-    Args:
-        names: of the parameters that are refused.
+    program then does to it (a mask over momentum, a reset) would be lost without a word. `names` are refused.
     """
 
     def __init__(self, states: Mapping[Any, dict[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
@@ -52,13 +49,21 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
         return defaultdict, (dict, dict(self))
 
 
-class SteppedStates(SliceStates):
-    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it.
+def _settled(name: str) -> Any:
+    """`SliceStates`' method of this name, once nothing is under way."""
+    plain = getattr(SliceStates, name)
 
-    Args:
-        settle: waits; it returns at once where nothing is under way, and in that thread. Both are methods, held weakly.
-        forget: on disk there is more of the states than here.
-    """
+    def method(self: SteppedStates, *args: Any, **entries: Any) -> Any:
+        self._settle()
+        return plain(self, *args, **entries)
+
+    return method
+
+
+class SteppedStates(SliceStates):
+    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it (`settle`, at
+    once where nothing is under way, and in that thread). `forget`: on disk there is more of them. Both are methods, held
+    weakly."""
 
     def __init__(
         self,
@@ -75,26 +80,6 @@ class SteppedStates(SliceStates):
         if settle is not None:
             settle()
 
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        self._settle()
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(key, default)
-
-    def __iter__(self) -> Any:
-        self._settle()
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
     def clear(self) -> None:
         self._settle()
         super().clear()
@@ -102,10 +87,6 @@ class SteppedStates(SliceStates):
         if forget is not None:
             forget()
 
-    def pop(self, *args: Any) -> Any:
-        self._settle()
-        return super().pop(*args)
-
-    def update(self, *args: Any, **entries: Any) -> None:
-        self._settle()
-        super().update(*args, **entries)
+    __getitem__, get, __iter__, items, values, pop, update = map(
+        _settled, ("__getitem__", "get", "__iter__", "items", "values", "pop", "update")
+    )

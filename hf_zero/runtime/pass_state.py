@@ -109,10 +109,6 @@ class Pass:
                 trace.first = trace.begun
             trace.noted = self.number
 
-    def begin_use(self, trace: Trace) -> None:
-        self.clock += 1
-        trace.begun = trace.latest = self.clock
-
     def end_use(self, trace: Trace) -> None:
         self.clock += 1
         trace.latest = self.clock
@@ -150,21 +146,18 @@ class Pass:
         trace.unit.gather()
         trace.unit.wait()
 
-    def drop_holds(self, least: int) -> None:
-        """Units that were held for no longer than that are released."""
+    def drop_holds(self) -> None:
+        """Units that were held until the next forward or step are released."""
         if self.looks:
             self.end_looks()
         for trace in self.traces:
-            if trace.held and trace.held <= least:
+            if trace.held == 1:
                 trace.held = 0
                 trace.unit.release()
 
     def end_looks(self) -> None:
-        """What was gathered for `Lending.lend` outside of passes may go.
-
-        Raises:
-            StateError: somebody keeps a view of it, which would have no memory then.
-        """
+        """What was gathered for `Lending.lend` outside of passes may go; unless somebody keeps a view of it, which would have
+        no memory then."""
         for trace, references in self.looks.items():
             if trace.unit.state is State.GATHERED and trace.unit.references > references:
                 raise StateError(

@@ -15,11 +15,11 @@ from ..checkpoint.pieces import MASTER, Held, ParameterState
 from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_name, dtype_of
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, flat_of, is_array
 from .flat_param import Flat
 from .shadow_optimizer import refusal_of, states_of
-from .state_shard import Shard, assembled, is_elementwise
+from .state_shard import Shard, is_elementwise
 from .unit import Unit
 
 
@@ -64,16 +64,12 @@ class ParameterPieces:
     def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
         flat, slot = self._places[name]
         for rank, part in flat.span.owners(slot):
-            yield rank, Extent(partial(_master_of, flat, part), 0, part.source_start, part.numel)
+            yield rank, Extent(partial(flat.values, part.start, part.numel), 0, part.source_start, part.numel)
 
 
 class OptimizerPieces:
-    """The state of an optimizer that is bound to a model, as `checkpoint.pieces.OptimizerState`.
-
-    Args:
-        flats: the spans of its groups.
-        groups: as `Engine.group_options` has them.
-    """
+    """The state of an optimizer that is bound to a model, as `checkpoint.pieces.OptimizerState`: of the spans of its groups,
+    which are as `Engine.group_options` has them."""
 
     def __init__(
         self,
@@ -187,11 +183,8 @@ class OptimizerPieces:
         return {state: value for state, value in entries.items() if is_sliced(flat, shard, state, value)}
 
     def _whole_states(self, flat: Flat) -> Iterator[tuple[ParamSpec, dict[str, Any]]]:
-        """Parameter -> its state, of an optimizer over parameters of true shape.
-
-        Raises:
-            CheckpointError: a tensor that is no plain array.
-        """
+        """Parameter -> its state, of an optimizer over parameters of true shape. CheckpointError: a tensor that is no plain
+        array."""
         for index, entries in flat.whole_entries(self._optimizer).items():
             slot = flat.span.slots[index]
             for state, value in entries.items():
@@ -271,11 +264,8 @@ class OptimizerPieces:
 
 
 def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
-    """Whether a state has one value per element; else it is one value for the span (`step`).
-
-    Raises:
-        CheckpointError: a tensor that is neither.
-    """
+    """Whether a state has one value per element; else it is one value for the span (`step`). CheckpointError: a tensor that is
+    neither."""
     if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
         return False
     if is_elementwise(state, value, shard.numel):
@@ -300,13 +290,6 @@ def _parts_written(flat: Flat, rank: int, size: int) -> Iterator[Extent[Slot]]:
     numel = -(-span.used_numel // size)
     for part in replace(span, shards=size, slice_numel=numel).overlaps(rank):
         yield part.moved(rank * numel)
-
-
-def _master_of(flat: Flat, part: Extent[Slot]) -> Tensor:
-    values = assembled(flat.shards, lambda shard: shard.values, part.start, part.numel, flat.device)
-    if values is None:
-        raise StateError(f"span of {flat.span.spec.name!r} has no values")
-    return values
 
 
 def _only_master(state: ParameterState) -> ParameterState:

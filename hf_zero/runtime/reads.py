@@ -1,8 +1,7 @@
 """Parameters that are gathered when someone reads them.
 
-Heads fused with their loss, tied reads and custom layers take another module's weight and never call that module:
-`F.linear(hidden, model.lm_head.weight)`. `nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a
-unit is released, the dictionaries of its modules answer through `GatherOnRead`. Who has the parameter already
+`nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a unit is released, the dictionaries of its
+modules answer through `GatherOnRead` (`F.linear(hidden, model.lm_head.weight)`). Who has the parameter already
 (`for p in model.parameters(): penalty += p.square().sum()`) comes by `ReleasedParameter`.
 """
 
@@ -47,12 +46,8 @@ _DIFFERENTIATES = "grad"  # `torch.autograd.grad`: parameters tell it where grad
 
 
 class ParameterDict(dict[str, Any]):
-    """`module._parameters` of a sharded model. A copy of it (deepcopy, pickle) is a plain dictionary.
-
-    Args:
-        module: whose parameters these are.
-        read: called with the dictionary before an unsharded value is needed of a released unit.
-    """
+    """`module._parameters` of a sharded model. A copy of it (deepcopy, pickle) is a plain dictionary. `read` is called with it
+    before an unsharded value is needed of a released unit."""
 
     __slots__ = ("module", "read")
 
@@ -90,20 +85,13 @@ class Lender(Protocol):
     """Who brings units in, see `lending.Loans`."""
 
     def lend(self, owners: Sequence[weakref.ref[Any]], *, graph: bool) -> None:
-        """The parameters of these units have their values afterwards.
-
-        Args:
-            graph: what is made of them may come into a graph.
-        """
-        ...
+        """The parameters of these units have their values afterwards. `graph`: what is made of them may come into one."""
 
     def is_masked(self, owner: weakref.ref[Any]) -> bool:
         """Whether parameters of this unit are `ReleasedParameter`."""
-        ...
 
     def rehomed(self, old: int, new: int) -> None:
         """A unit's parameters are gathered in the storage of address (`_cdata`) `new` from here on."""
-        ...
 
 
 def name_of(func: Any) -> str:
@@ -116,7 +104,6 @@ def name_of(func: Any) -> str:
 
 
 def needs_values(func: Any) -> bool:
-    """Whether a torch function looks at elements."""
     return name_of(func) not in _NEED_NO_VALUES
 
 
@@ -139,7 +126,8 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         name = name_of(func)
         if name == "__repr__":
-            return f"Parameter(released: it has values in a forward, shape={_described(args[0])})"
+            with AsTheyAre():
+                return f"Parameter(released: it has values in a forward, shape={tuple(args[0].shape)})"
         if name != _DIFFERENTIATES:
             if name in _NEED_NO_VALUES:
                 with AsTheyAre():
@@ -160,11 +148,8 @@ class ReleasedParameter(nn.Parameter):
 
 
 def released_class(kind: type[nn.Parameter], lender: Lender, owner: weakref.ref[Any]) -> type[ReleasedParameter]:
-    """What parameters of this class are while their unit is released.
-
-    Args:
-        owner: what `lender` knows the unit by. Weakly: a graph may keep a parameter, and with it its class.
-    """
+    """What parameters of this class are while their unit is released. `lender` knows it by `owner`, weakly: a graph may keep a
+    parameter, and with it its class."""
     bases = (ReleasedParameter,) if kind is nn.Parameter else (ReleasedParameter, kind)
     members = {"__module__": kind.__module__, "lender": lender, "owner": owner, "plain": kind}
     return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(members))
@@ -187,11 +172,6 @@ def _released(values: Any) -> Iterator[ReleasedParameter]:
         yield from _released(list(values.values()))
 
 
-def _described(param: nn.Parameter) -> tuple[int, ...]:
-    with AsTheyAre():
-        return tuple(param.shape)
-
-
 class Unmasked:
     """Released parameters that are plain ones until `end`: what reads them asks for nothing."""
 
@@ -207,17 +187,15 @@ class Unmasked:
 
 
 def put_on(modules: Iterable[nn.Module], read: Callable[[ParameterDict], None]) -> list[ParameterDict]:
-    """Replace these modules' `_parameters`. Modules without parameters are left alone."""
+    """Replace these modules' `_parameters`."""
     made = []
     for module in modules:
-        if any(param is not None for param in module._parameters.values()):
-            module.__dict__["_parameters"] = found = ParameterDict(module, read)
-            made.append(found)
+        module.__dict__["_parameters"] = found = ParameterDict(module, read)
+        made.append(found)
     return made
 
 
 def take_off(dictionaries: Iterable[ParameterDict]) -> None:
-    """Plain dictionaries again."""
     for each in dictionaries:
         if each.module.__dict__.get("_parameters") is each:
             each.module.__dict__["_parameters"] = dict(each)
@@ -243,11 +221,8 @@ class Readers:
         self._found: dict[tuple[CodeType, int], bool] = {}
 
     def want_no_values(self) -> bool:
-        """Whether it is asked for its type, device or shape and for nothing else: `module.weight.dtype`.
-
-        The attribute is then what the very next instruction loads, which takes the parameter off the stack: nobody else gets
-        to see it. To be called from `read`.
-        """
+        """Whether it is asked for its type, device or shape and for nothing else: `module.weight.dtype`. The attribute is then
+        what the very next instruction loads, which takes the parameter off the stack. To be called from `read`."""
         lookup = sys._getframe(3)  # read, __getitem__, nn.Module.__getattr__, the reader
         reader = lookup.f_back
         if lookup.f_code is not nn.Module.__getattr__.__code__ or reader is None:

@@ -5,14 +5,12 @@
 * Updates: values, gradient and optimizer state of a parameter are brought together from the owners' slices, the optimizer's
   own class makes its step over the whole, in true shape; the slices must have the same values after the engine's step, and
   where whole parameters stay, what is computed with must be those values.
-
-It goes around the schedule, the wire's gathers and reduces, spans, tiers and the stepping thread, and changes nothing of them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from .nonfinite import kind_of
-from .shadow_optimizer import Twin
+from .shadow_optimizer import Twin, copied
 from .sharded import Place, Sharded, gradient_of, master_of, state_of
 from .unit import Unit
 
@@ -93,11 +90,8 @@ class Reference:
         self._grads, self._local = {}, {}
 
     def after_backward(self, *, reduced: bool) -> None:
-        """A collective with `reduced`, on the first steps.
-
-        Raises:
-            NumericsError: on every rank, where gradients are not the mean of the ranks' own.
-        """
+        """A collective with `reduced`, on the first steps. NumericsError, on every rank: gradients are not the mean of the
+        ranks' own."""
         grads, local, self._grads, self._local = self._grads, self._local, {}, {}
         if self._sharded.wire.size == 1 or self._sharded.config.step_in_backward or not (reduced and self.is_due):
             return
@@ -118,7 +112,10 @@ class Reference:
             return None  # not finite: that has its own check
         largest = max(float(part.abs().max()) for part in parts)
         kept = max(float(now.abs().max()), float(before.abs().max()))
-        allowed = 64 * _eps(place.flat.reduce_dtype) * largest + 8 * _eps(place.flat.master_dtype) * kept
+        allowed = (
+            64 * torch.finfo(place.flat.reduce_dtype).eps * largest
+            + 8 * torch.finfo(place.flat.master_dtype).eps * kept
+        )
         off = (now - before - mean).abs()
         if float(off.max()) <= allowed:
             return None
@@ -133,17 +130,17 @@ class Reference:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, index: int, why_not: str | None) -> None:
-        """Gradients are as the optimizer is to have them. A collective on the first steps.
-
-        Args:
-            index: which of the model's optimizers it is.
-            why_not: why this step cannot be compared; the same on every rank.
-        """
+        """Gradients are as the optimizer is to have them. A collective on the first steps. `why_not`: why this one cannot be
+        compared; the same on every rank."""
         self._expected, self._why_not, self._optimizer = [], why_not, optimizer
         if not self.is_due:
             return
         if why_not is None:
-            self._why_not = why_not = self._reason(index)
+            if self._sharded.config.step_in_backward:
+                why_not = "with step_in_backward updates are made before the step"
+            elif any(flat.wholes is not None and flat.span.optimizer == index for flat in self._sharded.trained):
+                why_not = "it steps over whole parameters, as in plain training"
+            self._why_not = why_not
         for place in self._sample() if why_not is None else ():
             if place.slot.spec.optimizer != index:
                 continue
@@ -153,19 +150,12 @@ class Reference:
             if kind_of(before) or kind_of(grad):
                 continue
             try:
-                after = self._stepped(optimizer, place, before, grad, state)
+                after = before.clone()  # no random number is drawn, see `supported_optimizers`
+                Twin(optimizer, fuse=False).step(place.flat.span.spec.group, after, grad, state)
             except Exception as error:  # whatever a user's optimizer raises over a parameter by itself
                 self._why_not = f"its step over one parameter alone failed ({type(error).__name__}: {error})"
                 continue
             self._expected.append(_Expected(place, before, after))
-
-    def _reason(self, index: int) -> str | None:
-        """Why updates cannot be compared, by the settings."""
-        if self._sharded.config.step_in_backward:
-            return "with step_in_backward updates are made before the step"
-        if any(flat.wholes is not None and flat.span.optimizer == index for flat in self._sharded.trained):
-            return "it steps over whole parameters, as in plain training"
-        return None
 
     def _state(self, place: Place, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole, in the parameter's shape. A collective."""
@@ -174,27 +164,13 @@ class Reference:
             if elementwise:
                 out[key] = place.whole(state_of(optimizer, key))
             else:
-                value = place.flat.state(optimizer, key)
-                out[key] = value.clone() if isinstance(value, Tensor) else value
+                out[key] = copied(place.flat.state(optimizer, key))
         return out
-
-    @staticmethod
-    def _stepped(
-        optimizer: torch.optim.Optimizer, place: Place, before: Tensor, grad: Tensor, state: dict[str, Any]
-    ) -> Tensor:
-        """What one step of the optimizer's class makes of the whole parameter. It draws no random numbers: see
-        `supported_optimizers`."""
-        values = before.clone()
-        Twin(optimizer, fuse=False).step(place.flat.span.spec.group, values, grad, state)
-        return values
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """All updates are done. A collective on the first steps.
-
-        Raises:
-            NumericsError: on every rank, where a parameter is not what plain training makes of it.
-        """
+        """All updates are done. A collective on the first steps. NumericsError, on every rank: a parameter is not what plain
+        training makes of it."""
         expected, self._expected = self._expected, []
         why_not, self._why_not = self._why_not, None
         if not expected and why_not is None:
@@ -211,7 +187,7 @@ class Reference:
 
     def _off_update(self, each: _Expected, now: Tensor) -> str | None:
         change = float((each.after - each.before).abs().max())
-        allowed = _SHARE * change + 4 * _eps(now.dtype) * float(each.before.abs().max())
+        allowed = _SHARE * change + 4 * torch.finfo(now.dtype).eps * float(each.before.abs().max())
         off = (now - each.after).abs()
         if not float(off.max()) <= allowed:
             at = int(off.argmax())
@@ -259,9 +235,24 @@ def _wide(values: Tensor) -> Tensor:
     return values.detach().to("cpu", _wide_of(values.dtype), copy=True)
 
 
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
-
-
 def _number(value: Tensor) -> str:
     return f"{value.item():.6g}"
+
+
+def kind_of(tensor: Tensor) -> str | None:
+    """`NaN` or `inf`, where one is in the tensor; None where all is finite, or nobody can look."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `torch.func`: there is no one value
+        return None
+    with torch.no_grad():
+        values = tensor.detach()
+        if values.layout is torch.sparse_coo:
+            values = values.coalesce().values()
+        if values.layout is not torch.strided or bool(values.isfinite().all()):
+            return None
+        return "NaN" if bool(values.isnan().any()) else "inf"
+
+
+def kind_in(tensors: Iterable[Any]) -> str | None:
+    return next((kind for each in tensors if isinstance(each, Tensor) and (kind := kind_of(each))), None)

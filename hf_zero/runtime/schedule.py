@@ -1,16 +1,7 @@
 """When a unit moves: hooks on its hosts, prefetch, the ends of forwards.
 
-The hooks on modules are here; those on the graphs that forwards make in `graph_hooks`, what both know of the pass under way in
-`pass_state`, and reads of parameters whose unit is released in `lending`.
-
-**All ranks reduce the same units in the same order, each once per backward.** At the start of a backward one small
-all-reduce tells every rank which units any of them has used in forward and when first (`BackwardOrder`). Units used first are
-reduced last. By autograd's rule a unit whose turn has passed is complete, so nobody waits for a unit that this rank did
-not use: what is there is sent, zeros otherwise. At the end a second small all-reduce tells which parameters have a gradient on
-any rank (the others have none, as in DDP), and which units got more gradients after their turn: these are reduced again.
-
-At stage 3 the order of gathers in backward is agreed as well: units used last come first. A rank whose backward leaves a unit
-out takes part in its gather and its reduce all the same (`backward_order`), since the others may need both.
+**All ranks reduce the same units in the same order, each once per backward** (`backward_order`; docs/DESIGN.md, "Which units
+take part"). At stage 3 the order of gathers in backward is agreed as well.
 
 Recomputation (activation checkpointing) runs the same forward hooks. In its non-reentrant form the unit is already in
 backward then, and its forward leaves no second trace; in its reentrant form the recomputed forward is the only one that
@@ -32,8 +23,9 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..comm.wire import SoloWire
+from .backward_order import Callbacks
 from .compiling import refuse_transformed
-from .graph_hooks import Backward, Callbacks, bring, pre_backward, root_pre_backward
+from .graph_hooks import Backward, bring, pre_backward, root_pre_backward
 from .lending import Lending
 from .pass_state import Pass
 from .saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
@@ -89,11 +81,8 @@ class Schedule:
         self._lending.set_out()
 
     def recut(self, units: Iterable[Unit]) -> None:
-        """The same modules' units with other spans. Between passes, also as a forward begins.
-
-        Hooks and what was learnt of each unit stay. Backwards over graphs that were made before are refused where parameters
-        are released.
-        """
+        """The same modules' units with other spans. Between passes, also as a forward begins. Hooks and what was learnt of each
+        unit stay. Backwards over graphs that were made before are refused where parameters are released."""
         heirs = {trace: trace.heir(unit) for trace, unit in zip(self._current.traces, units)}
         self._current.traces = list(heirs.values())
         for host in self._hosts + self._guests:
@@ -146,7 +135,7 @@ class Schedule:
         self._current.with_graph = torch.is_grad_enabled()
         self._current.enter(host)
         self._current.begin()
-        self._current.drop_holds(1)
+        self._current.drop_holds()
         if self._current.frees:
             for trace in self._current.traces:
                 trace.seen = trace.running = 0
@@ -255,14 +244,10 @@ class Schedule:
                     trace.release()
 
     def end_looks(self) -> None:
-        """What was gathered for reads between passes is released, and what was written to it is carried over.
-
-        Raises:
-            StateError: somebody keeps a view of it.
-        """
+        """What was gathered for reads between passes is released, and what was written to it is carried over."""
         if self._current.looks:
             self._current.look_over()
-            self._current.drop_holds(1)
+            self._current.drop_holds()
 
     def quiesce(self) -> None:
         """Before weights change: nothing gathered, nothing on the move. Recovers from a backward that raised."""

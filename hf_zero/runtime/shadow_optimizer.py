@@ -18,16 +18,13 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Counts:
-    """Numbers of an optimizer that its step changes, besides each parameter's state: as they are now, or not there yet.
-
-    Args:
-        names: attributes of the optimizer, and options of its groups.
-    """
+    """Numbers of an optimizer that its step changes, besides each parameter's state: attributes (`names`), and options of its
+    groups, as they are now, or not there yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
         self._names = names
         self._own, *self._groups = (
-            {key: _copied(having[key]) for key in names if key in having}
+            {key: copied(having[key]) for key in names if key in having}
             for having in (optimizer.__dict__, *optimizer.param_groups)
         )
 
@@ -37,7 +34,12 @@ class Counts:
         for having, was in ((optimizer.__dict__, self._own), (optimizer.param_groups[0], self._groups[group])):
             for name in self._names:
                 having.pop(name, None)
-            having.update({name: _copied(value) for name, value in was.items()})
+            having.update({name: copied(value) for name, value in was.items()})
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -61,7 +63,6 @@ class Twin:
     Args:
         fuse: use the fused kernel where the optimizer has one and its user left that open.
         wholes: it steps over parameters of true shape, on the device and as it would by itself.
-        steps_without_gradient: it changes parameters that have no gradient, too.
         counts: what every stretch is to find as it was before the optimizer's own step, where a step changes that.
     """
 
@@ -80,19 +81,14 @@ class Twin:
         options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._counts = counts
-        self.steps_without_gradient = steps_without_gradient
+        self.steps_without_gradient = steps_without_gradient  # it changes parameters that have no gradient, too
         torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
         scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        self._kernels = [None if scaled else _adam(self._kind, options) for options in self._options]
-
-    def kernel(self, group: int) -> Kernel | None:
-        """What the group's step ends in once there is state, where that is one call; None: call `step`."""
-        return self._kernels[group]
-
-    def is_fused(self, group: int) -> bool:
-        """Whether an update reads and writes memory once."""
-        return bool(self._options[group].get("fused"))
+        self.kernels = [None if scaled else _adam(self._kind, options) for options in self._options]
+        """By group, what its step ends in once there is state, where that is one call; None: call `step`."""
+        self.fused = [bool(options.get("fused")) for options in self._options]
+        """By group, whether an update reads and writes memory once."""
 
     def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""
@@ -125,10 +121,8 @@ class Twin:
 
 
 def _adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel | None:
-    """The function that Adam's and AdamW's `step` ends in. What comes before it takes as long as a small block in the cache.
-
-    None where they would do anything else, and for other optimizers.
-    """
+    """The function that Adam's and AdamW's `step` ends in; None where they would do anything else, and for other optimizers.
+    What comes before it takes as long as a small block in the cache."""
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or "decoupled_weight_decay" not in options:
         return None
     if options["amsgrad"] or options["differentiable"] or options["foreach"]:
@@ -138,13 +132,8 @@ def _adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel 
     beta1, beta2 = options["betas"]
     decoupled = options["decoupled_weight_decay"]
     if not options["fused"]:
-        settings |= {
-            "beta1": beta1,
-            "beta2": beta2,
-            "decoupled_weight_decay": decoupled,
-            "foreach": False,
-            "fused": False,
-        }
+        settings |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
+        settings |= {"foreach": False, "fused": False}
 
         def loop(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
             adam([master], [grad], [exp_avg], [exp_avg_sq], [], [count - 1], **settings)  # it counts by itself
@@ -160,7 +149,7 @@ def _adam(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Kernel 
 
 
 def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = options_of(group)
     for key, value in options.items():
         if isinstance(value, Tensor):  # a copy: a scheduler writes to it while the step goes on
             options[key] = value.detach().to("cpu", copy=True)
@@ -173,15 +162,12 @@ def _host_options(group: dict[str, Any], fuse: bool) -> dict[str, Any]:
 
 def _own_options(group: dict[str, Any]) -> dict[str, Any]:
     """A scheduler writes to tensors while the step goes on."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: _copied(value) for key, value in options.items()}
+    return {key: copied(value) for key, value in options_of(group).items()}
 
 
 def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """Why the optimizer's class refuses to be built with the options `others`; None where it takes them.
-
-    None, too, where it cannot be asked: it does not take a plain parameter with the options that it has now.
-    """
+    """Why the optimizer's class refuses to be built with the options `others`; None where it takes them, and where it cannot be
+    asked: it does not take a plain parameter with the options that it has now."""
     if others == options:
         return None
     known = inspect.signature(type(optimizer)).parameters

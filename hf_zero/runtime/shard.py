@@ -21,7 +21,6 @@ from ..plan.plan import Drafter
 from ..tiers.fingerprint import fingerprint
 from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
-from . import deferred_hooks
 from . import instance_methods as overrides
 from .build import Assembly, device_of
 from .clipping import Overflow
@@ -94,25 +93,24 @@ def shard(
         drafter = Drafter(model, precision, roads.limits)
         where = device_of(model, device)
         sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
-        assembly = Assembly(sharded, drafter, roads.plan)
-        names = sharded.names
-        refuse_owned(names)
+        assembly = Assembly(sharded, drafter, roads.plan, machine, mixed_precision)
+        refuse_owned(sharded.names)
         overflow = Overflow(model, precision, wire, where)
         originals = assembly.originals(optimizers, ())
         kinds = assembly.kinds_of_binding(optimizers)
         specs = assembly.specs(originals)
-    agree.same_structure(wire, config, mixed_precision, specs, originals, names)
+    assembly.agree(specs, originals)
     wire.open_groups()
     if keeps(config, wire.size):
         open_node(wire, roads.node_names(wire))
     agree.same_values(wire, assembly.local_values(), fingerprint)
 
     # The plan needs to know what the tiers have room for, and may be refused as well.
-    offload = Offload(config, wire, where, sharded.units, roads)
+    offload = Offload(sharded, roads)
     sharded.storage = offload.storage
     offload.storage.wide = overflow.possible
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
-        sharded.plan = assembly.plan(specs, optimizers, machine, offload.ranks_here)
+        sharded.plan = assembly.plan(specs, optimizers, offload.ranks_here)
         offload.settle(sharded.plan.placements, sharded.plan.memory.at_rest(Tier.DISK))
         if config.step_in_backward and overflow.possible:
             raise ConfigError(
@@ -126,12 +124,12 @@ def shard(
 
     # From here on the model changes.
     assembly.build(specs, sharded.plan.placements)
-    deferred_hooks.take_off(model)
+    overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
-    training = Training(sharded, assembly, offload, overflow, patches, machine, mixed_precision)
+    training = Training(sharded, assembly, offload, overflow, patches)
     training.adopt(optimizers, originals, kinds)
     engine = Engine(training, assembly, patches)
-    offload.explain_with(sharded.advice)
+    offload.storage.explain = sharded.advice
     if wire.rank == 0:
         _print_summary(training)
     if compile_ is not None:

@@ -21,7 +21,7 @@ from ..plan.plan import Plan, advice
 from ..tiers.array import Values
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .flat_param import Flat
+from .flat_param import Flat, sent
 from .pieces import extents, is_sliced
 from .reads import AsTheyAre, plain_class
 from .state_shard import Shard, assembled
@@ -76,12 +76,7 @@ class Place(NamedTuple):
         if not isinstance(told, tuple):
             return told
         shape, dtype = told
-        whole = torch.empty(shape, dtype=dtype, device=self.flat.device)
-        if wire.rank == owner:
-            whole.copy_(value)
-        if whole.numel():
-            wire.broadcast(whole.view(-1).view(torch.uint8), owner)
-        return whole
+        return sent(wire, value if wire.rank == owner else None, shape, dtype, self.flat.device, owner)
 
     def own_part(self, value: Tensor) -> Tensor:
         """Of a whole value, what this rank has, 1-D."""
@@ -155,10 +150,8 @@ class Sharded:
         names: parameter -> all its names in the model, the first one first.
         layout: where each element lives; its `shards` is 1 where the stage shards nothing.
         units: in the order of the layout. The list stays the same object; a unit in it is replaced where it is cut anew.
-        places: where each parameter is.
         optimizers: those that are bound, in the order that `ParamSpec.optimizer` counts.
         plan: what the units were built by.
-        storage: what the tiers share.
         is_unsharded: inside `zero.unsharded`.
         shows_masters: there, and parameters have the masters' values, in their own types.
     """
@@ -184,7 +177,6 @@ class Sharded:
 
     @property
     def flats(self) -> list[Flat]:
-        """Every span's storage, unit by unit."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
@@ -203,9 +195,7 @@ class Sharded:
         return advice(self.plan, held)
 
     def refuse_unsharded(self, what: str) -> None:
-        """Raises:
-        StateError: inside `zero.unsharded`, whose values `what` would leave behind.
-        """
+        """StateError: inside `zero.unsharded`, whose values `what` would leave behind."""
         if self.is_unsharded:
             raise StateError(
                 f"{what} inside zero.unsharded: the weights that it shows would be old. End the context first"

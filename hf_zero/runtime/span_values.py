@@ -49,11 +49,7 @@ class Staging(Protocol):
 
 
 class SpanValues(SpanGradients):
-    """Of one span; its gradients are in the base class, what its parameters show of them in `flat_param.Flat`.
-
-    Args:
-        placement: where `own` and the shards rest.
-    """
+    """Of one span; its gradients are in the base class, what its parameters show of them in `flat_param.Flat`."""
 
     def __init__(
         self,
@@ -174,7 +170,6 @@ class SpanValues(SpanGradients):
         return alike and _slots(span) == _slots(self.span) and (self.in_files or self.rests_as(placement))
 
     def rests_as(self, placement: Placement) -> bool:
-        """Whether its parts rest where this says."""
         wanted = [*placement.optimizer] or [(placement.parameters, self.span.slice_numel)]
         return self.rest is placement.parameters and [(shard.tier, shard.numel) for shard in self.shards] == wanted
 
@@ -253,11 +248,8 @@ class SpanValues(SpanGradients):
         self._point_wholes()
 
     def keep_part(self, node: SoloWire) -> None:
-        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`.
-
-        Raises:
-            OutOfMemoryError: there is no room; nothing is kept.
-        """
+        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`. OutOfMemoryError:
+        nothing is kept."""
         self.drop_part()
         if self.resident:
             return
@@ -266,10 +258,8 @@ class SpanValues(SpanGradients):
         self.part = self.storage.allocate("gathered", "keeping a part for backward", mine.nbytes, mine.clone)
 
     def gather_part(self, node: SoloWire) -> Inflight:
-        """What `keep_part` has cut up into `full`, which is open. A collective of the node.
-
-        `full` must stay unchanged until the Inflight is closed; `part` may go at once.
-        """
+        """What `keep_part` has cut up into `full`, which is open. A collective of the node. `full` must stay unchanged until
+        the Inflight is closed; `part` may go at once."""
         cuts = self._part_cuts(node)
         place = self.full[cuts[node.rank] : cuts[node.rank + 1]]
         if self.part is not None:
@@ -296,9 +286,6 @@ class SpanValues(SpanGradients):
         for tensor in (self.full, self.own, *(shard.master for shard in self.shards)):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
-        self.close_shards()
-
-    def close_shards(self) -> None:
         for shard in self.shards:
             shard.close()
         if self._region is not None:
@@ -332,10 +319,8 @@ class SpanValues(SpanGradients):
         return link.up(own, self.place)
 
     def publish(self, shard: Shard, at: int, values: Tensor, staging: Staging | None = None) -> None:
-        """New master values of `shard`, from its element `at` on, into `own`. `values` are on the device or the host.
-
-        With `staging` (the thread that steps) copies to the device are left under way in it.
-        """
+        """New master values of `shard`, from its element `at` on, into `own`; from the device or the host. With `staging` (the
+        thread that steps) copies to the device are left under way in it."""
         if shard.aliased:
             return
         start, numel, link = shard.start + at, values.numel(), self.storage.link
@@ -386,13 +371,8 @@ class SpanValues(SpanGradients):
         self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
     ) -> None:
         """`own` rests in `rest` and every shard in its tier of `tiers` afterwards, with the same values. The unit is sharded.
-
-        Args:
-            keep_full: on the device `own` is a slice of `full`, which is allocated then; its other slices are undefined.
-
-        Raises:
-            TierError, ConfigError: a tier failed or has no room; what could not be moved is where it was.
-        """
+        What could not be moved (TierError, ConfigError) is where it was. With `keep_full` `own` is on the device a slice of
+        `full`, which is allocated then; its other slices are undefined."""
         equal = self._shares
         before, region = self.own, self._region
         moves = rest is not self.rest
@@ -425,7 +405,8 @@ class SpanValues(SpanGradients):
                 shard.rest_on(alias)
         self._point_wholes()
         if self.in_memory is False:
-            self.give_bucket_up()
+            self.drop_bucket()
+            self._bucket = self._bucket_storage = None  # the next one is other memory
         if not moves:
             if self.printed is None:
                 self.note_place()
@@ -437,9 +418,10 @@ class SpanValues(SpanGradients):
         if isinstance(before, Tensor):
             self.close()
 
-    def values(self, device: torch.device | None = None) -> Tensor:
-        """The slice in the master dtype, 1-D on the span's device (or `device`); a view where it rests there in one piece."""
-        out = assembled(self.shards, lambda shard: shard.values, 0, self.span.slice_numel, device or self.device)
+    def values(self, start: int = 0, numel: int | None = None) -> Tensor:
+        """The slice (or so many elements of it) in the master dtype, 1-D on the span's device; maybe a view."""
+        numel = self.span.slice_numel if numel is None else numel
+        out = assembled(self.shards, lambda shard: shard.values, start, numel, self.device)
         if out is None:
             raise StateError(f"span of {self.span.spec.name!r} has no values")
         return out
@@ -474,11 +456,7 @@ class SpanValues(SpanGradients):
         return {index: shard.whole_entries(optimizer.state, whole) for index, whole in (self.wholes or {}).items()}
 
     def put_whole(self, optimizer: torch.optim.Optimizer, index: int, entries: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of one of them; values come from anywhere and rest where the shard does.
-
-        Raises:
-            TierError: there is no room.
-        """
+        """Replace the optimizer's state of one of them, as `Shard.put`."""
         whole, options = (self.wholes or {})[index], optimizer.param_groups[self.span.spec.group]
         at_rest = self.shards[0].whole_at_rest(whole, entries, options)
         if at_rest:

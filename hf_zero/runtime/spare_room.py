@@ -1,9 +1,8 @@
 """How many units may stay gathered from a forward to its backward: the plan's answer, with activations as batches show them.
 
-Activations are not known when the plan is made. They are estimated from the shape of the largest batch so far; each rank says
-at the start of a backward for how many units it has room, and the least of these numbers holds from the next forward on.
-There are two numbers, of whole units and of units by parts, and the least of each fits on every rank: more of one never
-makes room for the other.
+Activations are estimated from the shape of the largest batch so far; each rank says at the start of a backward for how many
+units, whole and by parts, it has room, and the least of each number holds from the next forward on. More of one never makes
+room for the other.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class BatchWatch:
         self._architecture = Architecture.of(getattr(sharded.model, "config", None), names)
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch | None:
-        """Of a forward with these inputs."""
         if self._architecture is None:
             return None
         shape = next((t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1), None)

@@ -39,15 +39,11 @@ class Elsewhere(Tensor):
     """An entry of a state dict on a rank other than 0: a meta tensor to whoever looks at it, with values for who computes.
 
     Programs use a state dict on every rank (moving averages, target networks: `twin.load_state_dict(model.state_dict())`).
-
-    Attributes:
-        held: the values; None where host memory has no room for them on every rank.
-
-    Raises:
-        StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
+    StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
     """
 
     held: Tensor | None = None
+    """The values; None where host memory has no room for them on every rank."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,11 +75,7 @@ class Elsewhere(Tensor):
 
 
 def elsewhere(like: Tensor, held: Tensor | None = None) -> Tensor:
-    """
-    Args:
-        like: a meta tensor.
-        held: values of the same shape and type.
-    """
+    """Of a meta tensor, and values of the same shape and type."""
     made = like.as_subclass(Elsewhere)
     made.held = held
     return made
@@ -126,11 +118,8 @@ class StateDictHooks(ABC):
 
     @abstractmethod
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
-        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective.
-
-        Args:
-            first: of this call.
-        """
+        """Values as `state_dict()` gives them, of this parameter (the `first` of this call) and of those that come with it. A
+        collective."""
 
     @abstractmethod
     def open(self, param: nn.Parameter) -> Tensor:
@@ -140,12 +129,10 @@ class StateDictHooks(ABC):
     def close(self, param: nn.Parameter, landing: Tensor) -> None:
         """This rank's part of what torch has copied into `landing` is the parameter's value now."""
 
-    @abstractmethod
-    def before_load(self) -> None:
+    def before_load(self) -> None:  # noqa: B027 -- nothing, where each parameter is opened as its module is reached
         """Once a call."""
 
-    @abstractmethod
-    def after_load(self) -> None:
+    def after_load(self) -> None:  # noqa: B027 -- nothing, where each is closed as its module is left
         """Once a call."""
 
     # Saving ---------------------------------------------------------------------------------------------------------
@@ -158,9 +145,8 @@ class StateDictHooks(ABC):
             while self._unmasked:
                 self._unmasked.pop().end()
         self._depth += 1
-        self._unmasked.append(
-            Unmasked(module._parameters.values())
-        )  # torch takes `detach()` of each, for `_give` to replace
+        # torch takes `detach()` of each, for `_give` to replace.
+        self._unmasked.append(Unmasked(module._parameters.values()))
 
     def _give(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         self._unmasked.pop().end()
@@ -179,11 +165,8 @@ class StateDictHooks(ABC):
             self._module = None
 
     def agree_on_room(self, wire: SoloWire, *, alone: bool = False) -> None:
-        """Whether host memory has room for a call's values on every rank. A collective.
-
-        Args:
-            alone: the call sends nothing, and this rank decides by itself.
-        """
+        """Whether host memory has room for a call's values on every rank. A collective; `alone`, where the call sends nothing,
+        this rank decides by itself."""
         params = () if self._module is None else self._module.parameters()
         needed_bytes = _SHARE * sum(param.numel() * param.element_size() for param in params)
         if alone:
@@ -258,10 +241,7 @@ class StateDictHooks(ABC):
 
 def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
     """Whether the values to load are on rank 0 alone: a dict made by `state_dict()` has meta tensors elsewhere. A collective.
-
-    Raises:
-        RankMismatchError: rank 0 has none, or only some of the others.
-    """
+    RankMismatchError: rank 0 has none, or only some of the others."""
     with wire.watch.doing("load_state_dict()"):
         is_meta = wire.exchange(any(isinstance(value, Tensor) and value.is_meta for value in state.values()))
     if is_meta[0]:
@@ -275,11 +255,7 @@ def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
 
 
 class ShardedHooks(StateDictHooks):
-    """Of a sharded model.
-
-    Args:
-        settle: returns when the masters of these spans, or of all (None), are those of one step.
-    """
+    """Of a sharded model. `settle` returns when the masters of these spans, or of all (None), are those of one step."""
 
     def __init__(self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None]) -> None:
         super().__init__()
@@ -352,9 +328,8 @@ class ShardedHooks(StateDictHooks):
             for unit in units:
                 unit.release()
                 unit.updated()
-        for unit in units:
-            if unit.policy.keep_full:
+        if self._sharded.policy.keep_full:
+            for unit in units:
                 unit.gather()
-        for unit in units:
-            if unit.policy.keep_full:
+            for unit in units:
                 unit.wait()

@@ -10,8 +10,8 @@ A slice is one shard, or a few where the plan splits it between tiers. The optim
 `Shard.move` makes the one of another tier, with the same master. The last two and `SHARDS`, which has the class of each tier,
 are in `offloaded_shard`.
 
-On several ranks what a master shows between a backward and the optimizer's own step is a `gradients.Slice`, whose norms are
-those over all ranks. Code of this package asks for `grad` or `device_grad`, which are never one.
+On several ranks a master shows a `stand_in.Slice` between a backward and the optimizer's own step. Code of this package asks
+for `grad` or `device_grad`, which are never one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from torch import Tensor, nn
 
 from ..comm.inflight import Inflight
 from ..errors import ZeroError
-from ..tiers.array import DiskArray, OnDisk, Values, fetch
+from ..tiers.array import DiskArray, OnDisk, Values, fetch, in_memory
 from ..tiers.fingerprint import sample
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .gradients import Keeper
-from .slices import Slice
+from .stand_in import Keeper, Slice
 
 MASTER = "master"
 """What the values themselves are called among a shard's arrays on disk, and in checkpoints."""
@@ -92,12 +91,10 @@ class Shard(ABC):
         """Memory in this tier with these values; what the master is to be."""
 
     def _arrays(self) -> list[DiskArray]:
-        """What this shard has on disk."""
         return []
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of disk that values and states take."""
         return sum(array.nbytes for array in self._arrays())
 
     @property
@@ -131,7 +128,6 @@ class Shard(ABC):
         self.note()
 
     def close(self) -> None:
-        """Give everything back."""
         self.release_buffer()
         self._close_arrays()
 
@@ -150,11 +146,8 @@ class Shard(ABC):
         return torch.empty(self.numel, dtype=dtype, device=self._device)
 
     def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
-        """Replace the optimizer's state; values come from anywhere and rest where the shard does.
-
-        Raises:
-            TierError: there is no room.
-        """
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does. TierError: there is no
+        room."""
         self._set_state(optimizer, self._at_rest(optimizer, entries))
 
     def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
@@ -189,15 +182,8 @@ class Shard(ABC):
     def whole_at_rest(
         self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up.
-
-        Args:
-            entries: from anywhere; what rests here already is not copied.
-            options: of its group.
-
-        Raises:
-            TierError: there is no room.
-        """
+        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up. Entries come
+        from anywhere, and are not copied where they rest here already; options are its group's. TierError: there is no room."""
         return {key: self._whole_home(key, value, options) for key, value in entries.items()}
 
     def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
@@ -260,8 +246,7 @@ class Shard(ABC):
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
 
-    @abstractmethod
-    def land(self) -> None:
+    def land(self) -> None:  # noqa: B027 -- on the device pieces are added at once, in stream order
         """What is on its way is in `grad` afterwards."""
 
     @abstractmethod
@@ -274,10 +259,7 @@ class Shard(ABC):
 
     def follow_grad(self) -> bool:
         """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
-
-        Returns:
-            Whether anything was done. Never on the device: there the master's `.grad` is the gradient.
-        """
+        False where nothing was done. Never on the device: there the master's `.grad` is the gradient."""
         return False
 
     def drop_grad(self) -> None:
@@ -294,10 +276,8 @@ class Shard(ABC):
         self.drop_grad()
 
     def claim(self) -> Claim | None:
-        """The gradient for a step that is made elsewhere; None if there is none.
-
-        It stays this shard's until `drop_grad`, but its memory is not written before that step is over.
-        """
+        """The gradient for a step that is made elsewhere, if there is one. It stays this shard's until `drop_grad`, but its
+        memory is not written before that step is over."""
         return None
 
     @property
@@ -308,11 +288,8 @@ class Shard(ABC):
     # What the master shows for it -------------------------------------------------------------------------------------
 
     def show_slice(self, keeper: Keeper, place: int) -> None:
-        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
-
-        Args:
-            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
-        """
+        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one. `place`: the
+        span's among all ranks' spans, at the first of its shards; else -1."""
         # In one method for all tiers: a call more for every shard of every step would be felt.
         local = None if self.is_offloaded else self.master.grad
         if type(local) is Slice:
@@ -335,16 +312,13 @@ class Shard(ABC):
         if self.is_offloaded:
             self._offered = shown
 
-    @abstractmethod
-    def hide_slice(self) -> None:
+    def hide_slice(self) -> None:  # noqa: B027 -- the optimizer's own step looks at nothing else
         """Before the optimizer's own step: what rests on the device shows the gradient itself."""
 
-    @abstractmethod
-    def hide_grad(self) -> None:
+    def hide_grad(self) -> None:  # noqa: B027 -- not what rests on the device
         """Around the optimizer's own step, which is for what rests on the device."""
 
-    @abstractmethod
-    def show_grad(self) -> None:
+    def show_grad(self) -> None:  # noqa: B027 -- on the device the master has it from the start
         """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
 
     # Between tiers ----------------------------------------------------------------------------------------------------
@@ -357,20 +331,15 @@ class Shard(ABC):
         wholes: Sequence[nn.Parameter] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
-
-        Args:
-            alias: memory in that tier that has the master's values already.
-            wholes: whose states are here; `options`: of their group.
-
-        Raises:
-            TierError, ConfigError: a tier failed or has no room; everything is where it was.
+        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over;
+        but where a tier fails or has no room (TierError, ConfigError) everything is where it was. `alias`: memory in that tier
+        that has the master's values already; `wholes`: whose states are here, of the group with these options.
         """
         if kind.tier is self.tier:
             return self
         grad, values = self.whole_grad(), fetch(self.values)
         found = {} if optimizer is None else self.entries(optimizer)
-        entries = {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in found.items()}
+        entries = {key: in_memory(value) for key, value in found.items()}
         moved = kind(self.storage, self.start, self.numel, self.dtype, self._travels)
         moved.master = self.master
         try:
@@ -473,15 +442,6 @@ class DeviceShard(Shard):
             self.master.grad = grad.at_rest
             if self.shown is not None:
                 self.shown.local = None
-
-    def land(self) -> None:
-        """Nothing is on its way: pieces are added at once, in stream order."""
-
-    def hide_grad(self) -> None:
-        """The optimizer's own step is for it."""
-
-    def show_grad(self) -> None:
-        """The master has it from the start."""
 
 
 def is_elementwise(key: str, value: Any, numel: int) -> bool:

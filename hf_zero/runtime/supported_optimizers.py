@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.save import scalar
 from ..errors import CheckpointError, UnsupportedOptimizerError
+from ..tiers.array import is_array
 from .reads import plain_class
-from .shadow_optimizer import attributes_of
+from .shadow_optimizer import attributes_of, copied, options_of
 
 
 class Needs(Enum):
@@ -85,9 +86,7 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
     fewer numbers from many, whether or not these have mattered this time. One that cannot be tried is taken to need wholes.
 
     Args:
-        params: the model's parameters.
-        cut: ranks share the parameters out.
-        offloaded: state may be elsewhere than in the device's memory.
+        cut: ranks share the parameters out. `offloaded`: state may be elsewhere than in the device's memory.
 
     Raises:
         UnsupportedOptimizerError: there are no wholes here, or not even they would do; names it and says what to use.
@@ -114,10 +113,8 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
 def counted(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Numbers that a step changes besides each parameter's state (`k` of schedule-free optimizers): attributes of the
     optimizer, and options of its groups. Of a step that is made stretch by stretch each must find them as they were before.
-
-    Raises:
-        UnsupportedOptimizerError: a step in which no parameter has a gradient leaves them as they are: that is the optimizer's
-            own, where all its parameters are offloaded.
+    Refused where a step in which no parameter has a gradient leaves them as they are: that is the optimizer's own, where all
+    its parameters are offloaded.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim"):
@@ -145,8 +142,7 @@ def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
     """What a step over one parameter costs beside others, for owners to be balanced: arithmetic where the rule multiplies the
-    matrix by itself, else memory traffic, which goes with elements.
-    """
+    matrix by itself, else memory traffic, which goes with elements."""
     numel = max(1, math.prod(shape))
     products = any(base.__name__ in _MULTIPLIES for base in type(optimizer).__mro__)
     return numel * min(shape) if products and len(shape) > 1 and numel > 1 else numel
@@ -155,38 +151,29 @@ def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
 def state_bytes(
     optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Bytes of each array of the state that the optimizer makes of a parameter of this shape, in no order.
-
-    By a step on the meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a
-    step on a small tensor makes besides is taken to grow with the parameter.
-    """
-    options = {
-        key: value for key, value in optimizer.param_groups[group].items() if key not in ("params", "param_names")
-    }
+    """Bytes of each array of the state that the optimizer makes of a parameter of this shape, in no order. By a step on the
+    meta device, which makes the state and computes nothing. What it needs a value for ends it early: what a step on a small
+    tensor makes besides is taken to grow with the parameter."""
+    options = options_of(optimizer.param_groups[group])
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)
     with torch.device("meta"):
         twin = _copy_of(optimizer, [{"params": [param], **options}])
         with suppress(Exception):
             type(optimizer).step(twin)
-    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if _is_array(value)}
+    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
     small = tuple(min(extent, 8) for extent in shape)
     with suppress(Exception):
         trial = _Trial(optimizer, options, small)
         found: dict[str, Any] = next(iter(trial.stepped_once().state.values()), {})
         scale = param.numel() / max(1, math.prod(small))
         for key, value in found.items():
-            if _is_array(value) and str(key) not in made:
+            if is_array(value) and str(key) not in made:
                 made[str(key)] = round(value.nbytes * scale)
     return tuple(made.values())
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tuple[Needs, str]:
-    """What it needs, and why: by name, else by trial."""
     kind = type(optimizer)
     found = {needs: why for base in reversed(kind.__mro__) for needs, why in [_KNOWN.get(base.__name__, (None, ""))]}
     kept = found.get(Needs.ITS_OWN) or _kept_parameters(optimizer, params)
@@ -245,7 +232,7 @@ def _trials(optimizer: torch.optim.Optimizer, *shapes: tuple[int, ...]) -> Itera
     seen: list[dict[str, Any]] = []
     depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = options_of(group)
         kept = {key: value for key, value in options.items() if key not in _SHOWN}
         if not any(repr(kept) == repr(other) for other in seen):
             seen.append(kept)
@@ -345,11 +332,8 @@ class _Trial:
         return next((f"{key!r} in its groups depends on the gradients of all parameters" for key in differing), None)
 
     def _run_beside(self, other_first: bool, apart: bool) -> Tensor:
-        """The parameter, flat, after the same steps with another one beside it: of as many dimensions, smaller, larger values.
-
-        Args:
-            apart: each in a group of its own.
-        """
+        """The parameter, flat, after the same steps with another one beside it (or `apart`, in a group of its own): of as many
+        dimensions, smaller, larger values."""
         first = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
         param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][first].clone() * 3)
         params = [other, param] if other_first else [param, other]
@@ -427,8 +411,8 @@ class _Trial:
 def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Of the same class and settings over these groups, without state. Tensors among the settings are copies."""
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update({key: _apart(value) for key, value in attributes_of(optimizer).items()})
-    groups = [{key: value if key == "params" else _apart(value) for key, value in group.items()} for group in groups]
+    twin.__dict__.update({key: copied(value) for key, value in attributes_of(optimizer).items()})
+    groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
     torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
     train = getattr(twin, "train", None)
     if callable(train):  # schedule-free ones step in that mode only
@@ -440,10 +424,6 @@ def _same_number(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
     return bool(value == other)
-
-
-def _apart(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _has_place(value: Any) -> bool:
@@ -458,9 +438,7 @@ def _has_place(value: Any) -> bool:
 class _Talks(TorchDispatchMode):
     """Notes the first call of `torch.distributed`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
+    found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace and self.found is None:
@@ -472,10 +450,11 @@ class _Reductions(TorchDispatchMode):
     """Notes the first operation that makes fewer floating-point numbers of at least `numel`. Not questions such as whether
     all are finite: an optimizer may look at what it never takes a step by."""
 
+    found: str | None = None
+
     def __init__(self, numel: int) -> None:
         super().__init__()
         self._numel = numel
-        self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

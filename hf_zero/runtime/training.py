@@ -1,8 +1,4 @@
-"""One sharded model in training: what happens in a forward, a backward and a step, and which optimizer it is for.
-
-The parts do the work (`schedule`, `gradient_ops`, `writes`, `offload`, `buffers`); here is their order, and the hooks that
-bring it about. `Engine` puts a `Training` together and is what users call.
-"""
+"""One sharded model in training: in which order its parts work in a forward, a backward and a step, and the hooks for it."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ from torch import nn
 from ..comm.places import AFTER_STEP, NO_GRAD
 from ..errors import LayoutError, StallError, StateError
 from ..plan.keeping import keeps
-from ..plan.machine import Machine
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides
 from .autocast import Autocast
+from .backward_order import Callbacks
 from .bound_optimizers import BoundOptimizers
 from .buffers import Buffers
 from .build import Assembly, Groups
@@ -32,7 +28,6 @@ from .clipping import Overflow
 from .compiling import blocks_of
 from .flat_param import Flat
 from .gradient_ops import Gradients
-from .graph_hooks import Callbacks
 from .offload import Offload
 from .optimizer import Binding
 from .reads import AsTheyAre
@@ -52,20 +47,8 @@ from .writes import WriteWatch
 class Training:
     """Of one sharded model, whose units are built.
 
-    Args:
-        mixed_precision: as the ranks compare it.
-        machine: measured speeds, for spans that are cut anew.
-        overflow: what finds gradients that are no numbers.
-        patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
-
     Attributes:
         blocks: parts of the model that may be compiled by themselves.
-        buffers: those that follow rank 0's.
-        gradients: what parameters show as `.grad`.
-        optimizers: those that are bound.
-        recorder: what measures every step, see `Engine.record`.
-        schedule: hooks, gathers, reduces.
-        state_dict_hooks: what makes `model.state_dict()` whole.
         autocast: around every entry into the model, where it computes in another type.
     """
 
@@ -76,8 +59,6 @@ class Training:
         offload: Offload,
         overflow: Overflow,
         patches: overrides.Patches,
-        machine: Machine,
-        mixed_precision: str | None,
     ) -> None:
         self.sharded, self.model, self.config, self.policy = sharded, sharded.model, sharded.config, sharded.policy
         self.precision, self.units, self._wire = sharded.precision, sharded.units, sharded.wire
@@ -87,12 +68,10 @@ class Training:
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
         self._held = HeldSignals()
-        self._attempts: dict[
-            torch.optim.Optimizer, Attempt
-        ] = {}  # the step under way; steps, where a closure makes another's
-        self._stepped: set[torch.optim.Optimizer] = (
-            set()
-        )  # in this step of the model: since the last backward, each once
+        self._attempts: dict[torch.optim.Optimizer, Attempt] = {}
+        """The step under way; steps, where a closure makes another's."""
+        self._stepped: set[torch.optim.Optimizer] = set()
+        """In this step of the model: since the last backward, each once."""
         self._uncleared: set[int] = set()  # optimizers with gradients of a backward since their `zero_grad`
         self._lost: dict[int, str] = {}  # by optimizer, why this step's gradients are not all there
         self.recorder: Recorder | None = None
@@ -104,7 +83,7 @@ class Training:
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
                 patches.hooks(*self.state_dict_hooks.register(module))
         self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
-        self.writes = WriteWatch(self.model, self.units, self.quiesce, self.refresh, self._followed)
+        self.writes = WriteWatch(self.model, self.units, self.quiesce, self.state_dict_hooks.after_load, self._followed)
         self._hook_model()
         self.optimizers = BoundOptimizers(
             sharded,
@@ -113,8 +92,6 @@ class Training:
             self.schedule,
             self.writes,
             self.gradients,
-            machine,
-            mixed_precision,
             held=self._held,
             quiesce=self.quiesce,
             flush=self.flush,
@@ -268,15 +245,13 @@ class Training:
             unit.drop_grads(shards=True)
         self.offload.backward_broke_off()
         if self._checks is not None:
-            self._checks.broke_off()
+            self._checks.reference.broke_off()
         for index in range(max(1, len(self.optimizers.bindings))):
             earlier = ", and those of earlier backwards of this step with them" if index in self._uncleared else ""
             self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"
 
     def _refuse_lost(self, what: str, reason: str) -> None:
-        """Raises:
-        StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first.
-        """
+        """StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first."""
         self.offload.check()
         raise StateError(f"{what}: {reason}. Call zero_grad() and make the step's forwards and backwards again")
 
@@ -368,8 +343,7 @@ class Training:
                 self.offload.fail(f"{reason}; {written} had been written")
         self.offload.show_grads()
         self.gradients.show_slices()
-        for binding in self.optimizers.bindings:
-            binding.show_grads()
+        self.show_grads()
         self._wire.watch.phase = "what follows a step that raised"
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -408,19 +382,14 @@ class Training:
 
     # Between passes ---------------------------------------------------------------------------------------------------
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `Engine.zero_grad`."""
-        self._zero_grad(None, set_to_none)
-
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         """Of one of several: its gradients, and those that no optimizer has."""
         binding = self.optimizers.bound(optimizer, "zero_grad()")
-        self._zero_grad(binding if len(self.optimizers.bindings) > 1 else None, set_to_none)
+        self.zero_grad(set_to_none, index=binding.index if len(self.optimizers.bindings) > 1 else None)
 
-    def _zero_grad(self, binding: Binding | None, set_to_none: bool) -> None:
-        """`binding`: of the optimizer whose gradients are meant; None: all."""
+    def zero_grad(self, set_to_none: bool = True, *, index: int | None = None) -> None:
+        """See `Engine.zero_grad`; of the optimizer with this number, or (None) of all."""
         self.schedule.backward.recover()
-        index = None if binding is None else binding.index
         if index is None:
             self._uncleared.clear()
             self._lost.clear()
@@ -440,7 +409,7 @@ class Training:
         if not set_to_none:
             return
         if self._checks is not None and not self._uncleared:
-            self._checks.cleared()
+            self._checks.sightings.drop_used()
         for each in self.optimizers.bindings:
             each.show_grads()
 
@@ -455,45 +424,24 @@ class Training:
         self.settle()
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
-        """Masters are those of one step, and have what was written to parameters since. Without communication.
-
-        Args:
-            flats: spans that matter; None: all.
-
-        Raises:
-            StateError, TierError: see `finish_step`; what was written cannot be carried over.
-        """
-        self.finish_step()
+        """Masters (of these spans, or all) are those of one step, and have what was written to parameters since. Without
+        communication. StateError, TierError: a step broke off; what was written cannot be carried over."""
+        self.offload.finish_step()
         if self._unsharded is not None:
             self._unsharded.carry(flats)
         self.writes.settle(flats)
-
-    def finish_step(self) -> None:
-        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
-
-        Raises:
-            StateError, TierError: one broke off.
-        """
-        self.offload.finish_step()
 
     def _followed(self, flats: Sequence[Flat]) -> None:
         if self._unsharded is not None:
             self._unsharded.refill(flats)
 
-    def refresh(self) -> None:
-        """After the masters were written: whole parameters follow, where the stage keeps them. A collective."""
-        self.state_dict_hooks.after_load()
-
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
-        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
-
-        Args:
-            flats: whose gradients are to be what the parameters' `.grad` say; None: all.
-        """
+        """Reduce the gradients that `no_sync` left on this rank; those of these spans, or all, are what the parameters' `.grad`
+        say. A collective where there are any."""
         self.schedule.backward.flush()
         if self._lost:
             self._refuse_lost("gradients", next(iter(self._lost.values())))
-        self.finish_step()
+        self.offload.finish_step()
         if not in_backward_of_any():
             self.gradients.settle(flats)
 

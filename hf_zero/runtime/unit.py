@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,19 @@ from ..config import StagePolicy
 from ..core.layout import UnitLayout
 from ..errors import OutOfMemoryError, StallError, StateError, TierError, ZeroError, is_told
 from ..tiers.tier import Tier
-from . import looks, writes
+from . import carrying
 from .flat_param import Flat
 from .flat_param import State as State  # what others need of a unit
 from .reads import AsTheyAre, GatherOnRead, ParameterDict
+
+
+class Step(Protocol):
+    """An update under way in another thread."""
+
+    def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 class Unit:
@@ -42,7 +52,7 @@ class Unit:
         self._sends_late = any(flat.rest is Tier.DISK for flat in flats)
         """Gathers are issued in `wait`, when the disk has answered. By the plan, which is the same on every rank, and not by
         where this rank has moved something since: collectives have one order."""
-        self.stepping: writes.Step | None = None
+        self.stepping: Step | None = None
         """The update of this unit that another thread is busy with."""
         self.written: str | None = None
         """A parameter that was written between passes, while its unit was there for somebody to read."""
@@ -73,12 +83,8 @@ class Unit:
         return f"Unit({self.name!r}, {self.state.value}, {self.layout.numel} elements)"
 
     def gather(self, *, from_parts: bool = False) -> None:
-        """Start to bring the full parameters in.
-
-        Args:
-            from_parts: from what the ranks of this node have of it since its last release, where they have; on all ranks alike.
-                Else that is old, and is given back.
-        """
+        """Start to bring the full parameters in; `from_parts`, on all ranks alike: from what the ranks of this node have kept
+        of them at the last release, if they have. Else that is old, and is given back."""
         if self.state is not State.SHARDED or self.shows_whole:
             return
         named = self._named("gather") if profiler._is_profiler_enabled else None
@@ -88,36 +94,30 @@ class Unit:
             self.finish_step()
         if not self.policy.keep_full:
             for flat in self.flats:
-                writes.carry_given(flat, self.name)
+                carrying.carry_given(flat, self.name)
         for flat in self.flats:
             if not flat.resident:
                 flat.open(f"gathering unit {self.name!r}")
-        if self.has_parts and from_parts and (node := self.wire.node) is not None:
-            for flat in self.flats:
-                if flat.part is not None:
-                    self._gathers.append(flat.gather_part(node))
-            self.drop_parts()
-            self._comes_from_parts = True
-            self.state = State.GATHERING
-            if named is not None:
-                named.__exit__(None, None, None)
-            return
         if self.has_parts:
+            if from_parts and (node := self.wire.node) is not None:
+                for flat in self.flats:
+                    if flat.part is not None:
+                        self._gathers.append(flat.gather_part(node))
+                self._comes_from_parts = True
             self.drop_parts()
-        for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
-            if flat.rest is not Tier.DEVICE:
-                self._brings.append((flat, flat.bring()))
-        if not self._sends_late:
-            self._send()
+        if not self._comes_from_parts:
+            for flat in self.flats:  # once nothing can be refused any more: what is on its way must be waited for
+                if flat.rest is not Tier.DEVICE:
+                    self._brings.append((flat, flat.bring()))
+            if not self._sends_late:
+                self._send()
         self.state = State.GATHERING
         if named is not None:
             named.__exit__(None, None, None)
 
     def _named(self, what: str) -> profiler.record_function:
         """This unit's name in a profiler's trace, until the `__exit__` of what is returned; what raises meanwhile drops it.
-
-        Called only while a profiler is on: steps without one make no call for it.
-        """
+        Called only while a profiler is on: steps without one make no call for it."""
         return profiler.record_function(f"hf_zero::{what} {self.name}").__enter__()
 
     def _send(self) -> None:
@@ -177,9 +177,9 @@ class Unit:
             if self.policy.keep_full and (flat.stale or flat.rest is not Tier.DEVICE):
                 flat.note()
             if flat.watched and not self.policy.keep_full:
-                looks.note_watched(flat)
+                carrying.note_watched(flat)
             if flat.looks:
-                looks.look(flat)
+                carrying.look(flat)
             flat.stale = False
         self.state, self.is_masked = State.GATHERED, False
         if not self.always_asks:
@@ -187,11 +187,6 @@ class Unit:
                 each.__class__ = ParameterDict
         if named is not None:
             named.__exit__(None, None, None)
-
-    def show_in(self, dtype: torch.dtype | None) -> None:
-        """Between passes: parameters are shown in this type from now on; None: as they are gathered."""
-        for flat in self.flats:
-            flat.show_in(dtype)
 
     def settle_read(self) -> None:
         """What is read from disk for it has arrived afterwards, its host buffers can serve others. By the plan, too."""
@@ -217,12 +212,8 @@ class Unit:
             )
 
     def release(self, *, parts: bool = False) -> None:
-        """Full parameters go away, unless the stage keeps them.
-
-        Args:
-            parts: this rank keeps its part of them, among those of its node. Not of values that somebody has written: what
-                a gather brings in of these goes through the masters, and maybe through codes.
-        """
+        """Full parameters go away, unless the stage keeps them; with `parts` this rank keeps its part, among those of its node.
+        Not of values that somebody has written: what a gather brings in of these goes through the masters, and maybe codes."""
         if self.state is State.SHARDED or self.policy.keep_full:
             return
         if self.state is State.GATHERING:
@@ -236,7 +227,7 @@ class Unit:
             if flat.shown_dtype is not None:
                 flat.point(flat.views)
             try:
-                if writes.carry_in_use(flat, self):
+                if carrying.carry_in_use(flat, self.name, self.close):
                     parts = False
             except TierError as error:  # on this rank alone: told to all at the end of the pass
                 self.failure = self.failure or error
@@ -267,12 +258,6 @@ class Unit:
         """How many tensors are views of what is gathered, ours among them."""
         return sum(flat.references for flat in self.flats)
 
-    def count_references(self) -> int:
-        """The same, all of them ours."""
-        for flat in self.flats:
-            flat.known_references = flat.references
-        return self.references
-
     def look_over(self) -> None:
         """Where it stayed gathered after a forward, what was written since, also through `.data`, is carried over."""
         if self.state is not State.GATHERED or self.policy.keep_full:
@@ -285,11 +270,11 @@ class Unit:
                     for index in (*replaced, *written):
                         self.written = self.written or flat.span.slots[index].spec.name
                     if replaced:
-                        writes.part_from_views(flat, replaced)
-                    writes.carry(flat)
-                    writes.note_written(flat, written)
+                        carrying.part_from_views(flat, replaced)
+                    carrying.carry(flat)
+                    carrying.note_written(flat, written)
                     for index in replaced:
-                        writes.take_over(flat, self.name, index)
+                        carrying.take_over(flat, self.name, index)
                 except TierError as error:  # on this rank alone: told to all at the end of the pass
                     self.failure = self.failure or error
 
@@ -345,11 +330,7 @@ class Unit:
         return True
 
     def finish_step(self) -> None:
-        """An update that another thread is busy with is done afterwards.
-
-        Raises:
-            TierError: it failed.
-        """
+        """An update that another thread is busy with is done afterwards; raises if it failed."""
         step = self.stepping
         if step is None:
             return
@@ -361,11 +342,8 @@ class Unit:
         self.stepping = None  # not before: a wait that Ctrl-C ends has not been
 
     def stepped(self, optimizer: int = 0) -> None:
-        """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way.
-
-        Args:
-            optimizer: which one's; spans of others are as they were.
-        """
+        """After the step of this one of the optimizers: what is gathered of its spans is old. Updates of offloaded shards may
+        still be under way."""
         if self._lent:
             self.close()
         if self.has_parts:
@@ -441,10 +419,6 @@ class Unit:
                 flat.count_local()
         self.trained[0].account.look()
 
-    def look(self) -> None:
-        """The ledger's bytes on the device may be the highest now."""
-        self.trained[0].account.look()
-
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
         if torch.is_grad_enabled():  # a backward may be building a graph of itself
@@ -501,11 +475,7 @@ class Unit:
             named.__exit__(None, None, None)
 
     def drop_grads(self, shards: bool, optimizer: int | None = None) -> None:
-        """Forget local gradients, and with `shards` also the reduced ones.
-
-        Args:
-            optimizer: of its spans, and of those that are in none; None: of all.
-        """
+        """Forget local gradients, and with `shards` the reduced ones: of all spans, or of one optimizer's and no one's."""
         for flat in self.trained:
             if optimizer is not None and flat.span.is_updated and flat.span.optimizer != optimizer:
                 continue

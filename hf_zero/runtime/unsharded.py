@@ -1,9 +1,8 @@
 """All parameters of a sharded model whole at once, and kept so: forwards gather nothing (`zero.unsharded`).
 
 A span whose parameters are not whole in the wanted type anyway gets one buffer, gathered from the masters once, and its
-parameters are *pinned* to views of it, as `GatheredParameters` pins them: gathers and releases leave them alone. What is
-written to them is carried into the masters by every rank for its own elements, before anybody reads those and at the end. So
-edits have to be the same on every rank, as all writes between steps have; the end compares them.
+parameters are *pinned* to views of it: gathers and releases leave them alone. What is written to them every rank carries into
+its masters, before anybody reads those and at the end, which compares the ranks' edits.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from ..config import size_text
 from ..core.precision import dtype_of
 from ..errors import OutOfMemoryError, RankMismatchError, StateError
 from ..tiers.fingerprint import digest
+from .carrying import put
 from .flat_param import Flat
 from .sharded import Sharded
 from .unit import State, Unit
-from .writes import put
 
 
 @dataclass(eq=False)
@@ -31,9 +30,8 @@ class _Whole:
     """One span's parameters.
 
     Attributes:
-        buffer: 1-D, the whole span.
+        buffer: 1-D, the whole span; `known`: its digest as the masters have it.
         views: it, cut into parameters' shapes. `mine`: which of them (places in `params`) are shown; somebody else has others.
-        known: the digest of `buffer` as the masters have it.
     """
 
     unit: Unit
@@ -44,11 +42,7 @@ class _Whole:
     known: int
 
     def collect(self) -> None:
-        """What was put in a parameter's place (`param.data = x`) is in the buffer.
-
-        Raises:
-            StateError: of another shape.
-        """
+        """What was put in a parameter's place (`param.data = x`) is in the buffer. StateError: of another shape."""
         for index in self.mine:
             param, view = self.flat.params[index], self.views[index]
             value = param.data
@@ -64,12 +58,8 @@ class _Whole:
 
 
 class Unsharded:
-    """Of one model, from `begin` to `end`.
-
-    Args:
-        in_compute_dtype: in the types that forwards use, and not in the parameters' own.
-        free_bytes: of the device, on this rank.
-    """
+    """Of one model, from `begin` to `end`: in the types that forwards use (`in_compute_dtype`), or in the parameters' own.
+    `free_bytes`: of the device, on this rank."""
 
     def __init__(self, sharded: Sharded, *, in_compute_dtype: bool, free_bytes: int) -> None:
         self._sharded = sharded
@@ -79,13 +69,14 @@ class Unsharded:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Nothing is gathered for a pass, masters are those of one step. A collective.
-
-        Raises:
-            OutOfMemoryError: on every rank, where one has not got the memory.
-        """
+        """Nothing is gathered for a pass, masters are those of one step. A collective. OutOfMemoryError, on every rank: one
+        has not got the memory."""
         wire = self._sharded.wire
-        wanted = [(unit, flat) for unit in self._sharded.units for flat in unit.flats if self._lacks(unit, flat)]
+        keeps, spans = self._sharded.policy.keep_full, [(u, flat) for u in self._sharded.units for flat in u.flats]
+        is_there = {
+            flat for _, flat in spans if keeps and flat.codec is None and self._dtype(flat) == flat.compute_dtype
+        }
+        wanted = [(unit, flat) for unit, flat in spans if flat not in is_there]
         needed = sum(flat.span.numel * self._dtype(flat).itemsize for _, flat in wanted)
         with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
             missing = needed - self._free_bytes if wanted else 0
@@ -110,10 +101,6 @@ class Unsharded:
 
     def _dtype(self, flat: Flat) -> torch.dtype:
         return flat.compute_dtype if self._in_compute_dtype else dtype_of(flat.span.spec.dtype)
-
-    def _lacks(self, unit: Unit, flat: Flat) -> bool:
-        is_exact = flat.codec is None and self._dtype(flat) == flat.compute_dtype
-        return not (unit.policy.keep_full and is_exact)
 
     def _allocate(self, unit: Unit, flat: Flat) -> _Whole:
         numel, dtype = flat.span.numel, self._dtype(flat)
@@ -148,14 +135,8 @@ class Unsharded:
 
     @torch.no_grad()
     def carry(self, flats: Iterable[Flat] | None = None) -> None:
-        """The masters have what was written to the parameters. Without communication.
-
-        Args:
-            flats: spans that matter; None: all.
-
-        Raises:
-            StateError: it cannot be carried over; names the parameter.
-        """
+        """The masters (of these spans, or all) have what was written to the parameters. Without communication. StateError: it
+        cannot be carried over; names the parameter."""
         for flat in self._wholes if flats is None else flats:
             whole = self._wholes.get(flat)
             if whole is None:
@@ -186,15 +167,9 @@ class Unsharded:
             flat.note_place()
 
     def end(self, settle: Callable[[], None], *, compare: bool) -> None:
-        """Parameters show what they did before, with what was written to them.
-
-        Args:
-            settle: calls `carry`, and carries over what was written elsewhere.
-            compare: whether ranks have made the same edits. A collective then.
-
-        Raises:
-            RankMismatchError: they have not; on every rank, names the first. What each rank wrote counts for its own elements.
-        """
+        """Parameters show what they did before, with what was written to them: `settle` calls `carry`, and carries over what
+        was written elsewhere. With `compare` a collective: RankMismatchError where ranks have not made the same edits; what
+        each rank wrote counts for its own elements."""
         try:
             if compare:
                 with agree.on_all_ranks(self._sharded.wire, "zero.unsharded", kind=RankMismatchError) as report:
@@ -214,7 +189,6 @@ class Unsharded:
             self._leave()
 
     def _shown(self) -> Iterator[tuple[str, int]]:
-        """What the parameters show, span by span."""
         for flat in self._sharded.flats:
             whole = self._wholes.get(flat)
             yield flat.span.spec.name, digest(flat.full[: flat.span.used_numel]) if whole is None else whole.known

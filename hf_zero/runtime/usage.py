@@ -15,21 +15,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.wire import Traffic as Counts
-from ..config import StagePolicy, ZeroConfig
-from ..core.layout import Layout
-from ..core.precision import Precision, dtype_name
+from ..core.precision import dtype_name
 from ..plan import machine
 from ..plan.costs import KINDS, TIERS, Memory, Setup, memory_of
 from ..plan.machine import here
-from ..plan.plan import Plan
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
 from ..plan.work import (
@@ -51,38 +47,14 @@ from .offload import Offload
 from .optimizer import state_tensors
 from .schedule import Schedule
 from .sharded import Sharded
-from .unit import Unit
 
 
 class Measurable(Protocol):
     """A running engine, as far as it is measured. Whoever measures reads; nothing here is written."""
 
-    @property
-    def sharded(self) -> Sharded: ...
-    @property
-    def config(self) -> ZeroConfig: ...
-    @property
-    def policy(self) -> StagePolicy: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def units(self) -> Sequence[Unit]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def offload(self) -> Offload: ...
-    @property
-    def traffic(self) -> Counts: ...
-    @property
-    def schedule(self) -> Schedule: ...
+    sharded: Sharded
+    offload: Offload
+    schedule: Schedule
 
 
 # Bytes now ----------------------------------------------------------------------------------------------------------
@@ -126,11 +98,8 @@ def at_rest(sharded: Sharded) -> Table:
 
 
 def free_device_bytes(sharded: Sharded, offload: Offload, ranks_here: int) -> int:
-    """What this rank may still take of its device: of the budget where there is one, else of what is free.
-
-    Args:
-        ranks_here: that share the host's memory, where that is the device.
-    """
+    """What this rank may still take of its device: of the budget where there is one, else of what is free (for `ranks_here`,
+    where that is host memory)."""
     budget = sharded.config.device_memory
     if budget is not None:
         taken = sum(at_rest(sharded)[Tier.DEVICE.value].values())
@@ -161,7 +130,7 @@ def _tally_states(tally: _Tally, entries: Mapping[str, Any], tier: Tier, device:
 
 def measure(engine: Measurable) -> Table:
     """Bytes of this rank now, by tier and kind. O(tensors)."""
-    table, ledger = at_rest(engine.sharded), engine.offload.storage.ledger
+    table, ledger = at_rest(engine.sharded), engine.sharded.storage.ledger
     table[Tier.DEVICE.value] |= ledger.device.now
     table[Tier.HOST.value] |= ledger.host.now
     return table
@@ -177,10 +146,10 @@ def process_bytes(engine: Measurable) -> dict[str, int]:
                 out["rss" if name == "VmRSS" else "rss peak"] = int(rest.split()[0]) * 1024
     except OSError:
         pass  # not Linux
-    if engine.offload.storage.has_disk:
-        out["disk file"] = engine.offload.storage.disk.nbytes
-    if engine.device.type == "cuda":
-        found = torch.cuda.memory_stats(engine.device)
+    if engine.sharded.storage.has_disk:
+        out["disk file"] = engine.sharded.storage.disk.nbytes
+    if engine.sharded.device.type == "cuda":
+        found = torch.cuda.memory_stats(engine.sharded.device)
         out["device allocated"] = int(found.get("allocated_bytes.all.current", 0))
         out["device allocated peak"] = int(found.get("allocated_bytes.all.peak", 0))
         out["device reserved peak"] = int(found.get("reserved_bytes.all.peak", 0))
@@ -188,15 +157,14 @@ def process_bytes(engine: Measurable) -> dict[str, int]:
 
 
 def limits(engine: Measurable, ranks_here: int = 1) -> tuple[Limit, ...]:
-    """What this rank may take: budgets that were given, else what the machine has free beside what the engine holds.
-
-    Args:
-        ranks_here: ranks that share this machine's memory and disk.
-    """
-    found = [Limit(tuple(tier.value for tier in tiers), limit, True) for _, tiers, limit in engine.plan.budgets.rows()]
+    """What this rank may take: budgets that were given, else what the machine has free beside what the engine holds, for
+    `ranks_here` that share its memory and disk."""
+    device, config = engine.sharded.device, engine.sharded.config
+    budgets = engine.sharded.plan.budgets.rows()
+    found = [Limit(tuple(tier.value for tier in tiers), limit, True) for _, tiers, limit in budgets]
     known = {tier for limit in found for tier in limit.tiers}
     held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
-    machine = here(engine.device, ranks=ranks_here, offload_dir=engine.config.offload_dir, held_bytes=held)
+    machine = here(device, ranks=ranks_here, offload_dir=config.offload_dir, held_bytes=held)
     free = {"device": machine.device_memory, "host": machine.host_memory, "disk": machine.disk_free}
     if machine.shares_memory and not known & {"device", "host"}:
         found.append(Limit(("device", "host"), int(free["host"] or 0), False))
@@ -208,26 +176,25 @@ class Usage:
     """An engine's counters, for a `Recorder`."""
 
     def __init__(self, engine: Measurable) -> None:
-        self.rank = engine.rank
+        self.rank = engine.sharded.wire.rank
         self._engine = engine
         self._resting: Table = {}
         self._known: tuple[int, int] | None = None
         self._looks = 0
 
     def counters(self) -> Counters:
-        engine, storage = self._engine, self._engine.offload.storage
-        links = {link: storage.meter[link] for link in LINKS}
-        meter = engine.offload.storage.meter
+        engine, meter, traffic = self._engine, self._engine.sharded.storage.meter, self._engine.sharded.wire.traffic
+        links = {link: meter[link] for link in LINKS}
         stepper, monitor = engine.offload.stepper, engine.offload.monitor
-        wait_s = {kind: engine.traffic[kind].wait_s for kind in COLLECTIVES}
+        wait_s = {kind: traffic[kind].wait_s for kind in COLLECTIVES}
         wait_s |= {link: count.wait_s - meter.stepper_wait_s[link] for link, count in links.items()}
         wait_s["optimizer"] = 0.0 if stepper is None else stepper.wait_s
-        sent = {kind: engine.traffic[kind].bytes for kind in COLLECTIVES}
+        sent = {kind: traffic[kind].bytes for kind in COLLECTIVES}
         sent |= {link: count.bytes for link, count in links.items()}
-        if (across := engine.traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
+        if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
             sent["reduce"] += across.bytes
             wait_s["reduce"] += across.wait_s
-        if (node := engine.traffic.kinds.get("node")) is not None:  # the same parameters, from ranks of this node
+        if (node := traffic.kinds.get("node")) is not None:  # the same parameters, from ranks of this node
             sent["gather"] += node.bytes
             wait_s["gather"] += node.wait_s
         moves = () if monitor is None else tuple(monitor.moves)
@@ -235,7 +202,7 @@ class Usage:
 
     def _peak(self) -> Table:
         """What rests now, and with it the highest of all that came and went."""
-        engine, ledger = self._engine, self._engine.offload.storage.ledger
+        engine, ledger = self._engine, self._engine.sharded.storage.ledger
         known = ledger.places, sum(len(optimizer.state) for optimizer in engine.sharded.optimizers)
         self._looks += 1
         if known != self._known or self._looks <= 4:  # an optimizer makes its state in its first steps
@@ -250,9 +217,8 @@ class Usage:
         return table
 
     def facts(self, backward_per_step: int) -> dict[str, Any]:
-        """What ran where, and what was predicted."""
-        engine = self._engine
-        memory, traffic = predicted(engine, backward_per_step)
+        sharded = self._engine.sharded
+        memory, traffic = predicted(self._engine, backward_per_step)
 
         def table(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
             return {tier.value: dict(kinds) for tier, kinds in by_tier.items()}
@@ -260,16 +226,16 @@ class Usage:
         return {
             "version": __version__,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "rank": engine.rank,
-            "world_size": engine.world_size,
-            "stage": engine.config.stage,
-            "precision": str(engine.precision),
-            "parameters": engine.layout.numel,
-            "trainable": engine.layout.trainable_numel,
+            "rank": sharded.wire.rank,
+            "world_size": sharded.wire.size,
+            "stage": sharded.config.stage,
+            "precision": str(sharded.precision),
+            "parameters": sharded.layout.numel,
+            "trainable": sharded.layout.trainable_numel,
             # A run's folder may be shared: no names of hosts or folders.
-            "config": {name: value for name, value in engine.config.to_dict().items() if name != "offload_dir"},
+            "config": {name: value for name, value in sharded.config.to_dict().items() if name != "offload_dir"},
             "machine": {
-                "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
+                "device": torch.cuda.get_device_name(sharded.device) if sharded.device.type == "cuda" else "cpu",
                 "cores": os.cpu_count() or 1,
                 "torch": torch.__version__,
             },
@@ -279,9 +245,9 @@ class Usage:
                 "peak": table(memory.peak),
                 "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
                 "traffic": {road: getattr(traffic, road) for road in ROADS},
-                "step_s": engine.plan.step_s,
-                "parts_s": dict(engine.plan.parts),
-                "reasons": list(engine.plan.reasons),
+                "step_s": sharded.plan.step_s,
+                "parts_s": dict(sharded.plan.parts),
+                "reasons": list(sharded.plan.reasons),
             },
         }
 
@@ -291,21 +257,22 @@ class Usage:
 
 def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, Traffic]:
     """The plan's formulas for the optimizer that is bound now and the micro-batches that a step is seen to have."""
-    plan = engine.plan
+    sharded, backward = engine.sharded, engine.schedule.backward
+    plan = sharded.plan
     setup = Setup(
-        engine.policy,
-        engine.world_size,
-        dtype_name(engine.precision.reduce_dtype),
-        state_tensors(engine.sharded.optimizers),
+        sharded.policy,
+        sharded.wire.size,
+        dtype_name(sharded.precision.reduce_dtype),
+        state_tensors(sharded.optimizers),
         max(1, backward_per_step),
-        engine.config.step_in_backward,
-        engine.device.type == "cpu",
-        frozenset(_names_in_files(engine)),
-        engine.offload.storage.sizes,
-        engine.config.wire,
-        engine.schedule.backward.puts_off,
-        engine.schedule.backward.kept,
-        engine.schedule.backward.parted,
+        sharded.config.step_in_backward,
+        sharded.device.type == "cpu",
+        frozenset(slot.spec.name for flat in sharded.flats if flat.in_files for slot in flat.span.slots),
+        sharded.storage.sizes,
+        sharded.config.wire,
+        backward.puts_off,
+        backward.kept,
+        backward.parted,
         plan.inputs.setup.node_ranks,
     )
     work = work_in_total(plan.layout, plan.placements, setup)
@@ -314,51 +281,37 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
     return memory_of(plan.layout, plan.placements, setup), traffic
 
 
-def _names_in_files(engine: Measurable) -> Iterator[str]:
-    for unit in engine.units:
-        for flat in unit.flats:
-            if flat.in_files:
-                yield from (slot.spec.name for slot in flat.span.slots)
-
-
 # Report -------------------------------------------------------------------------------------------------------------
 
 
 def report(engine: Measurable, recorder: Recorder | None) -> Report:
     """Predicted beside measured, of this rank, now; peaks, traffic and waits where a `Recorder` is at work."""
+    sharded = engine.sharded
     memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
     now = measure(engine)
     total = {kind: sum(memory.rest[tier][kind] for tier in TIERS) for kind in KINDS}
+    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in ("parameters", "gradients", "optimizer")}
+    measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
     return Report(
-        stage=engine.config.stage,
-        world_size=engine.world_size,
-        precision=str(engine.precision),
-        parameters=engine.layout.numel,
-        trainable=engine.layout.trainable_numel,
+        stage=sharded.config.stage,
+        world_size=sharded.wire.size,
+        precision=str(sharded.precision),
+        parameters=sharded.layout.numel,
+        trainable=sharded.layout.trainable_numel,
         predicted=States(
             total["parameters"], total["gradients"], total["optimizer"], memory.peak[Tier.DEVICE]["gathered"]
         ),
-        data_parallel=data_parallel(engine.layout, state_tensors(engine.sharded.optimizers)),
-        measured=_in_sum(now),
-        traffic=engine.traffic.to_dict(),
-        units=unit_rows(engine.layout),
+        data_parallel=data_parallel(sharded.layout, state_tensors(sharded.optimizers)),
+        measured=measured,
+        traffic=sharded.wire.traffic.to_dict(),
+        units=unit_rows(sharded.layout),
         tiers=_tier_rows(memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
         roads=_road_rows(traffic, recorder) if recorder is not None else (),
         steps=0 if recorder is None else recorder.recorded,
         step_s=None if recorder is None else recorder.median("seconds"),
-        predicted_step_s=engine.plan.step_s,
+        predicted_step_s=sharded.plan.step_s,
         process=process_bytes(engine),
     )
-
-
-def _in_sum(table: Table) -> dict[str, int]:
-    """Parameters (gathered ones too), gradients and optimizer state over all tiers."""
-    sums = {kind: sum(kinds[kind] for kinds in table.values()) for kind in KINDS}
-    return {
-        "parameters": sums["parameters"] + sums["gathered"],
-        "gradients": sums["gradients"],
-        "optimizer": sums["optimizer"],
-    }
 
 
 def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
 from ..tiers.array import in_memory
-from .flat_param import Flat
-from .optimizer import Binding, load_plainly
-from .slices import OwnGradient
+from .flat_param import Flat, sent
+from .optimizer import Binding, load_plainly, on_cpu
+from .stand_in import OwnGradient
 from .supported_optimizers import moves_without_gradient
-from .unit import Unit
 
 
 class WholeBinding(Binding):
@@ -24,43 +23,29 @@ class WholeBinding(Binding):
 
     A span's master stays one flat buffer; each parameter in it gets a **whole**: a Parameter of true shape that is a view of
     the master, with a `.grad` that is a view of the span's gradient. The optimizer's groups hold the wholes in the order in
-    which they held the model's parameters, and its state is its own, as over a plain model: what it computes is what it
-    would compute there.
+    which they held the model's parameters; where ranks share the model out, those that this rank owns, maybe none.
 
-    What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards, one whole
-    after another. A whole in host memory shows its values and its gradient there, one on disk NaN and its gradient; in host
-    memory all state rests there, on disk every tensor of it, whatever its shape, and single values in host memory.
-
-    Where ranks share the model out, no parameter is cut: each has one owner (`ParamSpec.step_cost`), and the groups hold what
-    this rank owns, maybe nothing. The step needs no communication; the next gather spreads what it made.
+    What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards. A whole in
+    host memory shows its values and its gradient there, one on disk NaN and its gradient.
     """
 
     one_gradient = False
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        units: Sequence[Unit],
-        wire: SoloWire,
-        originals: list[list[nn.Parameter]],
-        index: int,
-    ) -> None:
-        self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
-        self._shared_out = False
-        self._settle: Callable[[], None] | None = None
-        super().__init__(optimizer, units, wire, originals, index)
-        self._all = [list(params) for params in self._masters]
+    _settle: Callable[[], None] | None
 
     def _stand_ins(self, flats: list[list[Flat]]) -> list[list[Tensor]]:
+        self._whole_of: dict[nn.Parameter, nn.Parameter] = {}
         for flat in self.flats:
             if flat.wholes is None:
                 flat.make_wholes()
             self._whole_of |= {flat.params[index]: whole for index, whole in (flat.wholes or {}).items()}
         self._shared_out = any(flat.span.cuts for flat in self.flats)
-        if self._shared_out:
-            return [[self._whole_of[p] for p in params if p in self._whole_of] for params in self.originals]
         # A frozen parameter stays itself: it has no gradient, and places in `state_dict()` are counted with it.
-        return [[self._whole_of.get(param, param) for param in params] for params in self.originals]
+        self._all: list[list[Tensor]] = [
+            [self._whole_of.get(p, p) for p in params if p in self._whole_of or not self._shared_out]
+            for params in self.originals
+        ]
+        return [list(params) for params in self._all]
 
     @cached_property
     def steps_without_gradient(self) -> bool:
@@ -99,7 +84,7 @@ class WholeBinding(Binding):
                 if not flat.present[index]:
                     wholes[index].grad = None
                 else:
-                    wholes[index].grad = part if plainly or keeper is None else OwnGradient.of(keeper, part)
+                    wholes[index].grad = part if plainly or keeper is None else OwnGradient(keeper, part, local=part)
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""
@@ -129,18 +114,11 @@ class WholeBinding(Binding):
 
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer gives it, on CPU. On every rank where every rank has all; else a collective, and rank 0 has
-        the values, the others meta tensors.
-        """
+        the values, the others meta tensors."""
         if self._shared_out or self._offloaded:
             return super().state_dict()
         state = type(self.optimizer).state_dict(self.optimizer)
-        kept = {
-            index: {
-                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in entries.items()
-            }
-            for index, entries in sorted(state["state"].items())
-        }
+        kept = {i: {key: on_cpu(value) for key, value in each.items()} for i, each in sorted(state["state"].items())}
         return {**state, "state": kept}
 
     def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
@@ -178,15 +156,14 @@ class WholeBinding(Binding):
         if flat.span.cuts:
             mine = self._from_owners(flat, mine, everywhere)
         elif flat.shards[0].is_offloaded:
-            mine = {index: {k: _apart(v) for k, v in each.items()} for index, each in mine.items()}
+            mine = {index: {k: on_cpu(v) for k, v in each.items()} for index, each in mine.items()}
         return {flat.params[index]: entries for index, entries in sorted(mine.items())}
 
     def _from_owners(
         self, flat: Flat, mine: Mapping[int, dict[str, Any]], everywhere: bool
     ) -> dict[int, dict[str, Any]]:
         """By place in the span's parameters, the state that their owners have, on CPU: on rank 0, meta tensors elsewhere, or
-        everywhere. A collective; tensors travel one by one, with nothing else of the state in memory twice.
-        """
+        everywhere. A collective; tensors travel one by one, with nothing else of the state in memory twice."""
         wire = self._wire
         told = wire.exchange({index: {k: _outline(v) for k, v in entries.items()} for index, entries in mine.items()})
         out: dict[int, dict[str, Any]] = {}
@@ -220,11 +197,6 @@ class _Outline(NamedTuple):
     dtype: torch.dtype
 
 
-def _apart(value: Any) -> Any:
-    """A copy on CPU."""
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
 def _outline(value: Any) -> Any:
     """What of a state ranks tell each other: single values as they are."""
     if not isinstance(value, Tensor):
@@ -235,12 +207,7 @@ def _outline(value: Any) -> Any:
 def _sent(wire: SoloWire, own: Tensor | None, outline: _Outline, source: int, everywhere: bool) -> Tensor:
     """A tensor of rank `source`, which passes it, on rank 0 or everywhere, on CPU. A collective."""
     if everywhere:
-        landing = torch.empty(outline.shape, dtype=outline.dtype, device=wire_device(wire, torch.device("cpu")))
-        if own is not None:
-            landing.copy_(own)
-        if landing.numel():
-            wire.broadcast(landing.view(-1).view(torch.uint8), source)
-        return landing.cpu()
+        return sent(wire, own, *outline, wire_device(wire, torch.device("cpu")), source).cpu()
     landing = torch.empty(outline.shape, dtype=outline.dtype)
     wire.carry(None if own is None else own.view(-1).view(torch.uint8), landing.view(-1).view(torch.uint8), source)
     return landing

@@ -28,6 +28,19 @@ from .state_shard import MASTER, Shard
 
 
 @dataclass(eq=False)
+class Claimed:
+    """One shard, with the gradient as it was when the step began."""
+
+    flat: Flat
+    shard: Shard
+    grad: Tensor
+    coefficient: Tensor | None
+    move: Inflight | None
+    present: list[bool]
+    """By place in the span, whether the parameter has a gradient."""
+
+
+@dataclass(eq=False)
 class _Whole:
     """One parameter under way. `values`: master (`MASTER`) and arrays of its state in host memory, in their shapes."""
 
@@ -53,12 +66,8 @@ class _Whole:
 
 
 class WholeSteps:
-    """Steps over the wholes of one shard after another.
-
-    Args:
-        own: told of bytes of host memory that are taken here; negative: given up.
-        land: returns when nothing that was handed to `staging` is under way.
-    """
+    """Steps over the wholes of one shard after another. `own` is told of bytes of host memory that are taken here (negative:
+    given up); `land` returns when nothing that was handed to `staging` is under way."""
 
     def __init__(
         self, storage: Storage, staging: Staging, own: Callable[[int], None], land: Callable[[], None]
@@ -81,42 +90,22 @@ class WholeSteps:
         self._own(self._largest_bytes)
         return self._storage.link.empty(self._largest_bytes, torch.uint8)
 
-    def update(
-        self,
-        flat: Flat,
-        shard: Shard,
-        grad: Tensor,
-        coefficient: Tensor | None,
-        present: list[bool],
-        twin: Twin,
-        states: dict[Any, dict[str, Any]],
-        after: Any,
-    ) -> None:
-        """Update all parameters of the shard that this rank has whole, and carry them to where they rest.
-
-        Args:
-            grad: of the shard, 1-D in host memory.
-            coefficient: what it is still to be multiplied by.
-            present: by place in the span, whether the parameter has a gradient.
-            states: the optimizer's.
-            after: what the device has to do before anything here; see `Link.mark`.
-
-        Raises:
-            TierError: bytes could not be moved.
-        """
-        todo = [index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient]
+    def update(self, claim: Claimed, twin: Twin, states: dict[Any, dict[str, Any]], after: Any) -> None:
+        """Update all parameters of the shard that this rank has whole, and carry them to where they rest. `after`: what the
+        device has to do before anything here, see `Link.mark`."""
+        flat, shard, present = claim.flat, claim.shard, claim.present
+        coming = iter([index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient])
         reading: _Whole | None = None
         writing: _Whole | None = None
-        coming = iter(todo)
         under_way: list[_Whole] = []
         try:
-            reading = self._next(flat, shard, coming, states, under_way)
+            reading = self._next(claim, coming, states, under_way)
             while reading is not None:
                 whole, reading = reading, None
                 whole.move.close()
-                reading = self._next(flat, shard, coming, states, under_way)
-                part = grad[whole.at : whole.at + whole.param.numel()] if present[whole.index] else None
-                found = self._step(flat, whole, part, coefficient, twin, after)
+                reading = self._next(claim, coming, states, under_way)
+                part = claim.grad[whole.at : whole.at + whole.param.numel()] if present[whole.index] else None
+                found = self._step(claim, whole, part, twin, after)
                 flat.publish(shard, whole.at, whole.values[MASTER].view(-1), self._staging)
                 if writing is not None:
                     self._finish(writing, under_way)
@@ -132,15 +121,10 @@ class WholeSteps:
             raise
 
     def _next(
-        self,
-        flat: Flat,
-        shard: Shard,
-        coming: Iterator[int],
-        states: Mapping[Any, dict[str, Any]],
-        under_way: list[_Whole],
+        self, claim: Claimed, coming: Iterator[int], states: Mapping[Any, dict[str, Any]], under_way: list[_Whole]
     ) -> _Whole | None:
         """The next one: where it rests, or on its way into a buffer."""
-        index = next(coming, None)
+        index, flat, shard = next(coming, None), claim.flat, claim.shard
         if index is None:
             return None
         param, low = (flat.wholes or {})[index], flat.span.bounds(flat.rank)[0]
@@ -169,12 +153,10 @@ class WholeSteps:
         whole.move = together(reads) if reads else DONE
         return whole
 
-    def _step(
-        self, flat: Flat, whole: _Whole, grad: Tensor | None, coefficient: Tensor | None, twin: Twin, after: Any
-    ) -> dict[str, Any]:
+    def _step(self, claim: Claimed, whole: _Whole, grad: Tensor | None, twin: Twin, after: Any) -> dict[str, Any]:
         """The state as the optimizer leaves it: its arrays in host memory, of any shape. The master is in its place there."""
+        flat, coefficient, values = claim.flat, claim.coefficient, whole.values
         link, group = self._storage.link, flat.span.spec.group
-        values = whole.values
         if link.is_one_memory:
             part, lent = self._plain_gradient(flat, whole, grad, coefficient)
             state = {key: value for key, value in values.items() if key != MASTER}
@@ -197,9 +179,10 @@ class WholeSteps:
                 down[key] = value.to("cpu") if isinstance(value, Tensor) else value
                 if is_array(value):
                     known = values.get(key)
-                    fits = known is not None and (known.shape, known.dtype) == (value.shape, value.dtype)
-                    down[key] = known if fits and known is not None else self._room(value)
-                    moves.append(link.down(value.detach().reshape(-1), down[key].view(-1)))
+                    if known is None or (known.shape, known.dtype) != (value.shape, value.dtype):
+                        known = link.empty(value.numel(), value.dtype).view(value.shape)
+                    down[key] = known
+                    moves.append(link.down(value.detach().reshape(-1), known.view(-1)))
             for move in moves:
                 move.close()
         return down
@@ -223,9 +206,6 @@ class WholeSteps:
         if value.numel():
             self._storage.link.up(value.reshape(-1), target.view(-1)).close()
         return target
-
-    def _room(self, value: Tensor) -> Tensor:
-        return self._storage.link.empty(value.numel(), value.dtype).view(value.shape)
 
     def _rest(self, shard: Shard, whole: _Whole, found: dict[str, Any], states: dict[Any, dict[str, Any]]) -> None:
         """In host memory everything is where it rests; to disk it starts to go."""

@@ -2,284 +2,38 @@
 
 What is looked at, and when:
 
-* where whole parameters stay (stages 0 to 2) and the master is other memory than what is computed with (a low-
-  precision copy, an offloaded master): a digest of this rank's slice, taken when it was made and compared before the
-  next step and before anyone reads the masters. Where the master is that memory itself there is nothing to carry.
+* where whole parameters stay (stages 0 to 2) and the master is other memory than what is computed with: a digest of this
+  rank's slice, taken when it was made and compared before the next step and before anyone reads the masters.
 * `param.data = x`: the address of the parameter's values, before a forward, a step, and a reader of the masters; at
   stage 3 with every gather and release.
 * at stage 3, a write while a parameter is released gathers its unit (`reads.ReleasedParameter`).
-* at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module
-  of the user's own holds (code books) are compared as well, since `param.data.add_(1)` moves no counter. Trained ones
-  (first values made of the first batch) are compared in some steps: see `WriteWatch.before_forward`.
+* at stage 3, a write in a forward: the version counter, at release; values of small frozen parameters that a module of the
+  user's own holds are compared as well. Trained ones are compared in some steps: see `WriteWatch.before_forward`.
 * the optimizer's tensors (a schedule-free optimizer's `eval()`, SAM, Lookahead): their version counters, and a sample
   of the values for writes through `.data`, before every forward and step.
 
-What is found is carried over: elements that differ from what was shown go into the master, the others keep what the
-master knows more precisely. Every rank carries its own slice, so the same edit has to be made on every rank. That it was is
-part of the agreement at the start of the next backward (`Edits`): a number, in the bytes that are sent anyway.
-
-Where weights are gathered as codes (`Flat.codec`), what is shown is coarser than many an edit: a decay of 1e-4 made by hand
-would put the rounding of every element into its master. An element that is written by less than half the distance of two codes
-moves its master by as much; one that is written by more sets it.
+What is found is carried over (`carrying`). That ranks have made the same edits is part of the agreement at the start of the
+next backward (`flat_param.Edits`): a number, in the bytes that are sent anyway.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.codec import BLOCK_NUMEL
 from ..errors import StateError
-from ..tiers.array import fetch
-from ..tiers.fingerprint import digest
-from .flat_param import Flat, State
-from .looks import changed, look, uncounted, watch
+from .carrying import carry_given, carry_replaced, carry_written, look, note_written, uncounted, watch
+from .flat_param import Edits, Flat
 from .reads import AsTheyAre
-
-
-class Step(Protocol):
-    """An update under way in another thread."""
-
-    def wait(self) -> None: ...
-
-    @property
-    def is_done(self) -> bool: ...
-
-
-class Unit(Protocol):
-    """A unit of parameters (`unit.Unit`), as far as it is needed here."""
-
-    name: str
-    flats: list[Flat]
-    trained: list[Flat]
-    state: State
-    stepping: Step | None
-    written: str | None
-
-    @property
-    def in_memory(self) -> bool: ...
-
-    def finish_step(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def drop_parts(self) -> None: ...
-
-    def look_over(self) -> None: ...
-
-
-class Edits:
-    """What programs have written to whole parameters of one engine, as torch counts writes, or by `param.data = x`.
-
-    Attributes:
-        found: by parameter, the digest of its values after the last write. A write that is seen twice changes nothing.
-        mark: a number of 31 bits that depends on `found` alone.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[str, int] = {}
-        self.mark = 0
-
-    def note(self, flat: Flat, index: int, values: Tensor) -> None:
-        """`values`: the whole parameter's."""
-        if flat.span.shards == 1:
-            return
-        with AsTheyAre():
-            found = digest(values.detach().contiguous().view(-1))
-        name = flat.span.slots[index].spec.name
-        self.mark = (self.mark + _mark(name, found) - _mark(name, self.found.get(name))) & 0x7FFFFFFF
-        self.found[name] = found
-
-
-def _mark(name: str, found: int | None) -> int:
-    return 0 if found is None else zlib.crc32(f"{name} {found}".encode())
-
-
-@torch.no_grad()
-def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
-    """Elements [low, high) of `place`: those that the masters do not give go into them and `own`."""
-    high = flat.span.slice_numel if high is None else high
-    known = None if flat.codec is None else flat.expected()  # before anything is written: blocks have one scale
-    width = flat.storage.sizes.block_numel
-    for shard in flat.shards:
-        if shard.aliased and flat.own is flat.place:
-            continue
-        was = shard.edited(False)
-        for at in range(max(low, shard.start), min(high, shard.stop), width):
-            stop = min(at + width, high, shard.stop)
-            target = shard.values[at - shard.start : stop - shard.start]
-            master = fetch(target)
-            shown = flat.place[at:stop].to(master.device)
-            expected = master.to(flat.compute_dtype) if known is None else known[at:stop].to(master.device)
-            differs = shown != expected
-            if known is not None:  # one value that is not finite makes all of its block NaN
-                differs &= ~(shown.isnan() & expected.isnan())
-            if master.device.type == "cpu" and not bool(differs.any()):
-                continue
-            values = torch.where(differs, shown.to(master.dtype), master)
-            if known is not None:
-                values = _moved(flat, known, at, shown, master, values)
-            target.copy_(values)
-            if known is None or flat.own is not flat.place:  # else it shows what was written, on all ranks
-                flat.publish(shard, at - shard.start, values)
-        if not was:
-            shard.note()
-    if known is not None:
-        flat.remember()
-
-
-def _moved(flat: Flat, known: Tensor, at: int, new: Tensor, master: Tensor, values: Tensor) -> Tensor:
-    """`values`, what elements from `at` on of the slice are to be; those that were written by less than a rounding are moved.
-
-    Args:
-        known: what the whole slice showed.
-        new: what was written.
-    """
-    if flat.codec is None:
-        return values
-    stop, first = at + new.numel(), at // BLOCK_NUMEL * BLOCK_NUMEL
-    last = -(-stop // BLOCK_NUMEL) * BLOCK_NUMEL
-    step = flat.codec.step(known[first:last])[at - first : stop - first].to(master.device, master.dtype)
-    change = new.to(master.dtype) - known[at:stop].to(master.device, master.dtype)
-    moved = torch.where(change.abs() < step / 2, master + change, values)
-    return torch.where(new == master.to(new.dtype), master, moved)  # the exact value, read from somewhere
-
-
-@torch.no_grad()
-def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> None:
-    """`param.data = x`: this rank's elements go into the masters, all of x into what the parameter points at again."""
-    param, target = flat.params[index], (flat.guards.shown if is_guard else flat.views)[index]
-    name = flat.span.slots[index].spec.name
-    with AsTheyAre():
-        value = param.data
-        param.data = target
-    if flat.edits is not None:
-        flat.edits.note(flat, index, value)
-    if value.shape != target.shape:
-        raise StateError(
-            f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "
-            "a sharded parameter keeps its shape; change it before the model is sharded, or after engine.detach()"
-        )
-    was = [shard.edited(False) for shard in flat.shards]  # `target` may be a master's memory
-    known = None if flat.codec is None else flat.expected()  # before `target`, which may be part of it, is written
-    if not is_guard:
-        target.copy_(value)
-    _put(flat, index, value, known)
-    if not is_guard:
-        flat.remember()
-    for shard, edited in zip(flat.shards, was):
-        if not edited:
-            shard.note()
-
-
-@torch.no_grad()
-def put(flat: Flat, index: int, value: Tensor) -> None:
-    """A parameter's whole value: this rank's elements go into the masters. An element that has not changed keeps its digits."""
-    was = [shard.edited(False) for shard in flat.shards]
-    _put(flat, index, value)
-    for shard, edited in zip(flat.shards, was):
-        if not edited:
-            shard.note()
-
-
-def _put(flat: Flat, index: int, value: Tensor, known: Tensor | None = None) -> None:
-    """`known`: what the slice showed, where that were not the masters as they are."""
-    for shard, at, numel, start in flat.pieces(index):
-        mine = shard.values[at : at + numel]
-        master = fetch(mine)
-        new = value.reshape(-1)[start : start + numel].to(master.device)
-        values = torch.where(new == master.to(new.dtype), master, new.to(master.dtype))
-        if known is not None:
-            values = _moved(flat, known, shard.start + at, new, master, values)
-        mine.copy_(values)
-        if flat.codec is None or flat.own is not flat.place:
-            flat.publish(shard, at, values)
-
-
-def carry_replaced(flat: Flat, unit: str) -> None:
-    """Where whole parameters are: `param.data` that someone has replaced is carried over."""
-    moved = flat.moved(flat.addresses)
-    if moved:
-        part_from_views(flat, moved)
-        carry_written(flat, unit)
-        for index in moved:
-            take_over(flat, unit, index)
-        flat.note_place()
-
-
-def part_from_views(flat: Flat, replaced: list[int]) -> None:
-    """Before replaced `.data` is copied to where the values were: who keeps views of those (`backup = p.data`) keeps them."""
-    if flat.known_references and flat.references > flat.known_references - len(replaced):
-        flat.leave_storage()
-        flat.known_references = flat.references + len(replaced)
-
-
-def carry_written(flat: Flat, unit: str) -> None:
-    """Where whole parameters stay: what was written to them is carried over."""
-    if flat.printed is None or digest(flat.place) == flat.printed:
-        return
-    if any(shard.edited() for shard in flat.shards if not shard.aliased):
-        raise StateError(
-            f"parameters of unit {unit!r} ({flat.span.spec.name!r}, …) and the optimizer's own tensors of them were both "
-            "written since the last step: there is no telling which counts. Write one of them, or call engine.refresh() between"
-        )
-    carry(flat)
-    flat.note_place()
-
-
-def carry_given(flat: Flat, unit: str) -> None:
-    """Where parameters are released: replaced `.data` is carried over."""
-    with AsTheyAre():
-        for index in flat.moved(flat.guards.addresses):
-            take_over(flat, unit, index, is_guard=True)
-
-
-def carry_in_use(flat: Flat, unit: Unit) -> bool:
-    """Before a release: what was written while the parameters were there is carried over.
-
-    Returns:
-        Whether torch counts a write, or `param.data` was replaced: what a gather brings in may be other than what is shown.
-    """
-    if flat.unread:
-        flat.unread = False
-        return False
-    replaced, written = flat.moved(flat.addresses), flat.counted()
-    if flat.looked:
-        written += uncounted(flat, {*replaced, *written})
-    if replaced or written or flat.watched:
-        unit.close()
-        if replaced:
-            part_from_views(flat, replaced)
-        if written:
-            carry(flat)
-            note_written(flat, written)
-        for low, high in () if written else changed(flat):
-            carry(flat, low, high)
-        for index in replaced:
-            take_over(flat, unit.name, index)
-    return bool(replaced or written)
-
-
-def note_written(flat: Flat, written: Iterable[int]) -> None:
-    """These parameters (places in `params`), which are whole, were written in place."""
-    if flat.edits is not None:
-        for index in written:
-            flat.edits.note(flat, index, flat.views[index])
+from .unit import State, Unit
 
 
 class WriteWatch:
-    """When one engine looks for values that somebody else wrote, and who follows them.
-
-    Args:
-        units: the engine's own list: a unit in it is replaced where it is cut anew, see `restart`.
-        release: returns with nothing gathered and all masters those of one step.
-        refresh: after masters were written, whole parameters follow, where the stage keeps them. A collective.
-        followed: then, with these spans; it may communicate.
-    """
+    """Of one engine. `release` returns with nothing gathered and all masters those of one step; `refresh`, a collective after
+    masters were written: whole parameters follow, where the stage keeps them; `followed` then, with these spans."""
 
     def __init__(
         self,
@@ -317,10 +71,7 @@ class WriteWatch:
         self._addresses: list[int] = []
         """Of these, when they were as they should be."""
         if self._keeps:
-            self._placed = [
-                *(param for flat in self._flats for param in flat.params),
-                *(flat.full for flat in self._flats),
-            ]
+            self._placed = [*self._params, *(flat.full for flat in self._flats)]
         else:
             watch(self._model, self._flats)
 
@@ -355,9 +106,8 @@ class WriteWatch:
         values, and where they are released in the backwards after those; there those of modules with such code (`names_data`),
         and such as were found, are looked at in every pass.
 
-        Args:
-            now: other than the last time: the optimizer's tensors are looked at closely.
-            values: parameters, too: their step comes before `before_step`.
+        Where `now` is other than the last time, the optimizer's tensors are looked at closely; with `values` parameters, too:
+        their step comes before `before_step`.
         """
         if self._keeps and not self._in_place():
             for unit in self._units:
@@ -417,13 +167,8 @@ class WriteWatch:
                 note_written(flat, uncounted(flat, set()))
 
     def before_step(self, *, in_backward: bool) -> None:
-        """Masters and what is computed with are one before they are updated. Without communication.
-
-        Args:
-            in_backward: updates are under way since then, in another thread: a later write has nothing to be carried into.
-
-        Raises:
-            StateError: a parameter that is being updated was written; names it.
+        """Masters and what is computed with are one before they are updated. Without communication. Where another thread
+        updates them since the backward (`in_backward`), a later write has nothing to be carried into, and is refused by name.
         """
         if self._keeps and in_backward:
             for unit in self._units:
