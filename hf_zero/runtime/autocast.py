@@ -1,8 +1,12 @@
 """The type that a model computes in: autocast around every entry; a model evaluated in another type than it is trained in.
 
-Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast. An entry is
-a call of such a module while no other of the same model is under way in this thread. Modules are told by their call, and not by
-hooks: an exception cannot lose the way out, and copies of the module do not have it.
+Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast: the model's
+own forward, and as much the encoder that `generate` calls, `get_image_features`, a value head, a bare block. An entry is a
+call of such a module while no other of the same model is under way in this thread; it is run under autocast, and left on
+an exception, too.
+
+Modules are told by their call, as `nn.Module.compile` does it, and not by hooks: one Python call where nothing is to be done,
+an exception cannot lose the way out, and copies of the module do not have it.
 """
 
 from __future__ import annotations
@@ -46,8 +50,14 @@ _COPIES = _words("to type type_as float half bfloat16 double clone contiguous de
 
 
 class Autocast:
-    """Of one engine, from now until `remove`. `hosts`: modules whose forward uses a unit's parameters; `cast`: what is
-    gathered in the compute dtype, by name."""
+    """Of one engine, from now until `remove`.
+
+    Args:
+        hosts: modules whose forward uses a unit's parameters.
+
+    Attributes:
+        cast: what is gathered in the compute dtype, by name.
+    """
 
     def __init__(self, sharded: Sharded, hosts: Collection[nn.Module]) -> None:
         self._precision, self._device = sharded.precision, sharded.device
@@ -172,8 +182,12 @@ def shown_in(
 ) -> Iterator[None]:
     """Inside, everything of `model` that is floating is of this type, as after `model.to(dtype)`. For forwards without a graph.
 
-    A unit that is gathered shows its parameters cast, one unit at a time; where whole parameters stay (stages 0 to 2), and in a
-    model that is not sharded (without `units`), all of them are shown as cast copies. A collective where `quiesce` is one.
+    `module.to(dtype)` would round what is trained. Here a unit that is gathered shows its parameters cast, one unit at a time;
+    where whole parameters stay (stages 0 to 2), and in a model that is not sharded, all of them are shown as cast copies.
+
+    Args:
+        units: of a sharded model; without them the model is a plain one, whole on this rank.
+        quiesce: returns when nothing is gathered. A collective where that is one.
     """
     quiesce()
     flats = [flat for unit in units for flat in unit.flats]

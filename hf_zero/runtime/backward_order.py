@@ -80,8 +80,12 @@ class BackwardOrder:
         self._turn = self._walked = 0  # how far these have come
 
     def begin(self, sync: bool, sends: bool) -> None:
-        """Start to tell all ranks which units this one has used, and when; `agreed` has the answer. `sync`: it is the last
-        backward of a step. `sends`: gradients are reduced in it; else they wait on this rank for one that does."""
+        """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
+
+        Args:
+            sync: it is the last backward of a step.
+            sends: gradients are reduced in it; else they wait on this rank for one that does.
+        """
         self._sync, self._sends = sync, sends
         there = 0 if self._spare is None else self._there()
         for trace in self._traces:

@@ -198,7 +198,9 @@ class BoundOptimizers:
             self._offload.monitor = Monitor(self._sharded, free)
 
     def bound(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
-        """Refused by name (`what`) where another optimizer has taken its place."""
+        """Raises:
+        StateError: another optimizer has taken its place.
+        """
         binding = self.binding_of(optimizer)
         if binding is None:
             raise StateError(

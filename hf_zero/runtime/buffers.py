@@ -1,8 +1,15 @@
 """Buffers as DistributedDataParallel has them: rank 0's at the start, and rank 0's again in training.
 
-DDP sends every buffer before a forward of any kind, if the forward before that one was to be differentiated and synchronised.
-Here those that change are sent, in one message of bytes; docs/DESIGN.md says how the ranks agree on which these are, and how
-writes are found that torch does not count.
+DDP sends every buffer before a forward, if the forward before that one was to be differentiated and synchronised (it was not
+under `no_grad`, nor inside `no_sync`). The forward that it is sent before may be of any kind. Here this is done for those
+buffers that change, in one message of bytes. Which these are the ranks agree on, at the end of a backward that syncs: their
+word on gradients also says whether any rank has another tensor in a buffer's place, or one that was written to (version
+counters), and only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let
+pass once.
+
+Writes that torch counts none of (`buffer.data`, the fused observers of quantisation-aware training) are found by fingerprints,
+in some backwards: the 1st, 2nd, 4th, ... since the ranks last agreed, then every `_EVERY`th. Such a buffer is sent from
+then on.
 """
 
 from __future__ import annotations
@@ -28,7 +35,11 @@ _EVERY = 64
 
 
 class Buffers:
-    """Of one model, which is on its device. A collective to make. `watched`: there are other ranks, and some buffer on some."""
+    """Of one model, which is on its device. A collective to make.
+
+    Attributes:
+        watched: there are other ranks, and some buffer on some rank.
+    """
 
     def __init__(self, model: nn.Module, wire: SoloWire) -> None:
         self._model, self._wire = model, wire
@@ -160,7 +171,11 @@ class Buffers:
                 self._uncounted.add(name)
 
     def agree(self, changed: bool) -> None:
-        """After a backward that syncs. A collective where `changed`: `ask()` was true on some rank."""
+        """After a backward that syncs. A collective where `changed`.
+
+        Args:
+            changed: whether `ask()` on any rank.
+        """
         if not changed:
             return
         before = {id(buffer): version for buffer, version in self._seen}
@@ -201,7 +216,9 @@ class Buffers:
             self._send()
 
     def after_forward(self, sync: bool) -> None:
-        """`sync`: not inside `no_sync`."""
+        """Args:
+        sync: not inside `no_sync`.
+        """
         if not self._apart and not in_backward_of_any():
             self._due = sync and torch.is_grad_enabled()
 

@@ -133,8 +133,12 @@ class Assembly:
             raise
 
     def kinds_of_binding(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[type[Binding]]:
-        """Of each: over slices or over whole matrices (UnsupportedOptimizerError: neither); `specs` are for these from now on.
-        ConfigError: there are several, and units are updated before the program says which of them steps."""
+        """Of each: over slices or over whole matrices; `specs` are for these from now on.
+
+        Raises:
+            UnsupportedOptimizerError: one can have neither.
+            ConfigError: there are several, and units are updated before the program says which of them steps.
+        """
         sharded = self.sharded
         if len(optimizers) > 1 and sharded.config.step_in_backward:
             raise ConfigError(
@@ -187,7 +191,11 @@ class Assembly:
         return mine.intersection(*self.sharded.wire.exchange(mine))
 
     def build(self, specs: list[list[ParamSpec]], placements: Sequence[Placement]) -> None:
-        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on."""
+        """All units, one after another, from the parameters' values, whole or born; these are the engine's from here on.
+
+        Args:
+            placements: by span.
+        """
         self._placements = placements
         self.sharded.layout = self.lay_out(specs)
         for number, unit_specs in enumerate(specs):
@@ -253,9 +261,14 @@ class Assembly:
         return specs
 
     def arranged(self, originals: Sequence[Groups], marks: Mapping[str, str]) -> list[list[ParamSpec]] | None:
-        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is. Parameters of one span
-        have made the same steps; a frozen one that has state gets a place for it. `marks`: by parameter that has state and
-        shares a span with others, what of the state is one value for the parameter (`step`), as text."""
+        """Specs for optimizer state that comes from elsewhere; None where there is room for it as it is.
+
+        Parameters of one span have made the same steps. A frozen one that has state gets a place for it.
+
+        Args:
+            marks: by parameter that has state and shares a span with others, what of the state is one value for the
+                parameter (`step`), as text.
+        """
         specs = self.specs(originals)
         before = [list(mine) for mine in specs]
         for number, (mine, group) in enumerate(zip(before, self._drafter.groups)):
@@ -347,7 +360,11 @@ class Assembly:
         return {index: found[index] for index in set(found).intersection(*everyone)}
 
     def check(self) -> None:
-        """Before a step, with all units at rest: raises where a frozen parameter has a gradient, which is this rank's alone."""
+        """Before a step, with all units at rest.
+
+        Raises:
+            LayoutError: a frozen one has a gradient of this rank's alone, from a backward of a part of the model.
+        """
         for flat in self._frozen:
             for index, param in enumerate(flat.params):
                 if param.grad is not None:
@@ -357,8 +374,11 @@ class Assembly:
                     )
 
     def look_at_flags(self) -> bool:
-        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication. Refuses what
-        was frozen under `step_in_backward`, which steps over whole spans as their gradients come."""
+        """Before a forward: whether parameters were frozen or unfrozen since the last look. Without communication.
+
+        Raises:
+            LayoutError: frozen under `step_in_backward`, which steps over whole spans as their gradients come.
+        """
         before = self._flags
         with AsTheyAre():
             self._flags = now = [param.requires_grad for param in self._params]
@@ -440,8 +460,11 @@ def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> No
 
 
 def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
-    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is. LayoutError: it is
-    on several devices, or on the meta device."""
+    """Where the model computes: `wanted`, to which it comes unit by unit from host memory, or where it is.
+
+    Raises:
+        LayoutError: it is on several devices, or on the meta device.
+    """
     found: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)

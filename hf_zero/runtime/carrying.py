@@ -67,8 +67,12 @@ def carry(flat: Flat, low: int = 0, high: int | None = None) -> None:
 
 
 def _moved(flat: Flat, known: Tensor, at: int, new: Tensor, master: Tensor, values: Tensor) -> Tensor:
-    """`values`, what elements from `at` on of the slice are to be; those that were written (`new`) by less than a rounding of
-    what the whole slice showed (`known`) are moved."""
+    """`values`, what elements from `at` on of the slice are to be; those that were written by less than a rounding are moved.
+
+    Args:
+        known: what the whole slice showed.
+        new: what was written.
+    """
     if flat.codec is None:
         return values
     stop, first = at + new.numel(), at // BLOCK_NUMEL * BLOCK_NUMEL
@@ -208,8 +212,13 @@ def look(flat: Flat) -> None:
 
 
 def uncounted(flat: Flat, known: Set[int]) -> list[int]:
-    """Parameters (places in `params`) that were written since, through `.data`; none of `known`, of which it is known. Such are
-    looked at in every step from now on. Whole ones are compared: which were written all ranks have to find alike."""
+    """Parameters (places in `params`) that were written since, through `.data`. Such are looked at in every step from now on.
+
+    Whole parameters are compared, and not this rank's elements: which were written all ranks have to find alike.
+
+    Args:
+        known: to be written, or to point elsewhere.
+    """
     with AsTheyAre():
         found = [
             index

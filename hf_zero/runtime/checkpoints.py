@@ -49,8 +49,13 @@ def save(
     objects: Mapping[str, Stateful] | None,
     finish: Callable[[Saving], None],
 ) -> None:
-    """See `Engine.save`. The masters are those of one step, and no other save is under way. `outline`: the model's state dict
-    without values; `finish` commits, now or behind training."""
+    """See `Engine.save`. The masters are those of one step, and no other save is under way.
+
+    Args:
+        outline: the model's state dict without values.
+        optimizers: whose states, in their order; none: weights only.
+        finish: commits, now or behind training.
+    """
     saving = Saving(sharded.wire, folder, stage=sharded.config.stage, precision=str(sharded.precision))
     with saving:
         put_weights(saving, sharded, outline, max_shard_size)
@@ -160,8 +165,11 @@ def _take_objects(loading: Loading, wire: SoloWire, objects: Mapping[str, Statef
 
 
 def _read_tensors(loading: Loading) -> dict[str, Tensor]:
-    """Those of the states beside the weights. CheckpointError: damaged, or more than there is memory for: a file may claim
-    what no disk holds."""
+    """Those of the states beside the weights.
+
+    Raises:
+        CheckpointError: damaged, or more than there is memory for: a file may claim what no disk holds.
+    """
     stored = loading.find(_STATE)
     need, free = sum(place.stop - place.start for place in stored.values()), free_host_bytes()
     if need > free:
@@ -173,8 +181,11 @@ _COUNTS = ("last_epoch", "_step_count")
 
 
 def load_state(item: Stateful, saved: Field) -> None:
-    """Give `item` a saved state. A scheduler of torch takes whatever it is given, also a number in the place of a method:
-    refused, naming the file and the key."""
+    """Give `item` a saved state. A scheduler of torch takes whatever it is given, also a number in the place of a method.
+
+    Raises:
+        CheckpointError: naming the file and the key.
+    """
     if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
         mine = item.state_dict()
         for name, entry in saved.entries():
@@ -191,8 +202,15 @@ def load_state(item: Stateful, saved: Field) -> None:
 
 
 class Behind:
-    """A frozen save that is being written by a thread, with a wire of its own. At most one at a time per engine. `slab`: host
-    memory that the values are copied to; of the save before, which is complete, and for the next one."""
+    """A frozen save that is being written by a thread. At most one at a time per engine.
+
+    Args:
+        wire: for this thread alone.
+        slab: host memory of the save before, which is complete: its thread reads it no more.
+
+    Attributes:
+        slab: host memory that the values are copied to, for the next one.
+    """
 
     def __init__(self, saving: Saving, wire: SoloWire, slab: Tensor | None) -> None:
         self.slab = saving.freeze(wire, slab)
@@ -215,7 +233,11 @@ class Behind:
             self._failure = error
 
     def wait(self) -> None:
-        """Return when the checkpoint is there. CheckpointError, once: it failed, on this or any other rank."""
+        """Return when the checkpoint is there.
+
+        Raises:
+            CheckpointError: it failed, on this or any other rank; raised once.
+        """
         self._thread.join()
         if self in _UNREPORTED:
             _UNREPORTED.remove(self)
@@ -227,7 +249,11 @@ class Behind:
 
 
 class Saves:
-    """Of one engine, written behind training, one at a time; `pending` is under way."""
+    """Of one engine, written behind training, one at a time.
+
+    Attributes:
+        pending: the one under way.
+    """
 
     def __init__(self, wire: SoloWire) -> None:
         self._wire = wire

@@ -1,7 +1,8 @@
 """What `debug=True` looks at, and when: values that all ranks must have alike, the first that is not finite, the first updates.
 
 Everything is local but for small exchanges where all ranks are in every step: at the end of a backward that reduces (the first
-steps only), before the optimizer's step, and after it. So an error is raised on every rank.
+steps only), before the optimizer's step, and after it. So an error is raised on every rank, and before the step no weight has
+been changed by it. Where nothing is found a run is the same to the bit as one without.
 """
 
 from __future__ import annotations
@@ -69,8 +70,14 @@ class Sightings:
 
 
 class Checks:
-    """Of one engine with `debug=True`. `hosts`: units as they are now, with the modules that use them; `handles`: of what was
-    registered on the model."""
+    """Of one engine with `debug=True`.
+
+    Args:
+        hosts: units as they are now, with the modules that use them.
+
+    Attributes:
+        handles: of what was registered on the model.
+    """
 
     def __init__(
         self,
@@ -132,7 +139,11 @@ class Checks:
     # The step ---------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Before anything of the step is done. A collective. RankMismatchError: see `replicas`."""
+        """Before anything of the step is done. A collective.
+
+        Raises:
+            RankMismatchError: see `replicas`.
+        """
         if self._depth:
             self._depth += 1
             return
@@ -143,8 +154,14 @@ class Checks:
         self._depth = 1
 
     def before_update(self, optimizer: torch.optim.Optimizer, index: int, *, has_closure: bool) -> None:
-        """Gradients are as the optimizer is to have them. A collective. NumericsError, on every rank: one is not finite, and
-        where that came from."""
+        """Gradients are as the optimizer is to have them. A collective.
+
+        Args:
+            index: which of the model's optimizers it is.
+
+        Raises:
+            NumericsError: one is not finite; where that came from, on every rank.
+        """
         if self._depth != 1:
             return
         self._in_closure, self._optimizer = has_closure, optimizer
@@ -159,8 +176,12 @@ class Checks:
         self.reference.before_step(optimizer, index, why_not)
 
     def after_step(self) -> None:
-        """All is updated, whole parameters are gathered again. A collective. NumericsError: a value is not finite; an update is
-        not plain training's. RankMismatchError: whole parameters differ."""
+        """All is updated, whole parameters are gathered again. A collective.
+
+        Raises:
+            NumericsError: a value is not finite; an update is not plain training's.
+            RankMismatchError: whole parameters differ.
+        """
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
@@ -222,13 +243,11 @@ def _first_of(everyone: Sequence[Sequence[Sighting]]) -> str:
 
 
 class PassHooks:
-    """Look at one model's forwards and backwards for the first value that is not finite, and tell of a unit's forward in a pass
-    (`before`, `after`) while it is there.
+    """Look at one model's forwards and backwards.
 
-    Forward hooks on the hosts of units look at what comes out; prehooks on the autograd nodes that made a host's inputs look at
-    gradients when the host's backward is over (as the schedule's own, see there). All of it is looked at in the order in which
-    it is computed, so what is seen first came first. Nothing is raised here: a loss scaler skips steps that have overflowed,
-    and what does not get into a gradient changes no weight.
+    Args:
+        hosts: units with the modules that use them.
+        before, after: told of a unit's forward in a pass, while it is there.
     """
 
     def __init__(
@@ -330,7 +349,11 @@ def look_at_local(unit: Unit, sightings: Sightings) -> None:
 
 
 def bad_gradients(unit: Unit, optimizer: int | None = None) -> Iterator[str]:
-    """Reduced gradients on this rank, as the step (of one of the model's optimizers, or of all) is to have them."""
+    """Reduced gradients on this rank, as the step is to have them.
+
+    Args:
+        optimizer: of the spans of one of the model's optimizers; None: of all.
+    """
     for flat in unit.trained:
         if optimizer not in (None, flat.span.optimizer):
             continue

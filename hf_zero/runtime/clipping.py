@@ -41,8 +41,11 @@ def clip_norm(
     *,
     hint: bool = False,
 ) -> Tensor:
-    """See `Engine.clip_grad_norm_`. `known` are the model's parameters. `hint`: say how to find what is not finite, where the
-    norm is known here without waiting for a device."""
+    """See `Engine.clip_grad_norm_`. `known` are the model's parameters.
+
+    Args:
+        hint: say how to find what is not finite, where the norm is known here without waiting for a device.
+    """
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
     spans = [
@@ -225,7 +228,11 @@ def _row_squares(flat: Tensor) -> Tensor:
 
 
 class Overflow:
-    """Of one engine. `possible`: something computes in float16, for all that is known."""
+    """Of one engine.
+
+    Attributes:
+        possible: something computes in float16, for all that is known.
+    """
 
     def __init__(self, model: nn.Module, precision: Precision, wire: SoloWire, device: torch.device) -> None:
         self._wire, self._device = wire, device
@@ -240,9 +247,12 @@ class Overflow:
             self.possible = True
 
     def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
-        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`: gradients were
-        sent to their owners, of which there are several, and those of all ranks know afterwards. `storage`: where something is
-        offloaded."""
+        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`.
+
+        Args:
+            storage: where something is offloaded.
+            reduced: gradients were sent to their owners, of which there are several: those of all ranks know afterwards.
+        """
         if not self.possible:
             return
         # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.

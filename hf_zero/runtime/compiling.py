@@ -1,7 +1,8 @@
 """`torch.compile` for a sharded model: block by block, and no hook inside a graph.
 
-What is compiled is a block's own `forward`: the hooks around it run outside, in plain Python, and the parameters are whole when
-the graph's guards look at them. What lies between blocks runs as it is.
+What is compiled is a block's own `forward`: the hooks around it, which gather and release, run outside, in plain Python, and
+the parameters are whole when the graph's guards look at them. What lies between blocks runs as it is. Equal blocks share
+their graphs, as far as torch finds them equal.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def stay_out_of_graphs() -> None:
 
 
 def refuse_transformed() -> None:
-    """StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile."""
+    """
+    Raises:
+        StateError: a forward is differentiated by `torch.func`, which wraps every tensor that is made meanwhile.
+    """
     stack = torch._C._functorch.get_interpreter_stack() or ()
     for transform in stack:
         if transform.key() != torch._C._functorch.TransformType.Vmap:
@@ -51,8 +55,11 @@ def refuse_transformed() -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
-    `torch.jit.ScriptModule`, which takes no hooks."""
+    """
+    Raises:
+        ConfigError: `module.compile()` was called, here or on a part: hooks would be inside of its graphs. Or a part is a
+            `torch.jit.ScriptModule`, which takes no hooks.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -76,7 +83,11 @@ def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 class Block:
-    """One block's `forward`, compiled; as it was where that fails, from then on. The first of a model's blocks says why."""
+    """One block's `forward`, compiled; as it was where that fails, from then on.
+
+    Args:
+        failed: told why, once.
+    """
 
     def __init__(self, module: nn.Module, compile_: Compile, failed: list[str]) -> None:
         self._module, self._plain, self._failed = module, module.forward, failed

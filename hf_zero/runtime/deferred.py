@@ -3,9 +3,11 @@
 A born parameter is *closed* or *open*. Closed, each rank has `own`, its equal part of the row-major elements, and the
 parameter's `.data` is one NaN expanded to the true shape and type (as a released parameter of an engine). Open, `.data`
 is whole, the same on every rank, and is the truth. Opening is a collective, closing needs no communication: so whether a
-parameter is open follows from the program alone. One may also be born *at rest*: its values stay in the files that it comes
-from, its `origin`, until something writes to it or asks for `own`. Whether there is an origin follows from the program alone,
-too; whether `own` was asked for does not. A slice that was computed may rest in this rank's own file (`store`).
+parameter is open must be the same on every rank, and follows from the program alone.
+
+A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
+to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
+A slice that was computed may rest as well, in this rank's own file (`store`), until it is asked for.
 """
 
 from __future__ import annotations
@@ -71,8 +73,11 @@ def born(
     device: torch.device | str,
     requires_grad: bool = True,
 ) -> nn.Parameter:
-    """A closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`. StateError: it is
-    not this rank's part."""
+    """A closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`.
+
+    Raises:
+        StateError: `own` is not this rank's part.
+    """
     numel = torch.Size(shape).numel()
     low, high = slice_bounds(numel, wire.rank, wire.size)
     if own.dim() != 1 or own.numel() != high - low or own.dtype != dtype or own.device != torch.device(device):
@@ -113,8 +118,11 @@ def guard_owner(param: nn.Parameter) -> Birth | None:
 
 
 class Birth:
-    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak. `store`: where
-    slices that are computed rest while it is closed; None: in memory."""
+    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak.
+
+    Args:
+        store: where slices that are computed rest while the parameter is closed; None: in memory.
+    """
 
     __slots__ = (
         "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_store", "_stored", "_stride", "is_open", "origin",
@@ -168,7 +176,11 @@ class Birth:
         return self.origin is not None or self._store is not None
 
     def values(self) -> Tensor:
-        """`own`, to look at only: what is at rest stays there, and is read anew (TierError). While closed."""
+        """`own`, to look at only: what is at rest stays there, and is read anew. While closed.
+
+        Raises:
+            TierError: it cannot be read.
+        """
         if self._stored is not None and not self.is_open:
             self._follow_alias()
         stored = self._stored

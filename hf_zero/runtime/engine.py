@@ -207,8 +207,11 @@ class Engine:
         clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local and reduced; with `set_to_none=False` reduced ones stay, as zeros. Also what
-        `model.zero_grad` and `optimizer.zero_grad` do."""
+        """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.
+
+        Args:
+            set_to_none: False: reduced gradients stay, as zeros.
+        """
         self.training.zero_grad(set_to_none)
 
     def report(self) -> Report:
@@ -248,7 +251,11 @@ class Engine:
         return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
-        """What a checkpoint writes and fills of a bound optimizer. StateError: it is not bound."""
+        """What a checkpoint writes and fills of a bound optimizer.
+
+        Raises:
+            StateError: it is not bound.
+        """
         binding = self.training.optimizers.bound(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
@@ -338,8 +345,11 @@ class Engine:
         )
 
     def wait_for_save(self) -> None:
-        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise where it
-        failed on any (CheckpointError)."""
+        """Return when the save that `async_save` left behind is complete. A collective only in that all ranks raise.
+
+        Raises:
+            CheckpointError: it failed, here or on another rank.
+        """
         self.saves.wait()
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
@@ -388,7 +398,10 @@ class Engine:
 
     def reload_states(self) -> None:
         """Undo `offload_states`: all is where it was, the same to the bit. A collective where the stage keeps parameters.
-        StateError: nothing is away."""
+
+        Raises:
+            StateError: nothing is away.
+        """
         with self._wire.watch.doing("Engine.reload_states"):
             self.offload.come_back()
             self.training.gradients.show_slices()

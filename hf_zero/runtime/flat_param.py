@@ -37,9 +37,12 @@ class State(Enum):
 class Guards:
     """One NaN per parameter of a span; a released parameter's `.data` is its guard expanded to the true shape.
 
-    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none. A guard
-    (`shown`) is of the type that its parameter is gathered in: a change of that would cut it off from the graphs that it is
-    part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
+    Code that torch functions do not reach (see `reads.ReleasedParameter`) reads NaN, and 0 in types that have none.
+
+    Attributes:
+        addresses: of what is shown.
+        shown: by parameter, its guard expanded, in the type that it is gathered in: a change of a parameter's type would cut it
+            off from the graphs that it is part of (`autograd.grad` finds a parameter by its AccumulateGrad node).
     """
 
     def __init__(self, span: Span, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -53,8 +56,9 @@ class Guards:
 class Edits:
     """What programs have written to whole parameters of one engine, as torch counts writes, or by `param.data = x`.
 
-    `found`: by parameter, the digest of its values after the last write (one that is seen twice changes nothing); `mark`: a
-    number of 31 bits that depends on it alone.
+    Attributes:
+        found: by parameter, the digest of its values after the last write. A write that is seen twice changes nothing.
+        mark: a number of 31 bits that depends on `found` alone.
     """
 
     def __init__(self) -> None:
@@ -137,7 +141,11 @@ class Flat(SpanValues):
             self.params[index].__class__ = self._released[index]
 
     def mask(self, lender: Lender, owner: weakref.ref[Any], *, released: bool) -> None:
-        """Reads of parameters, while they are released, are told to `lender`, which knows the unit by `owner`."""
+        """Reads of released parameters are told to `lender`, which knows the unit by `owner`.
+
+        Args:
+            released: whether they are now.
+        """
         self._lender = lender
         made = {kind: released_class(kind, lender, owner) for kind in dict.fromkeys(self._plain)}
         self._released = [made[kind] for kind in self._plain]
@@ -265,8 +273,11 @@ def sent(
 
 
 def joined(flat: Flat, wire: SoloWire, own: Tensor, *, everywhere: bool = False) -> Tensor:
-    """A collective. All ranks' slices of a span, 1-D, of this rank's (`own`): on CPU on rank 0 (`everywhere`: on all), on the
-    meta device elsewhere."""
+    """A collective. All ranks' slices of a span, 1-D: on CPU on rank 0 (`everywhere`: on all), on the meta device elsewhere.
+
+    Args:
+        own: this rank's slice, on the span's device.
+    """
     here = everywhere or wire.rank == 0
     if flat.span.shards == 1:
         return own.detach().cpu() if here else own.to("meta")

@@ -22,8 +22,13 @@ _GONE = "this gradient's model is gone"
 
 
 class Gradients:
-    """Of one sharded model. See `gradients` for what its users see. All it is given it holds weakly: a graph that the user
-    keeps holds gradients, and they hold this."""
+    """Of one sharded model. See `gradients` for what its users see.
+
+    All it is given it holds weakly: a graph that the user keeps holds gradients, and they hold this.
+
+    Args:
+        flush: reduces what `no_sync` left on this rank, of some spans or of all.
+    """
 
     def __init__(
         self,

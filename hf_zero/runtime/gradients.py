@@ -117,7 +117,11 @@ class Gradient(StandIn):
         return call.run(Gradient.plain, Gradient)
 
     def kept(self, name: str) -> tuple[Handles[Any], Keeper]:
-        """Where the elements are. StateError: it may not be used now, by `name`."""
+        """Where the elements are.
+
+        Raises:
+            StateError: it may not be used now, by `name`.
+        """
         handles = self.handles()
         if handles is None or handles.keeper is None:
             raise StateError("this gradient's model is gone, or sharded anew: read `.grad` of the parameter afresh")
@@ -268,8 +272,13 @@ def _returned(call: Call, target: Gradient) -> Gradient | None:
 
 
 class Handles(Generic[F]):
-    """The stand-ins of one span's parameters. `placed`: by parameter, whether its `.grad` shows its stand-in; where it does
-    not any more, someone has cleared or replaced the gradient."""
+    """The stand-ins of one span's parameters.
+
+    Attributes:
+        placed: by parameter, whether its `.grad` shows its stand-in; where it does not any more, someone has cleared or
+            replaced the gradient.
+        keeper: set by the engine.
+    """
 
     def __init__(self, flat: F, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.flat = flat

@@ -6,8 +6,9 @@ as it was (in-place use of a unit's inputs and outputs included):
 * pre-backward: a prehook on the nodes that made the host's outputs. It runs before the first backward operation of the
   unit: gather. Where a backward comes to the unit by another way, the saved tensors ask for it (`saved_tensors.SavedTensors`);
   that costs Python time per saved tensor, so it is on for the first backwards, and then for units that were seen to need it.
-* post-backward: a prehook on the node that made the host's *youngest* input. When it runs, every node made after it is done
-  (docs/DESIGN.md says why): all of the unit's, and the gradients of its parameters. Release and reduce.
+* post-backward: a prehook on the node that made the host's *youngest* input. Autograd runs the ready node that was made
+  last, and AccumulateGrad before all others; so when the maker of the youngest input runs, every node made after it is
+  done: all of the unit's, and the gradients of its parameters. Release and reduce.
 * end of backward: an engine callback, for everything these miss: hosts whose inputs need no gradient (embeddings), units
   that another rank used and this one did not.
 
@@ -54,7 +55,11 @@ class Lead:
         self.backward = lambda: None
 
     def missing(self) -> None:
-        """A backward comes to a unit that is no more. StateError: it needs the unit's parameters."""
+        """A backward comes to a unit that is no more.
+
+        Raises:
+            StateError: it needs the unit's parameters.
+        """
         if not self.dispensable:
             raise StateError(
                 "a backward goes through a sharded model that no longer exists, or whose parameters were put into other units "

@@ -1,11 +1,13 @@
 """The optimizer's step over what does not rest on the device, in a thread of its own.
 
-A *twin* of the user's optimizer (same class, same options, no hooks) steps over one stretch of memory at a time, as large as
-the caches like, so that a gradient's up-cast, the update and the parameter's down-cast touch memory once (ZeRO-Offload, arXiv
-2101.06840, §4; the blocks are ours). What rests on disk is read, updated and written in a ring of `Sizes.slabs` host buffers:
-while one slab is updated, the next is read and the last is written (ZeRO-Infinity, arXiv 2104.07857, §5.2).
+The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
+over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
+parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). What rests on disk is read,
+updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
+(ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
-Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait` returns.
+Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
+returns. An element's update depends on that element alone, so results are those of one step over everything.
 """
 
 from __future__ import annotations
@@ -53,8 +55,12 @@ class Step:
     error: BaseException | None = None
 
     def wait(self) -> None:
-        """Return when masters, states and parameters are where they rest. TierError: bytes could not be moved, StateError: the
-        optimizer raised; its step is half done then."""
+        """Return when masters, states and parameters are where they rest.
+
+        Raises:
+            TierError: bytes could not be moved; the optimizer's step is half done then.
+            StateError: so it is; the optimizer raised.
+        """
         if not self.done.is_set():
             started = time.perf_counter()
             self.done.wait()
@@ -75,8 +81,13 @@ class Step:
 
 
 class Stepper:
-    """The thread that updates offloaded shards, and its memory: `memory_bytes` of ring and blocks, in use or not. `failure`:
-    what broke a step; nothing is updated after it until `recover`. `wait_s`: how long others have waited for the thread."""
+    """The thread that updates offloaded shards, and its memory.
+
+    Attributes:
+        failure: what broke a step; nothing is updated after it until `recover`.
+        wait_s: how long others have waited for the thread.
+        memory_bytes: host memory of the ring and the blocks, in use or not.
+    """
 
     def __init__(self, storage: Storage, threads: int | None) -> None:
         self.storage = storage
@@ -110,8 +121,14 @@ class Stepper:
     def begin(
         self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, index: int, twin: Twin, after: Any
     ) -> None:
-        """Start to update these units' offloaded shards of one optimizer (`index`) that have gradients; `unit.stepping` says
-        when each is done. StateError: an earlier step broke."""
+        """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
+
+        Args:
+            index: which of the model's optimizers it is; the others' spans stay as they are.
+
+        Raises:
+            StateError: an earlier step broke.
+        """
         self.check()
         for unit in units:
             mine = [flat for flat in unit.trained if flat.span.is_updated and flat.span.optimizer == index]

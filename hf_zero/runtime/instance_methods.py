@@ -56,7 +56,10 @@ def put_on(
     zero_grad: Callable[..., None],
     settle: Callable[[], None],
 ) -> None:
-    """`settle` returns when nothing is gathered or on the move."""
+    """
+    Args:
+        settle: returns when nothing is gathered or on the move.
+    """
     patches.method(model, "zero_grad", zero_grad)
     patches.method(model, "_apply", partial(_apply, model, assembly.sharded.units, model._apply))
     for module in model.modules():
@@ -185,7 +188,11 @@ def _plain_copy(module: nn.Module, assembly: Assembly, settle: Callable[[], None
 
 
 def strip(root: nn.Module, ours: Callable[[Any], bool]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Take hooks and attributes off modules; returns the tables that they were in, each with what it had been."""
+    """Take hooks and attributes off modules.
+
+    Returns:
+        The tables that they were in, each with what it had been.
+    """
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def drop(table: dict[Any, Any], keys: set[Any]) -> None:
@@ -239,10 +246,10 @@ def _is_ours(value: Any) -> bool:
 
 
 class DeferredHooks(StateDictHooks):
-    """Of all modules that were seen in one `zero.Init`: they refuse to run, move slices, give and take whole state.
+    """Of all modules that were seen in one `zero.Init`.
 
-    They look at the parameters when they are called, so that a hook that was copied along with its module, or outlived its
-    model's birth, does nothing. `inside` makes the context in which whole-parameter methods can run again.
+    Args:
+        inside: makes the context in which whole-parameter methods can run again.
     """
 
     def __init__(self, inside: Callable[[], AbstractContextManager[object]]) -> None:

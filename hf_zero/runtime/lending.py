@@ -32,7 +32,11 @@ class Loans:
         self.lending = lambda: None
 
     def lend(self, owners: Sequence[weakref.ref[Trace]], *, graph: bool) -> None:
-        """Somebody reads released parameters of these units. StateError: their model is gone."""
+        """Somebody reads released parameters of these units.
+
+        Raises:
+            StateError: their model is gone.
+        """
         lending = self.lending()
         traces = [trace for owner in owners if (trace := owner()) is not None]
         if lending is None or not traces:
@@ -53,7 +57,14 @@ class Loans:
 
 
 class Lending:
-    """Of one schedule whose units are released. `trace_of`: module -> the unit whose parameters it has."""
+    """Of one schedule whose units are released.
+
+    Args:
+        host_inside: has modules inside a unit's hosts act as hosts, see `Schedule`.
+
+    Attributes:
+        trace_of: module -> the unit whose parameters it has.
+    """
 
     def __init__(self, model: nn.Module, backward: Backward, host_inside: Callable[[Trace], None]) -> None:
         self.current, self._backward, self._host_inside = backward.current, backward, host_inside

@@ -2,10 +2,14 @@
 
 `Monitor`, under `auto`, watches memory from step to step, moves state away before it runs out, and back when there is room.
 
-After every step it compares what is free with what the next step will still need beyond what rests now. Where that is too
-little, optimizer state of some units (the last ones first, which the next forward needs last) goes one tier down; where there
-has been room for a while, it comes back, never further than the plan had it. Moves are local to a rank and bounded per step.
-Room for activations is made before a forward, by the shape of its batch.
+The plan is a prediction, and others use the machine too. After every step the monitor compares what is free with what the
+next step will still need beyond what rests now. Where that is too little, optimizer state of some units (the last ones first,
+which the next forward needs last) goes one tier down; where there has been room for a while, it comes back, never further
+than the plan had it. Moves are local to a rank and bounded per step. Values are moved, not computed: results stay the same to
+the bit.
+
+Activations are not known when the plan is made. They are estimated from the shape of each batch that is larger than those
+before, and room is made for them before its forward.
 """
 
 from __future__ import annotations
@@ -68,7 +72,14 @@ CALM_STEPS = 10
 
 
 class Monitor:
-    """One engine's monitor. `look` after every step. `moves`: what was moved, one line each."""
+    """One engine's monitor. `look` after every step.
+
+    Args:
+        free_host_bytes: what of the host's memory is free for this rank.
+
+    Attributes:
+        moves: what was moved, one line each.
+    """
 
     def __init__(self, sharded: Sharded, free_host_bytes: Callable[[], int]) -> None:
         self._sharded = sharded
@@ -137,7 +148,10 @@ class Monitor:
 
     def make_room(self, tier: Tier, bytes_: int, *, in_pass: bool = False) -> int:
         """Move state out of a tier until that many bytes are free, as far as one step's moves go; returns the bytes freed.
-        `in_pass`, in a forward or a backward, no parameters move. What is in use never does."""
+
+        Args:
+            in_pass: a forward or a backward is under way: no parameters move. What is in use never does.
+        """
         freed = moved = 0
         # Optimizer state before parameters, late units before early ones.
         late_first = [*reversed(self._movable)]

@@ -59,8 +59,12 @@ class Offload:
         self._mark: Any = None  # before the optimizer's own step: what goes up waits for no more
 
     def settle(self, placements: Iterable[Placement], disk_bytes: int) -> None:
-        """Take note of the plan. A folder that cannot be used (ConfigError), or has no room for `disk_bytes` (TierError), is
-        refused here, before anything has changed."""
+        """Take note of the plan. A folder that cannot be used, or is too small, is refused here.
+
+        Raises:
+            ConfigError: the folder.
+            TierError: it has no room for `disk_bytes`.
+        """
         tiers = {tier for p in placements for tier in (p.parameters, *(place for place, _ in p.optimizer))}
         self.storage.uses_disk = Tier.DISK in tiers or self._config.is_auto  # the monitor may move something there
         if Tier.DISK in tiers:
@@ -76,7 +80,11 @@ class Offload:
 
     def prepare_step(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         """Before the optimizer's own step, which is for what rests on the device. It may raise, and be tried again: nothing
-        is updated before it has succeeded."""
+        is updated before it has succeeded.
+
+        Raises:
+            StateError: an earlier step broke off.
+        """
         self.check()
         self._is_due = True
         counted = self.counted.get(index)
@@ -92,6 +100,9 @@ class Offload:
         """After it: start to update offloaded shards of its in another thread, unit by unit, in the order of the next forward.
 
         Once per step: where an optimizer's `step` calls that of its base class, torch runs the hooks of both.
+
+        Raises:
+            StateError: an earlier step broke off.
         """
         if not self._is_due:
             return
@@ -107,8 +118,14 @@ class Offload:
             self._stepping().begin(left, optimizer, index, self._new_twin(optimizer, index, self._counts), mark)
 
     def end_step(self, index: int) -> None:
-        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again. Raises
-        on every rank where state is on disk and one of them could not update it."""
+        """After the optimizer's own step: what is gathered of its spans is old, and groups show their gradients again.
+
+        Args:
+            index: which of the model's optimizers it is.
+
+        Raises:
+            StateError, TierError: on every rank, where state is on disk and one of them could not update it.
+        """
         failure: ZeroError | None = None
         try:
             for unit in self._units:
@@ -151,8 +168,11 @@ class Offload:
             self._before = None
 
     def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
-        """In backward, of the one optimizer there is: this unit's gradients are final. Refused if they were not, the last
-        time."""
+        """In backward, of the one optimizer there is: this unit's gradients are final.
+
+        Raises:
+            StateError: they were not, the last time.
+        """
         if optimizer is None or unit.in_memory:
             return
         if unit in self._stepped:
@@ -183,7 +203,9 @@ class Offload:
                         shard.land()
 
     def refuse_clipping(self, what: str) -> None:
-        """With `step_in_backward` units are updated before the norm is known."""
+        """Raises:
+        StateError: units are updated before the norm is known.
+        """
         if self._config.step_in_backward:
             raise StateError(
                 f"{what}: with step_in_backward parameters are updated before all gradients are there, so nothing can be "
@@ -191,7 +213,11 @@ class Offload:
             )
 
     def finish_step(self) -> None:
-        """See `Engine.finish_step`."""
+        """Updates that go on behind `optimizer.step()` are done afterwards.
+
+        Raises:
+            StateError, TierError: one broke off.
+        """
         failure: ZeroError | None = None
         for unit in self._under_way:  # all of them: none may raise later, on this rank alone
             if unit.stepping is None:
@@ -211,7 +237,9 @@ class Offload:
             self.finish_step()
 
     def check(self) -> None:
-        """Refuse to go on where a step broke off, here or on another rank, and nothing has been loaded since."""
+        """Raises:
+        StateError: a step broke off, here or on another rank, and nothing has been loaded since.
+        """
         if self.stepper is not None:
             self.stepper.check()
 
@@ -221,8 +249,11 @@ class Offload:
             self.stepper.recover()
 
     def agree_on_reads(self) -> None:
-        """Parameters that one rank could not read from disk are a TierError on all of them. A collective where some rest
-        there."""
+        """Parameters that one rank could not read from disk are an error on all of them. A collective where some rest there.
+
+        Raises:
+            TierError: on every rank.
+        """
         if not self.reads or not self._on_any_rank(any(unit.failure for unit in self._units)):
             return
         with agree.on_all_ranks(self._wire, "reading parameters from disk", kind=TierError):
@@ -274,7 +305,9 @@ class Offload:
             unit.gather_if_kept()
 
     def refuse_while_away(self, what: str) -> None:
-        """Nothing is computed while states are in host memory."""
+        """Raises:
+        StateError: states are in host memory.
+        """
         if self._away is not None:
             raise StateError(f"{what}: the model's states are in host memory; call engine.reload_states() first")
 

@@ -367,8 +367,13 @@ class DiskShard(HostShard):
         return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start)])
 
     def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
-        """Values (`MASTER`) and states from element `start` on, which must not change until waited for. States that are new are
-        the optimizer's from `keep_states` on; TierError: there is no room for one."""
+        """Values (`MASTER`) and states from element `start` on, which must not change until waited for.
+
+        States that are new are the optimizer's from `keep_states` on.
+
+        Raises:
+            TierError: there is no room for a new one.
+        """
         arrays = {
             name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
         }
@@ -395,8 +400,12 @@ def new_shard(
     travels: bool = True,
     alias: Tensor | None = None,
 ) -> Shard:
-    """A shard in `tier` with these values, see `Shard`. `alias`: their memory, if that rests in `tier` already and is to be the
-    master itself."""
+    """A shard in `tier` with these values.
+
+    Args:
+        start, travels: see `Shard`.
+        alias: memory of the values that rests in `tier` already and is to be the master itself.
+    """
     shard = SHARDS[tier](storage, start, values.numel(), values.dtype, travels)
     data = shard._hold(values) if alias is None else alias
     shard.aliased = alias is not None

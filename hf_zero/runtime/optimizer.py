@@ -49,8 +49,15 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
 
 
 class Binding:
-    """One optimizer bound to the spans of one model that are its groups': number `index` of the model's, as
-    `ParamSpec.optimizer` counts. `originals`: by group, the model's parameters."""
+    """One optimizer bound to the spans of one model that are its groups'.
+
+    Args:
+        index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
+        originals: by group, the model's parameters.
+
+    Attributes:
+        one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
+    """
 
     one_gradient = True
     """The optimizer sees one gradient for all parameters of a span, or none."""
@@ -80,7 +87,10 @@ class Binding:
 
     def keep_states(self, settle: Callable[[], None] | None) -> None:
         """`optimizer.state` is one that refuses what it cannot answer. What a program has put in its place since counts.
-        `settle` waits for the thread that may update states behind the step."""
+
+        Args:
+            settle: another thread may update states behind the step; waits for it.
+        """
         found, before = self.optimizer.state, self._states
         if found is before:
             return
@@ -231,8 +241,11 @@ class Binding:
         `state_dict()` gave them, meta tensors. A collective.
 
         As in torch: floating values come in the parameters' type, here the masters', and the optimizer brings older forms of
-        its state (a `step` that is a number) up to date. CheckpointError: see `_saved`. RankMismatchError: some ranks pass
-        values and some do not, or ranks pass other states.
+        its state (a `step` that is a number) up to date.
+
+        Raises:
+            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+            RankMismatchError: some ranks pass values and some do not, or ranks pass other states.
         """
         what = "the optimizer's load_state_dict()"
         saved: dict[nn.Parameter, dict[str, Any] | None] = {}
@@ -241,8 +254,11 @@ class Binding:
         self._put(saved, state_dict, self._must_spread(saved))
 
     def marks(self, state_dict: dict[str, Any], names: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
-        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text. Raises as
-        `_saved`."""
+        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text.
+
+        Raises:
+            CheckpointError: other groups, or a state tensor of another shape; names the parameter.
+        """
         saved = self._saved(state_dict)
         sliced = self._sliced(saved)
         return {
@@ -392,8 +408,14 @@ def load_plainly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 def originals_of(
     optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str], bound: Iterable[Binding]
 ) -> list[list[list[nn.Parameter]]]:
-    """By optimizer that is about to be bound, the model's parameters in each of its groups; `bound`: as optimizers are now.
-    LayoutError: a parameter that the model does not have, or that two of them have."""
+    """By optimizer that is about to be bound, the model's parameters in each of its groups.
+
+    Args:
+        bound: as optimizers are now.
+
+    Raises:
+        LayoutError: a parameter that the model does not have, or that two of them have.
+    """
     found = [_originals_of(optimizer, names, bound) for optimizer in optimizers]
     holder: dict[nn.Parameter, int] = {}
     for number, groups in enumerate(found):

@@ -16,7 +16,10 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
     """States by master, the tensors of `optimizer.param_groups`.
 
     The model's own parameters have no entry. `state[param]` of a plain `defaultdict` would make an empty one, and what a
-    program then does to it (a mask over momentum, a reset) would be lost without a word. `names` are refused.
+    program then does to it (a mask over momentum, a reset) would be lost without a word.
+
+    Args:
+        names: of the parameters that are refused.
     """
 
     def __init__(self, states: Mapping[Any, dict[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
@@ -61,9 +64,12 @@ def _settled(name: str) -> Any:
 
 
 class SteppedStates(SliceStates):
-    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it (`settle`, at
-    once where nothing is under way, and in that thread). `forget`: on disk there is more of them. Both are methods, held
-    weakly."""
+    """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it.
+
+    Args:
+        settle: waits; it returns at once where nothing is under way, and in that thread. Both are methods, held weakly.
+        forget: on disk there is more of the states than here.
+    """
 
     def __init__(
         self,

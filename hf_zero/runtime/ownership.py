@@ -41,8 +41,11 @@ def owner_of(param: Tensor) -> Owner | None:
 
 
 def adopt(param: nn.Parameter, owner: Owner | weakref.ref[Any], *, shows_nan: bool = True) -> None:
-    """From here on `owner` has the values of `param`. `shows_nan`: copies and files of it, made by who does not know, would be
-    of NaN."""
+    """From here on `owner` has the values of `param`.
+
+    Args:
+        shows_nan: whether copies and files of it, made by who does not know, would be of NaN.
+    """
     release(param)
     OWNERS[param] = owner
     if shows_nan:
@@ -98,8 +101,13 @@ class _Memory:
 
 
 def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
-    """Every parameter is free to be sharded. ConfigError: an engine has it already. LayoutError: it shares memory with another
-    parameter of this model, or of a sharded one, without being the same parameter."""
+    """Every parameter is free to be sharded.
+
+    Raises:
+        ConfigError: an engine has it already: it is a part of a sharded model, or shared with one.
+        LayoutError: it shares memory with another parameter of this model, or of a sharded one, without being the same
+            parameter.
+    """
     for param, (name, *_) in names.items():
         owner = OWNERS.get(param)
         if not isinstance(owner, weakref.ref):

@@ -156,8 +156,11 @@ class Pass:
                 trace.unit.release()
 
     def end_looks(self) -> None:
-        """What was gathered for `Lending.lend` outside of passes may go; unless somebody keeps a view of it, which would have
-        no memory then."""
+        """What was gathered for `Lending.lend` outside of passes may go.
+
+        Raises:
+            StateError: somebody keeps a view of it, which would have no memory then.
+        """
         for trace, references in self.looks.items():
             if trace.unit.state is State.GATHERED and trace.unit.references > references:
                 raise StateError(

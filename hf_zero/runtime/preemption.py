@@ -1,6 +1,7 @@
 """A signal that asks a run to end, answered by every rank after the same step.
 
-What a rank has received travels with what ranks tell each other at the end of each backward anyway (`backward_order`).
+A signal arrives on the ranks at different moments, or on one of them alone. What a rank has received travels with what ranks
+tell each other at the end of each backward anyway (`backward_order`): there is no collective for it.
 """
 
 from __future__ import annotations

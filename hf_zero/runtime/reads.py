@@ -1,7 +1,8 @@
 """Parameters that are gathered when someone reads them.
 
-`nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a unit is released, the dictionaries of its
-modules answer through `GatherOnRead` (`F.linear(hidden, model.lm_head.weight)`). Who has the parameter already
+Heads fused with their loss, tied reads and custom layers take another module's weight and never call that module:
+`F.linear(hidden, model.lm_head.weight)`. `nn.Module.__getattr__` looks every parameter up in `module._parameters`; while a
+unit is released, the dictionaries of its modules answer through `GatherOnRead`. Who has the parameter already
 (`for p in model.parameters(): penalty += p.square().sum()`) comes by `ReleasedParameter`.
 """
 
@@ -46,8 +47,12 @@ _DIFFERENTIATES = "grad"  # `torch.autograd.grad`: parameters tell it where grad
 
 
 class ParameterDict(dict[str, Any]):
-    """`module._parameters` of a sharded model. A copy of it (deepcopy, pickle) is a plain dictionary. `read` is called with it
-    before an unsharded value is needed of a released unit."""
+    """`module._parameters` of a sharded model. A copy of it (deepcopy, pickle) is a plain dictionary.
+
+    Args:
+        module: whose parameters these are.
+        read: called with the dictionary before an unsharded value is needed of a released unit.
+    """
 
     __slots__ = ("module", "read")
 
@@ -85,7 +90,11 @@ class Lender(Protocol):
     """Who brings units in, see `lending.Loans`."""
 
     def lend(self, owners: Sequence[weakref.ref[Any]], *, graph: bool) -> None:
-        """The parameters of these units have their values afterwards. `graph`: what is made of them may come into one."""
+        """The parameters of these units have their values afterwards.
+
+        Args:
+            graph: what is made of them may come into a graph.
+        """
 
     def is_masked(self, owner: weakref.ref[Any]) -> bool:
         """Whether parameters of this unit are `ReleasedParameter`."""
@@ -148,8 +157,11 @@ class ReleasedParameter(nn.Parameter):
 
 
 def released_class(kind: type[nn.Parameter], lender: Lender, owner: weakref.ref[Any]) -> type[ReleasedParameter]:
-    """What parameters of this class are while their unit is released. `lender` knows it by `owner`, weakly: a graph may keep a
-    parameter, and with it its class."""
+    """What parameters of this class are while their unit is released.
+
+    Args:
+        owner: what `lender` knows the unit by. Weakly: a graph may keep a parameter, and with it its class.
+    """
     bases = (ReleasedParameter,) if kind is nn.Parameter else (ReleasedParameter, kind)
     members = {"__module__": kind.__module__, "lender": lender, "owner": owner, "plain": kind}
     return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(members))

@@ -5,6 +5,8 @@
 * Updates: values, gradient and optimizer state of a parameter are brought together from the owners' slices, the optimizer's
   own class makes its step over the whole, in true shape; the slices must have the same values after the engine's step, and
   where whole parameters stay, what is computed with must be those values.
+
+It goes around the schedule, the wire's gathers and reduces, spans, tiers and the stepping thread, and changes nothing of them.
 """
 
 from __future__ import annotations
@@ -90,8 +92,11 @@ class Reference:
         self._grads, self._local = {}, {}
 
     def after_backward(self, *, reduced: bool) -> None:
-        """A collective with `reduced`, on the first steps. NumericsError, on every rank: gradients are not the mean of the
-        ranks' own."""
+        """A collective with `reduced`, on the first steps.
+
+        Raises:
+            NumericsError: on every rank, where gradients are not the mean of the ranks' own.
+        """
         grads, local, self._grads, self._local = self._grads, self._local, {}, {}
         if self._sharded.wire.size == 1 or self._sharded.config.step_in_backward or not (reduced and self.is_due):
             return
@@ -130,8 +135,12 @@ class Reference:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, index: int, why_not: str | None) -> None:
-        """Gradients are as the optimizer is to have them. A collective on the first steps. `why_not`: why this one cannot be
-        compared; the same on every rank."""
+        """Gradients are as the optimizer is to have them. A collective on the first steps.
+
+        Args:
+            index: which of the model's optimizers it is.
+            why_not: why this step cannot be compared; the same on every rank.
+        """
         self._expected, self._why_not, self._optimizer = [], why_not, optimizer
         if not self.is_due:
             return
@@ -169,8 +178,11 @@ class Reference:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """All updates are done. A collective on the first steps. NumericsError, on every rank: a parameter is not what plain
-        training makes of it."""
+        """All updates are done. A collective on the first steps.
+
+        Raises:
+            NumericsError: on every rank, where a parameter is not what plain training makes of it.
+        """
         expected, self._expected = self._expected, []
         why_not, self._why_not = self._why_not, None
         if not expected and why_not is None:

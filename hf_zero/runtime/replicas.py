@@ -81,8 +81,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 class Options:
-    """The options of the optimizers' groups that are plain values or short tensors in host memory: `lr`, `betas`, …; and what
-    programs have written to parameters (`edits`)."""
+    """The options of the optimizers' groups that are plain values or short tensors in host memory: `lr`, `betas`, …
+
+    Args:
+        sharded: whose optimizers, which may be others later.
+        edits: what programs have written to parameters: part of the mark.
+    """
 
     def __init__(self, sharded: Sharded, edits: Edits) -> None:
         self._sharded, self._edits = sharded, edits
@@ -119,8 +123,11 @@ class Options:
         return out
 
     def explain(self, wire: SoloWire, sends: bool) -> NoReturn:
-        """Ranks have other options, edits or numbers of steps, or only some reduce gradients; all know, and raise with the
-        first difference. A collective."""
+        """Ranks have other options, edits or numbers of steps, or only some reduce gradients; all know. A collective.
+
+        Raises:
+            RankMismatchError: with the first difference.
+        """
         written = {(_WRITTEN, f"parameter {name!r}"): found for name, found in self._edits.found.items()}
         told = wire.exchange((wire.watch.step, self.named() | written, sends))
         steps = [step for step, *_ in told]
@@ -154,7 +161,10 @@ def _plain(value: Any) -> tuple[Any] | None:
 
 
 def refuse_difference(everyone: Sequence[Mapping[Named, Any]], step: int, note: str = "") -> None:
-    """RankMismatchError where ranks have other values under one name; with these where they are short, and the likely cause."""
+    """
+    Raises:
+        RankMismatchError: ranks have other values under one name; with these where they are short, and the likely cause.
+    """
     difference = first_difference(everyone)
     if difference is None:
         return
@@ -219,8 +229,11 @@ class Replicas:
                             self._in_pass[_GIVEN, _parameter(name, unit)] = _print(flat.params[index].data)
 
     def before_step(self, values: bool) -> tuple[dict[Named, Any], dict[str, Any]]:
-        """What to compare (with `values`: not only what is small), and weights that were written since the last step. Nothing
-        is under way."""
+        """What to compare, and weights that were written since the last step. Nothing is under way.
+
+        Args:
+            values: weights and buffers, too, not only what is small.
+        """
         self._look_for_replaced()
         found: dict[Named, Any] = {
             ("flag", f"requires_grad of {_parameter(slot.spec.name, unit)}"): param.requires_grad
@@ -264,7 +277,11 @@ class Replicas:
                             yield ("count", f"the optimizer's {key!r} of {_parameter(name, unit)}"), plain[0]
 
     def compare(self, step: int, found: Mapping[Named, Any], written: Mapping[str, bool] | None = None) -> None:
-        """A collective. RankMismatchError: on every rank, with the first difference."""
+        """A collective.
+
+        Raises:
+            RankMismatchError: on every rank, with the first difference.
+        """
         wire = self._sharded.wire
         if len(set(wire.exchange(zlib.crc32(repr(sorted(found.items())).encode())))) == 1:
             return

@@ -244,7 +244,11 @@ class Schedule:
                     trace.release()
 
     def end_looks(self) -> None:
-        """What was gathered for reads between passes is released, and what was written to it is carried over."""
+        """What was gathered for reads between passes is released, and what was written to it is carried over.
+
+        Raises:
+            StateError: somebody keeps a view of it.
+        """
         if self._current.looks:
             self._current.look_over()
             self._current.drop_holds()

@@ -18,8 +18,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Counts:
-    """Numbers of an optimizer that its step changes, besides each parameter's state: attributes (`names`), and options of its
-    groups, as they are now, or not there yet."""
+    """Numbers of an optimizer that its step changes, besides each parameter's state: as they are now, or not there yet.
+
+    Args:
+        names: attributes of the optimizer, and options of its groups.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
         self._names = names

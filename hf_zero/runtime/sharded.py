@@ -195,7 +195,9 @@ class Sharded:
         return advice(self.plan, held)
 
     def refuse_unsharded(self, what: str) -> None:
-        """StateError: inside `zero.unsharded`, whose values `what` would leave behind."""
+        """Raises:
+        StateError: inside `zero.unsharded`, whose values `what` would leave behind.
+        """
         if self.is_unsharded:
             raise StateError(
                 f"{what} inside zero.unsharded: the weights that it shows would be old. End the context first"

@@ -49,7 +49,11 @@ class Staging(Protocol):
 
 
 class SpanValues(SpanGradients):
-    """Of one span; its gradients are in the base class, what its parameters show of them in `flat_param.Flat`."""
+    """Of one span; its gradients are in the base class, what its parameters show of them in `flat_param.Flat`.
+
+    Args:
+        placement: where `own` and the shards rest.
+    """
 
     def __init__(
         self,
@@ -248,8 +252,11 @@ class SpanValues(SpanGradients):
         self._point_wholes()
 
     def keep_part(self, node: SoloWire) -> None:
-        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`. OutOfMemoryError:
-        nothing is kept."""
+        """This rank's part of `full`, which is gathered, cut among the ranks of a node, for `gather_part`.
+
+        Raises:
+            OutOfMemoryError: there is no room; nothing is kept.
+        """
         self.drop_part()
         if self.resident:
             return
@@ -371,8 +378,13 @@ class SpanValues(SpanGradients):
         self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
     ) -> None:
         """`own` rests in `rest` and every shard in its tier of `tiers` afterwards, with the same values. The unit is sharded.
-        What could not be moved (TierError, ConfigError) is where it was. With `keep_full` `own` is on the device a slice of
-        `full`, which is allocated then; its other slices are undefined."""
+
+        Args:
+            keep_full: on the device `own` is a slice of `full`, which is allocated then; its other slices are undefined.
+
+        Raises:
+            TierError, ConfigError: a tier failed or has no room; what could not be moved is where it was.
+        """
         equal = self._shares
         before, region = self.own, self._region
         moves = rest is not self.rest
@@ -456,7 +468,11 @@ class SpanValues(SpanGradients):
         return {index: shard.whole_entries(optimizer.state, whole) for index, whole in (self.wholes or {}).items()}
 
     def put_whole(self, optimizer: torch.optim.Optimizer, index: int, entries: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of one of them, as `Shard.put`."""
+        """Replace the optimizer's state of one of them; values come from anywhere and rest where the shard does.
+
+        Raises:
+            TierError: there is no room.
+        """
         whole, options = (self.wholes or {})[index], optimizer.param_groups[self.span.spec.group]
         at_rest = self.shards[0].whole_at_rest(whole, entries, options)
         if at_rest:

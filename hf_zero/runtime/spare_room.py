@@ -1,8 +1,9 @@
 """How many units may stay gathered from a forward to its backward: the plan's answer, with activations as batches show them.
 
-Activations are estimated from the shape of the largest batch so far; each rank says at the start of a backward for how many
-units, whole and by parts, it has room, and the least of each number holds from the next forward on. More of one never makes
-room for the other.
+Activations are not known when the plan is made. They are estimated from the shape of the largest batch so far; each rank says
+at the start of a backward for how many units it has room, and the least of these numbers holds from the next forward on.
+There are two numbers, of whole units and of units by parts, and the least of each fits on every rank: more of one never
+makes room for the other.
 """
 
 from __future__ import annotations

@@ -356,7 +356,11 @@ class Slice(StandIn):
         return shard if shard is not None and shard.is_offloaded else None
 
     def plain(self) -> Tensor:
-        """This rank's elements, to read and to write. StateError: they have been cleared."""
+        """This rank's elements, to read and to write.
+
+        Raises:
+            StateError: they have been cleared.
+        """
         origin = self.origin
         found: Tensor | None = origin.local
         if origin.shard is not None:

@@ -39,7 +39,12 @@ class Elsewhere(Tensor):
     """An entry of a state dict on a rank other than 0: a meta tensor to whoever looks at it, with values for who computes.
 
     Programs use a state dict on every rank (moving averages, target networks: `twin.load_state_dict(model.state_dict())`).
-    StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
+
+    Attributes:
+        held: the values; None where host memory has no room for them on every rank.
+
+    Raises:
+        StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
     """
 
     held: Tensor | None = None
@@ -75,7 +80,11 @@ class Elsewhere(Tensor):
 
 
 def elsewhere(like: Tensor, held: Tensor | None = None) -> Tensor:
-    """Of a meta tensor, and values of the same shape and type."""
+    """
+    Args:
+        like: a meta tensor.
+        held: values of the same shape and type.
+    """
     made = like.as_subclass(Elsewhere)
     made.held = held
     return made
@@ -118,8 +127,11 @@ class StateDictHooks(ABC):
 
     @abstractmethod
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
-        """Values as `state_dict()` gives them, of this parameter (the `first` of this call) and of those that come with it. A
-        collective."""
+        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective.
+
+        Args:
+            first: of this call.
+        """
 
     @abstractmethod
     def open(self, param: nn.Parameter) -> Tensor:
@@ -165,8 +177,11 @@ class StateDictHooks(ABC):
             self._module = None
 
     def agree_on_room(self, wire: SoloWire, *, alone: bool = False) -> None:
-        """Whether host memory has room for a call's values on every rank. A collective; `alone`, where the call sends nothing,
-        this rank decides by itself."""
+        """Whether host memory has room for a call's values on every rank. A collective.
+
+        Args:
+            alone: the call sends nothing, and this rank decides by itself.
+        """
         params = () if self._module is None else self._module.parameters()
         needed_bytes = _SHARE * sum(param.numel() * param.element_size() for param in params)
         if alone:
@@ -241,7 +256,10 @@ class StateDictHooks(ABC):
 
 def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
     """Whether the values to load are on rank 0 alone: a dict made by `state_dict()` has meta tensors elsewhere. A collective.
-    RankMismatchError: rank 0 has none, or only some of the others."""
+
+    Raises:
+        RankMismatchError: rank 0 has none, or only some of the others.
+    """
     with wire.watch.doing("load_state_dict()"):
         is_meta = wire.exchange(any(isinstance(value, Tensor) and value.is_meta for value in state.values()))
     if is_meta[0]:
@@ -255,7 +273,11 @@ def _from_rank_0(state: Mapping[str, Any], wire: SoloWire) -> bool:
 
 
 class ShardedHooks(StateDictHooks):
-    """Of a sharded model. `settle` returns when the masters of these spans, or of all (None), are those of one step."""
+    """Of a sharded model.
+
+    Args:
+        settle: returns when the masters of these spans, or of all (None), are those of one step.
+    """
 
     def __init__(self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None]) -> None:
         super().__init__()

@@ -146,8 +146,11 @@ class Shard(ABC):
         return torch.empty(self.numel, dtype=dtype, device=self._device)
 
     def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
-        """Replace the optimizer's state; values come from anywhere and rest where the shard does. TierError: there is no
-        room."""
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does.
+
+        Raises:
+            TierError: there is no room.
+        """
         self._set_state(optimizer, self._at_rest(optimizer, entries))
 
     def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +185,15 @@ class Shard(ABC):
     def whole_at_rest(
         self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up. Entries come
-        from anywhere, and are not copied where they rest here already; options are its group's. TierError: there is no room."""
+        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up.
+
+        Args:
+            entries: from anywhere; what rests here already is not copied.
+            options: of its group.
+
+        Raises:
+            TierError: there is no room.
+        """
         return {key: self._whole_home(key, value, options) for key, value in entries.items()}
 
     def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
@@ -259,7 +269,10 @@ class Shard(ABC):
 
     def follow_grad(self) -> bool:
         """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
-        False where nothing was done. Never on the device: there the master's `.grad` is the gradient."""
+
+        Returns:
+            Whether anything was done. Never on the device: there the master's `.grad` is the gradient.
+        """
         return False
 
     def drop_grad(self) -> None:
@@ -288,8 +301,11 @@ class Shard(ABC):
     # What the master shows for it -------------------------------------------------------------------------------------
 
     def show_slice(self, keeper: Keeper, place: int) -> None:
-        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one. `place`: the
-        span's among all ranks' spans, at the first of its shards; else -1."""
+        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
+
+        Args:
+            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+        """
         # In one method for all tiers: a call more for every shard of every step would be felt.
         local = None if self.is_offloaded else self.master.grad
         if type(local) is Slice:
@@ -331,9 +347,14 @@ class Shard(ABC):
         wholes: Sequence[nn.Parameter] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over;
-        but where a tier fails or has no room (TierError, ConfigError) everything is where it was. `alias`: memory in that tier
-        that has the master's values already; `wholes`: whose states are here, of the group with these options.
+        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
+
+        Args:
+            alias: memory in that tier that has the master's values already.
+            wholes: whose states are here; `options`: of their group.
+
+        Raises:
+            TierError, ConfigError: a tier failed or has no room; everything is where it was.
         """
         if kind.tier is self.tier:
             return self

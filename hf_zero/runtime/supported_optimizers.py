@@ -113,8 +113,10 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
 def counted(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Numbers that a step changes besides each parameter's state (`k` of schedule-free optimizers): attributes of the
     optimizer, and options of its groups. Of a step that is made stretch by stretch each must find them as they were before.
-    Refused where a step in which no parameter has a gradient leaves them as they are: that is the optimizer's own, where all
-    its parameters are offloaded.
+
+    Raises:
+        UnsupportedOptimizerError: a step in which no parameter has a gradient leaves them as they are: that is the optimizer's
+            own, where all its parameters are offloaded.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim"):
@@ -332,8 +334,11 @@ class _Trial:
         return next((f"{key!r} in its groups depends on the gradients of all parameters" for key in differing), None)
 
     def _run_beside(self, other_first: bool, apart: bool) -> Tensor:
-        """The parameter, flat, after the same steps with another one beside it (or `apart`, in a group of its own): of as many
-        dimensions, smaller, larger values."""
+        """The parameter, flat, after the same steps with another one beside it: of as many dimensions, smaller, larger values.
+
+        Args:
+            apart: each in a group of its own.
+        """
         first = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
         param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][first].clone() * 3)
         params = [other, param] if other_first else [param, other]

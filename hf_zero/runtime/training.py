@@ -251,7 +251,9 @@ class Training:
             self._lost[index] = f"a backward of this step raised: its gradients are gone{earlier}"
 
     def _refuse_lost(self, what: str, reason: str) -> None:
-        """StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first."""
+        """Raises:
+        StateError: a step would be made of a part of its gradients; or one broke off half done, which comes first.
+        """
         self.offload.check()
         raise StateError(f"{what}: {reason}. Call zero_grad() and make the step's forwards and backwards again")
 
@@ -424,8 +426,14 @@ class Training:
         self.settle()
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
-        """Masters (of these spans, or all) are those of one step, and have what was written to parameters since. Without
-        communication. StateError, TierError: a step broke off; what was written cannot be carried over."""
+        """Masters are those of one step, and have what was written to parameters since. Without communication.
+
+        Args:
+            flats: spans that matter; None: all.
+
+        Raises:
+            StateError, TierError: see `finish_step`; what was written cannot be carried over.
+        """
         self.offload.finish_step()
         if self._unsharded is not None:
             self._unsharded.carry(flats)
@@ -436,8 +444,11 @@ class Training:
             self._unsharded.refill(flats)
 
     def flush(self, flats: Sequence[Flat] | None = None) -> None:
-        """Reduce the gradients that `no_sync` left on this rank; those of these spans, or all, are what the parameters' `.grad`
-        say. A collective where there are any."""
+        """Reduce the gradients that `no_sync` left on this rank. A collective where there are any.
+
+        Args:
+            flats: whose gradients are to be what the parameters' `.grad` say; None: all.
+        """
         self.schedule.backward.flush()
         if self._lost:
             self._refuse_lost("gradients", next(iter(self._lost.values())))

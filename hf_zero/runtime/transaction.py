@@ -2,11 +2,15 @@
 
 What may stop a step, and what is done about it:
 
-* a signal (Ctrl-C, a handler that raises) waits until the step is complete, so that ranks stay at the same one: `HeldSignals`;
-* an exception before the optimizer has written anything: the step has not been; new entries and numbers that it left are
-  undone: `Snapshot`. The gradients are there still;
+* a signal (Ctrl-C, a handler that raises) waits until the step is complete: `HeldSignals`. A step that is under way is
+  carried to its end on every rank, so that ranks stay at the same one;
+* an exception before the optimizer has written anything (a pre-hook, a closure, a check, memory for its first temporary):
+  the step has not been; new entries and numbers that it left are undone: `Snapshot`. The gradients are there still;
 * an exception after the optimizer's own arithmetic (a post-hook of the program's): the step is carried to its end first;
-* an exception in the middle of the arithmetic: nothing can be undone. The engine refuses everything but a load from then on.
+* an exception in the middle of the arithmetic, when parameters or states were written: nothing can be undone without a
+  second copy of them. The engine refuses everything but a load from then on.
+
+In a good step that costs a look at version counters and three signals, and no memory.
 """
 
 from __future__ import annotations
@@ -126,8 +130,11 @@ class Snapshot:
         ]
 
     def undo(self) -> str:
-        """Put everything back where only numbers, options and new entries are in the way. Returns what was written that cannot
-        be put back, or may have been; empty: the step has not been."""
+        """Put everything back where only numbers, options and new entries are in the way.
+
+        Returns:
+            What was written that cannot be put back, or may have been; empty: the step has not been.
+        """
         optimizer, state = self._optimizer, self._optimizer.state
         edited = bool(self._samples) and self._sampled() != self._samples  # by ways that no version counts
         if edited or [param._version for param in self._params] != self._versions:

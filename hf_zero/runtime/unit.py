@@ -83,8 +83,12 @@ class Unit:
         return f"Unit({self.name!r}, {self.state.value}, {self.layout.numel} elements)"
 
     def gather(self, *, from_parts: bool = False) -> None:
-        """Start to bring the full parameters in; `from_parts`, on all ranks alike: from what the ranks of this node have kept
-        of them at the last release, if they have. Else that is old, and is given back."""
+        """Start to bring the full parameters in.
+
+        Args:
+            from_parts: from what the ranks of this node have of it since its last release, where they have; on all ranks alike.
+                Else that is old, and is given back.
+        """
         if self.state is not State.SHARDED or self.shows_whole:
             return
         named = self._named("gather") if profiler._is_profiler_enabled else None
@@ -212,8 +216,12 @@ class Unit:
             )
 
     def release(self, *, parts: bool = False) -> None:
-        """Full parameters go away, unless the stage keeps them; with `parts` this rank keeps its part, among those of its node.
-        Not of values that somebody has written: what a gather brings in of these goes through the masters, and maybe codes."""
+        """Full parameters go away, unless the stage keeps them.
+
+        Args:
+            parts: this rank keeps its part of them, among those of its node. Not of values that somebody has written: what
+                a gather brings in of these goes through the masters, and maybe through codes.
+        """
         if self.state is State.SHARDED or self.policy.keep_full:
             return
         if self.state is State.GATHERING:
@@ -330,7 +338,11 @@ class Unit:
         return True
 
     def finish_step(self) -> None:
-        """An update that another thread is busy with is done afterwards; raises if it failed."""
+        """An update that another thread is busy with is done afterwards.
+
+        Raises:
+            TierError: it failed.
+        """
         step = self.stepping
         if step is None:
             return
@@ -342,8 +354,11 @@ class Unit:
         self.stepping = None  # not before: a wait that Ctrl-C ends has not been
 
     def stepped(self, optimizer: int = 0) -> None:
-        """After the step of this one of the optimizers: what is gathered of its spans is old. Updates of offloaded shards may
-        still be under way."""
+        """After the optimizer's step: what is gathered is old. Updates of offloaded shards may still be under way.
+
+        Args:
+            optimizer: which one's; spans of others are as they were.
+        """
         if self._lent:
             self.close()
         if self.has_parts:
@@ -475,7 +490,11 @@ class Unit:
             named.__exit__(None, None, None)
 
     def drop_grads(self, shards: bool, optimizer: int | None = None) -> None:
-        """Forget local gradients, and with `shards` the reduced ones: of all spans, or of one optimizer's and no one's."""
+        """Forget local gradients, and with `shards` also the reduced ones.
+
+        Args:
+            optimizer: of its spans, and of those that are in none; None: of all.
+        """
         for flat in self.trained:
             if optimizer is not None and flat.span.is_updated and flat.span.optimizer != optimizer:
                 continue

@@ -1,8 +1,9 @@
 """All parameters of a sharded model whole at once, and kept so: forwards gather nothing (`zero.unsharded`).
 
 A span whose parameters are not whole in the wanted type anyway gets one buffer, gathered from the masters once, and its
-parameters are *pinned* to views of it: gathers and releases leave them alone. What is written to them every rank carries into
-its masters, before anybody reads those and at the end, which compares the ranks' edits.
+parameters are *pinned* to views of it, as `GatheredParameters` pins them: gathers and releases leave them alone. What is
+written to them is carried into the masters by every rank for its own elements, before anybody reads those and at the end. So
+edits have to be the same on every rank, as all writes between steps have; the end compares them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class _Whole:
     known: int
 
     def collect(self) -> None:
-        """What was put in a parameter's place (`param.data = x`) is in the buffer. StateError: of another shape."""
+        """What was put in a parameter's place (`param.data = x`) is in the buffer.
+
+        Raises:
+            StateError: of another shape.
+        """
         for index in self.mine:
             param, view = self.flat.params[index], self.views[index]
             value = param.data
@@ -58,8 +63,12 @@ class _Whole:
 
 
 class Unsharded:
-    """Of one model, from `begin` to `end`: in the types that forwards use (`in_compute_dtype`), or in the parameters' own.
-    `free_bytes`: of the device, on this rank."""
+    """Of one model, from `begin` to `end`.
+
+    Args:
+        in_compute_dtype: in the types that forwards use, and not in the parameters' own.
+        free_bytes: of the device, on this rank.
+    """
 
     def __init__(self, sharded: Sharded, *, in_compute_dtype: bool, free_bytes: int) -> None:
         self._sharded = sharded
@@ -69,8 +78,11 @@ class Unsharded:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Nothing is gathered for a pass, masters are those of one step. A collective. OutOfMemoryError, on every rank: one
-        has not got the memory."""
+        """Nothing is gathered for a pass, masters are those of one step. A collective.
+
+        Raises:
+            OutOfMemoryError: on every rank, where one has not got the memory.
+        """
         wire = self._sharded.wire
         keeps, spans = self._sharded.policy.keep_full, [(u, flat) for u in self._sharded.units for flat in u.flats]
         is_there = {
@@ -135,8 +147,14 @@ class Unsharded:
 
     @torch.no_grad()
     def carry(self, flats: Iterable[Flat] | None = None) -> None:
-        """The masters (of these spans, or all) have what was written to the parameters. Without communication. StateError: it
-        cannot be carried over; names the parameter."""
+        """The masters have what was written to the parameters. Without communication.
+
+        Args:
+            flats: spans that matter; None: all.
+
+        Raises:
+            StateError: it cannot be carried over; names the parameter.
+        """
         for flat in self._wholes if flats is None else flats:
             whole = self._wholes.get(flat)
             if whole is None:
@@ -167,9 +185,15 @@ class Unsharded:
             flat.note_place()
 
     def end(self, settle: Callable[[], None], *, compare: bool) -> None:
-        """Parameters show what they did before, with what was written to them: `settle` calls `carry`, and carries over what
-        was written elsewhere. With `compare` a collective: RankMismatchError where ranks have not made the same edits; what
-        each rank wrote counts for its own elements."""
+        """Parameters show what they did before, with what was written to them.
+
+        Args:
+            settle: calls `carry`, and carries over what was written elsewhere.
+            compare: whether ranks have made the same edits. A collective then.
+
+        Raises:
+            RankMismatchError: they have not; on every rank, names the first. What each rank wrote counts for its own elements.
+        """
         try:
             if compare:
                 with agree.on_all_ranks(self._sharded.wire, "zero.unsharded", kind=RankMismatchError) as report:

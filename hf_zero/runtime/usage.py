@@ -98,8 +98,11 @@ def at_rest(sharded: Sharded) -> Table:
 
 
 def free_device_bytes(sharded: Sharded, offload: Offload, ranks_here: int) -> int:
-    """What this rank may still take of its device: of the budget where there is one, else of what is free (for `ranks_here`,
-    where that is host memory)."""
+    """What this rank may still take of its device: of the budget where there is one, else of what is free.
+
+    Args:
+        ranks_here: that share the host's memory, where that is the device.
+    """
     budget = sharded.config.device_memory
     if budget is not None:
         taken = sum(at_rest(sharded)[Tier.DEVICE.value].values())
@@ -157,8 +160,11 @@ def process_bytes(engine: Measurable) -> dict[str, int]:
 
 
 def limits(engine: Measurable, ranks_here: int = 1) -> tuple[Limit, ...]:
-    """What this rank may take: budgets that were given, else what the machine has free beside what the engine holds, for
-    `ranks_here` that share its memory and disk."""
+    """What this rank may take: budgets that were given, else what the machine has free beside what the engine holds.
+
+    Args:
+        ranks_here: ranks that share this machine's memory and disk.
+    """
     device, config = engine.sharded.device, engine.sharded.config
     budgets = engine.sharded.plan.budgets.rows()
     found = [Limit(tuple(tier.value for tier in tiers), limit, True) for _, tiers, limit in budgets]

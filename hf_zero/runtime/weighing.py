@@ -18,7 +18,14 @@ from ..errors import ConfigError
 
 
 def over_ranks(wire: SoloWire, weight: float | Tensor, problem: str | None = None) -> float:
-    """See `Engine.total_weight`. `problem`: what this rank refuses; then every rank raises."""
+    """The sum of all ranks' weights; one scalar all-reduce. A collective.
+
+    Args:
+        problem: what this rank refuses; then every rank raises.
+
+    Raises:
+        ConfigError: on every rank: some rank's weight is no number of at least 0 (the message names the rank), or all are 0.
+    """
     value = _number(weight)
     if problem is None and not 0 <= value < math.inf:
         problem = f"expected a weight that is a finite number of at least 0, found {weight!r}"
@@ -45,8 +52,13 @@ def is_loss(loss: Tensor) -> str | None:
 
 
 def scaled(loss: Tensor, weight: float | Tensor, total: float, ranks: int) -> Tensor:
-    """`loss`, such that the mean over ranks of its gradients is the sum of weight · gradient / total. A weight of 0 gives 0
-    with gradients of 0, also where the loss is NaN: a mean over no samples is."""
+    """`loss`, such that the mean over ranks of its gradients is the sum of weight · gradient / total.
+
+    A weight of 0 gives 0 with gradients of 0, also where the loss is NaN: a mean over no samples is.
+
+    Raises:
+        ConfigError: a weight below 0 or above `total`; a total that is not positive.
+    """
     value = _number(weight)
     if not 0 < total < math.inf or not 0 <= value <= total * (1 + 1e-9):
         raise ConfigError(

@@ -66,8 +66,12 @@ class _Whole:
 
 
 class WholeSteps:
-    """Steps over the wholes of one shard after another. `own` is told of bytes of host memory that are taken here (negative:
-    given up); `land` returns when nothing that was handed to `staging` is under way."""
+    """Steps over the wholes of one shard after another.
+
+    Args:
+        own: told of bytes of host memory that are taken here; negative: given up.
+        land: returns when nothing that was handed to `staging` is under way.
+    """
 
     def __init__(
         self, storage: Storage, staging: Staging, own: Callable[[int], None], land: Callable[[], None]

@@ -32,8 +32,14 @@ from .unit import State, Unit
 
 
 class WriteWatch:
-    """Of one engine. `release` returns with nothing gathered and all masters those of one step; `refresh`, a collective after
-    masters were written: whole parameters follow, where the stage keeps them; `followed` then, with these spans."""
+    """When one engine looks for values that somebody else wrote, and who follows them.
+
+    Args:
+        units: the engine's own list: a unit in it is replaced where it is cut anew, see `restart`.
+        release: returns with nothing gathered and all masters those of one step.
+        refresh: after masters were written, whole parameters follow, where the stage keeps them. A collective.
+        followed: then, with these spans; it may communicate.
+    """
 
     def __init__(
         self,
@@ -106,8 +112,9 @@ class WriteWatch:
         values, and where they are released in the backwards after those; there those of modules with such code (`names_data`),
         and such as were found, are looked at in every pass.
 
-        Where `now` is other than the last time, the optimizer's tensors are looked at closely; with `values` parameters, too:
-        their step comes before `before_step`.
+        Args:
+            now: other than the last time: the optimizer's tensors are looked at closely.
+            values: parameters, too: their step comes before `before_step`.
         """
         if self._keeps and not self._in_place():
             for unit in self._units:
@@ -167,8 +174,13 @@ class WriteWatch:
                 note_written(flat, uncounted(flat, set()))
 
     def before_step(self, *, in_backward: bool) -> None:
-        """Masters and what is computed with are one before they are updated. Without communication. Where another thread
-        updates them since the backward (`in_backward`), a later write has nothing to be carried into, and is refused by name.
+        """Masters and what is computed with are one before they are updated. Without communication.
+
+        Args:
+            in_backward: updates are under way since then, in another thread: a later write has nothing to be carried into.
+
+        Raises:
+            StateError: a parameter that is being updated was written; names it.
         """
         if self._keeps and in_backward:
             for unit in self._units:
