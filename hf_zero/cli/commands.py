@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -54,6 +55,17 @@ def argument(help: str, default: Any = MISSING, **said: Any) -> Any:
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def as_flags(values: Mapping[str, Any]) -> str:
+    """As they are typed; what is False is left out."""
+    given = ((flag_of(name), value) for name, value in values.items() if value is not False)
+    return " ".join(name if value is True else f"{name} {shlex.quote(str(value))}" for name, value in given)
+
+
+def as_plugin(settings: Mapping[str, Any]) -> str:
+    """As they are written in a program."""
+    return f"zero.ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
 def _parameter(item: Field[Any], hint: Any) -> inspect.Parameter:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
-from .commands import OK, WRONG, flag_of, print_json
+from .commands import OK, WRONG, as_flags, as_plugin, print_json
 from .files import read_settings
 from .migrations import ACCELERATE, DEEPSPEED, FSDP, Row
 from .options import MigrateOptions
@@ -67,17 +66,7 @@ class Migration:
 
     @property
     def command_line(self) -> str:
-        flags = [f"{flag_of('zero_' + name)} {shlex.quote(str(value))}" for name, value in self.settings.items()]
-        for name, value in self.trainer.items():
-            if value is True:
-                flags.append(flag_of(name))
-            elif value is not False:
-                flags.append(f"{flag_of(name)} {shlex.quote(str(value))}")
-        return " ".join(flags)
-
-    @property
-    def plugin(self) -> str:
-        return f"zero.ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+        return as_flags({**{f"zero_{name}": value for name, value in self.settings.items()}, **self.trainer})
 
 
 def run(options: MigrateOptions) -> int:
@@ -85,7 +74,7 @@ def run(options: MigrateOptions) -> int:
     made = migrate(Path(options.file))
     if options.json:
         values = {"kind": made.kind, "settings": made.settings, "trainer": made.trainer}
-        values |= {"command_line": made.command_line, "plugin": made.plugin}
+        values |= {"command_line": made.command_line, "plugin": as_plugin(made.settings)}
         print_json({**values, "findings": [asdict(found) for found in made.findings]})
     else:
         _show(made, options.file)
@@ -93,9 +82,7 @@ def run(options: MigrateOptions) -> int:
 
 
 def migrate(path: Path) -> Migration:
-    """Raises:
-    ConfigError: no file that can be read, or none of these.
-    """
+    """Raises ConfigError: no file that can be read, or none of these."""
     values = read_settings(path)
     keys = set(values)
     fsdp = {name.removeprefix("fsdp_") for name in keys} & {row.key for row in FSDP}
@@ -266,7 +253,7 @@ def _show(made: Migration, file: str) -> None:
     text(console, "As flags of a script with zero.ZeroTrainingArguments:", "bold")
     pasted(console, made.command_line)
     text(console, "As an argument of TrainingArguments or Accelerator (parallelism_config=…):", "bold")
-    pasted(console, made.plugin)
+    pasted(console, as_plugin(made.settings))
     text(console, "Take the DeepSpeed or FSDP settings themselves out of the script and of accelerate's configuration.")
     for found in made.lost:
         text(console, f"! {found.key}: {found.why}", "bold red")

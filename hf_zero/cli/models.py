@@ -18,9 +18,8 @@ from ..core.precision import Precision
 from ..errors import ConfigError, ZeroError
 from ..plan.activations import Architecture
 from ..plan.configs import CONFIGS
-from ..plan.outline import Units, from_files, from_number, from_shape, visits_by_name
+from ..plan.outline import BUILT_IN, Units, from_files, from_number, from_shape, of_size, visits_by_name
 from ..plan.plan import Drafter
-from ..plan.shapes import BUILT_IN, of_size
 from .files import read_settings
 
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -145,11 +144,7 @@ _MOST_COUNTED, _MOST_MODULES = 100_000, 500_000
 
 
 def _check_counts(path: Path) -> None:
-    """Classes make lists as long as a configuration says, before the first module.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Classes make lists as long as a configuration says, before the first module."""
     waiting: list[Any] = [read_settings(path)]
     while waiting:
         value = waiting.pop()
@@ -163,9 +158,7 @@ def _check_counts(path: Path) -> None:
 
 @contextmanager
 def _few_modules(name: str) -> Iterator[None]:
-    """Raises:
-    ConfigError: a model of more modules than memory has room for is being made inside.
-    """
+    """Raises ConfigError: a model of more modules than memory has room for is being made inside."""
     count = 0
 
     def counted(*_: Any) -> None:

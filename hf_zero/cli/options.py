@@ -171,6 +171,26 @@ class ExportOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """Planned against counted, of a run's zero_steps.jsonl: the verdict, then the figures; also of a run in progress.
+
+    Memory by tier, throughput, traffic and waiting of a run that was recorded (ZeroCallback, or engine.record), of all ranks;
+    its slowest steps; what to change. Of two runs also what differs.
+
+    \b
+    Examples:
+      hf-zero report out
+      hf-zero report out --html report.html
+      hf-zero report out other --html both.html
+    """
+
+    folder: str = argument("folder with zero_steps.jsonl, or that file", metavar="RUN")
+    other: str | None = argument("a second run, to compare with", default=None, metavar="RUN2")
+    png: str | None = flag("memory by tier and parts of the step, over time, as a picture", metavar="FILE.png")
+    html: str | None = flag("everything on one interactive page that needs no other file", metavar="FILE.html")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MigrateOptions(Options):
     """Settings of DeepSpeed or FSDP as settings of hf_zero.
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from ..config import STAGES
+import torch
+
+from ..config import STAGES, StagePolicy, parse_bytes
 from ..errors import ConfigError
-from ..plan.costs import STATES, TIERS, paper_states_bytes
-from ..plan.machine import Machine
+from ..plan.costs import STATES, TIERS
+from ..plan.machine import Machine, here, host_name, kept
 from ..plan.plan import Plan, plan
 from ..plan.solve import fits
 from . import advice, plan_tables
-from .asked import Asked, machine_of
+from .advice import Asked
 from .commands import OK, WRONG, print_json
-from .files import writable
+from .files import cache_folder, writable
 from .models import find_model
 from .options import PlanOptions
 
@@ -45,9 +48,30 @@ def run(options: PlanOptions) -> int:
         else:
             plan_tables.sweep(rows, model)
         return OK
-    machine, source = machine_of(options)
+    machine, source = _machine_of(options)
     asked = Asked(options, model, machine, source)
     return _stages(asked) if options.zero_stage is None else _one(asked, options.zero_stage)
+
+
+def _machine_of(options: PlanOptions) -> tuple[Machine, str]:
+    """Sizes and speeds, and where they are from. Sizes of this machine are used only where `auto` needs some."""
+    if options.machine is not None:
+        machine, source = Machine.load(options.machine), options.machine
+    else:
+        path = kept(cache_folder())
+        machine, source = (Machine.load(path), f"hf-zero probe on {host_name()}") if path.exists() else (Machine(), "")
+        machine = replace(machine, device_memory=None, host_memory=None, disk_free=None)
+        if "auto" in (options.zero_offload_optimizer, options.zero_offload_params):
+            ranks = max(1, min(options.world_size, torch.cuda.device_count() or options.world_size))
+            free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
+            shares = machine.shares_memory if source else free.shares_memory
+            machine = replace(machine, disk_free=free.disk_free, shares_memory=shares)
+            if None in (options.device_memory, options.host_memory):
+                machine = replace(machine, device_memory=free.device_memory, host_memory=free.host_memory)
+                source = f"{source}{'; ' if source else ''}memory that is free on this machine"
+    if options.disk_space is not None:
+        machine = replace(machine, disk_free=parse_bytes(options.disk_space, "--disk-space"))
+    return machine, source
 
 
 def _one(asked: Asked, stage: int) -> int:
@@ -128,3 +152,16 @@ def _sweep(asked: Asked) -> Iterator[dict[str, Any]]:
                     },
                     "zero_paper_states_bytes_per_rank": round(paper_states_bytes(made.layout.numel, policy, ranks)),
                 }
+
+
+def paper_states_bytes(parameters: int, policy: StagePolicy, ranks: int) -> float:
+    """Bytes of model states per rank as Rajbhandari et al. (arXiv 1910.02054, figure 1) count them, to compare with them.
+
+    fp16 parameters and gradients, 2 bytes each, and K = 12 bytes of optimizer state: fp32 master, momentum, variance. This
+    library's own figures differ: gradients rest at their owner alone, in float32, at stages 1, 2 and 3.
+    """
+    return parameters * (
+        2 / (1 if policy.keep_full else ranks)
+        + 2 / (ranks if policy.reduce_each_backward else 1)
+        + 12 / (ranks if policy.shard else 1)
+    )

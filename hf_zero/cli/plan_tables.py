@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,16 +11,15 @@ from rich.text import Text
 from ..config import size_text
 from ..errors import needs
 from ..plan.costs import KINDS, STATES, TIERS
-from ..plan.machine import Machine, host_name
 from ..plan.plan import Plan
 from ..plan.work import ROADS
 from ..tiers.tier import Tier
-from .advice import GPUS, Choice, Remedy, budget, command_line, first_that_fits, host_budget, plugin, usable_bytes
-from .asked import Asked
+from . import advice
+from .advice import GPUS, Asked, Choice, first_that_fits, usable_bytes
 from .commands import typed
 from .models import Model
 from .options import PlanOptions
-from .show import pasted, table, text
+from .show import pasted, ranks_text, short_size, table, text
 
 GOOD, BAD = "green", "bold red"
 _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward"}
@@ -32,23 +30,10 @@ def worded(line: str) -> str:
     return typed(line, PlanOptions)
 
 
-def _ranks_text(count: int) -> str:
-    return f"{count:,} rank{'s' if count > 1 else ''}"
-
-
-def _size(nbytes: float) -> str:
-    """Three figures: `14.9 GiB`, `120 GiB`."""
-    if not nbytes:
-        return "0"
-    number, unit = size_text(nbytes).split()
-    value = float(number)
-    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
-
-
 def _pair(rest: int, peak: int) -> str:
     if not peak:
         return ""
-    return _size(peak) if rest == peak else f"{_size(rest)} → {_size(peak)}"
+    return short_size(peak) if rest == peak else f"{short_size(rest)} → {short_size(peak)}"
 
 
 def _seconds(value: float | None) -> str:
@@ -78,12 +63,12 @@ def plan(made: Plan, model: Model, source: str) -> None:
     ]
     limits = {of: limit for of, _, limit in made.budgets.rows()}
     if limits:
-        sums.append(["budget", *(_size(limits[tier.value]) if tier.value in limits else "" for tier in shown)])
+        sums.append(["budget", *(short_size(limits[tier.value]) if tier.value in limits else "" for tier in shown)])
     if not limits.keys() & {"device", "together"}:
         blank = [""] * (len(shown) - 1)
         sums.append(["smallest GPU", _smallest_gpu(memory.at_most(Tier.DEVICE)), *blank])
     title = (
-        f"{model.name}: {made.layout.numel:,} parameters, ZeRO stage {config.stage} on {_ranks_text(made.world_size)}"
+        f"{model.name}: {made.layout.numel:,} parameters, ZeRO stage {config.stage} on {ranks_text(made.world_size)}"
     )
     columns = ["per rank", *(tier.value for tier in shown)]
     table(console, title, columns, kinds, sums, caption="between backward and step → at peak", fold=True)
@@ -97,7 +82,7 @@ def plan(made: Plan, model: Model, source: str) -> None:
         rows = [
             [
                 _ROADS.get(road, road),
-                _size(getattr(made.traffic, road)) if road in ROADS else "",
+                short_size(getattr(made.traffic, road)) if road in ROADS else "",
                 _seconds(alone[road]),
             ]
             for road in ("compute", *ROADS, "device", "host")
@@ -105,7 +90,8 @@ def plan(made: Plan, model: Model, source: str) -> None:
         ]
         if made.traffic.node:
             rows.insert(
-                1 + [row[0] for row in rows].index("gather"), ["of these, within nodes", _size(made.traffic.node), ""]
+                1 + [row[0] for row in rows].index("gather"),
+                ["of these, within nodes", short_size(made.traffic.node), ""],
             )
         whole = [["step, overlapped", "", _seconds(made.step_s)]] if made.step_s is not None else []
         table(console, "one step", ("", "moved per rank", "seconds alone"), rows, whole)
@@ -133,9 +119,9 @@ def stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) -> None
         states = [sum(made.memory.rest[tier][kind] for tier in TIERS) for kind in STATES]
         sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
         fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_most(Tier.DEVICE))
-        rows.append([str(made.config.stage), *map(_size, sizes), fits])
+        rows.append([str(made.config.stage), *map(short_size, sizes), fits])
     if plans:
-        title = f"{model.name}: {plans[0].layout.numel:,} parameters on {_ranks_text(plans[0].world_size)}, per rank"
+        title = f"{model.name}: {plans[0].layout.numel:,} parameters on {ranks_text(plans[0].world_size)}, per rank"
         peaks = [f"{tier.value} peak" for tier in tiers]
         columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")
         caption = "params, grads, optim: between backward and step, over all tiers"
@@ -161,7 +147,7 @@ def stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) -> None
 
 def recommend(found: Sequence[Choice], asked: Asked) -> None:
     """The cheapest settings that fit the budget, or each size of GPU."""
-    console, limit = Console(), budget(asked)
+    console, limit = Console(), asked.budgets[Tier.DEVICE]
     if not found:
         return
     batch = found[0].made.inputs.batch
@@ -171,7 +157,7 @@ def recommend(found: Sequence[Choice], asked: Asked) -> None:
         else f"with {batch.rows} x {batch.sequence:,} tokens"
     )
     if limit is not None:
-        choice = first_that_fits(list(found), limit, host_budget(asked))
+        choice = first_that_fits(found, asked.budgets)
         if choice is not None:
             _paste(console, f"fits {size_text(limit)}", choice, asked, counted)
         return
@@ -179,39 +165,36 @@ def recommend(found: Sequence[Choice], asked: Asked) -> None:
     text(console, f"What to use ({counted} per rank), by the memory of each GPU:", "bold")
     groups: dict[int, list[str]] = {}
     for name, size in GPUS.items():
-        choice = first_that_fits(list(found), usable_bytes(size), host_budget(asked))
+        choice = first_that_fits(found, {**asked.budgets, Tier.DEVICE: usable_bytes(size)})
         groups.setdefault(found.index(choice) if choice else -1, []).append(name)
     for place, names in groups.items():
         if place < 0:
-            text(console, f"{', '.join(names)}: nothing fits on {_ranks_text(asked.options.world_size)}", BAD)
+            text(console, f"{', '.join(names)}: nothing fits on {ranks_text(asked.options.world_size)}", BAD)
         else:
             _paste(console, ", ".join(names), found[place], asked)
 
 
 def _paste(console: Console, what: str, choice: Choice, asked: Asked, counted: str = "") -> None:
-    host = f", host {_size(choice.host_bytes)}" if choice.host_bytes else ""
-    needed = f"{_size(choice.device_bytes)} of device memory at peak{host}{', ' if counted else ''}{counted}"
+    device, host = (choice.made.memory.at_most(tier) for tier in (Tier.DEVICE, Tier.HOST))
+    beside = f", host {short_size(host)}" if host else ""
+    needed = f"{short_size(device)} of device memory at peak{beside}{', ' if counted else ''}{counted}"
     text(console, f"{what}: {choice.text} ({needed})", GOOD)
-    pasted(console, command_line(choice, asked))
-    pasted(console, plugin(choice))
+    for line in advice.pasted(choice, asked):
+        pasted(console, line)
 
 
-def remedies(found: Sequence[Remedy], best: tuple[Choice, Asked] | None, asked: Asked) -> None:
+def remedies(found: Sequence[tuple[str, int, int, bool]], best: tuple[Choice, Asked] | None, asked: Asked) -> None:
     """What each change saves, the largest first; then settings that fit."""
-    console, limit = Console(), budget(asked)
-    rows: list[list[str | Text]] = [
-        [worded(each.text), _size(each.saved_bytes), _size(each.device_bytes), _verdict(each.is_enough)]
-        for each in found
-    ]
-    if rows:
+    console, limit = Console(), asked.budgets[Tier.DEVICE]
+    if found:
+        rows: list[list[str | Text]] = [
+            [worded(change), short_size(saved), short_size(then), _verdict(fits)] for change, saved, then, fits in found
+        ]
         table(console, "what one change gains, per rank", ("change", "less on the device", "then", "fits"), rows)
     if best is not None and limit is not None:
         _paste(console, f"fits {size_text(limit)}", *best)
-    elif not any(each.is_enough for each in found):
-        text(
-            console,
-            "nothing fits, all of it together neither: more memory, or a smaller model",
-        )
+    elif not any(fits for *_, fits in found):
+        text(console, "nothing fits, all of it together neither: more memory, or a smaller model")
 
 
 # sweep --------------------------------------------------------------------------------------------------------------
@@ -225,9 +208,9 @@ def sweep(rows: Sequence[dict[str, Any]], model: Model) -> None:
     ranks = sorted({row["world_size"] for row in rows})
     least: list[list[str | Text]] = []
     for (stage, offload), by_ranks in _series(rows).items():
-        cells = [_size(by_ranks[n]["states_bytes_by_tier"]["device"]) if n in by_ranks else "" for n in ranks]
+        cells = [short_size(by_ranks[n]["states_bytes_by_tier"]["device"]) if n in by_ranks else "" for n in ranks]
         by_stage.setdefault(stage, []).append([str(stage), offload, *cells])
-        found = {n: _size(row["zero_paper_states_bytes_per_rank"]) for n, row in by_ranks.items()}
+        found = {n: short_size(row["zero_paper_states_bytes_per_rank"]) for n, row in by_ranks.items()}
         paper[stage] = paper.get(stage, {}) | found
         least.append([str(stage), offload, *(_least_ranks(by_ranks, usable_bytes(size)) for size in GPUS.values())])
     sections = [[*of, [str(stage), "paper", *(paper[stage][n] for n in ranks)]] for stage, of in by_stage.items()]
@@ -286,56 +269,8 @@ def draw_sweep(rows: Sequence[dict[str, Any]], name: str, path: str) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_size(value)))
     axes.set_title(f"{name}: {rows[0]['parameters']:,} parameters")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-
-
-# probe --------------------------------------------------------------------------------------------------------------
-
-
-def machine(found: Machine, ranks: int, path: Path, replaced: bool, is_kept: bool) -> None:
-    """What a probe has measured, and who reads it."""
-    sizes = [
-        ("device memory free", found.device_memory),
-        ("host memory free", found.host_memory),
-        ("disk free", found.disk_free),
-    ]
-    speeds = [
-        ("host memory, optimizer", found.host_bandwidth),
-        ("device memory, optimizer", found.device_bandwidth),
-        ("link, device to host", found.link_down),
-        ("link, host to device", found.link_up),
-        ("disk, read", found.disk_read),
-        ("disk, write", found.disk_write),
-        ("collectives, sent per rank", found.collective),
-    ]
-    messages = []
-    if found.latency is not None:
-        messages.append(("collectives, before the first byte", f"{found.latency * 1e6:.0f} µs"))
-    if found.overlap is not None:
-        messages.append(("collectives, hidden behind work", f"{found.overlap:.0%}"))
-    table(
-        console := Console(),
-        f"{host_name()}, one of {_ranks_text(ranks)}",
-        ("", ""),
-        [(label, "" if size is None else _size(size)) for label, size in sizes],
-        [(label, "" if rate is None else f"{_size(rate)}/s") for label, rate in speeds],
-        messages,
-        [(f"matrix product, {dtype}", _flops(rate)) for dtype, rate in found.flops.items()],
-    )
-    readers = (
-        "`hf-zero plan` and training where a tier is `auto` read it"
-        if is_kept
-        else f"`hf-zero plan --machine {path}` reads it"
-    )
-    text(console, f"written to {path}{', in place of the one before' if replaced else ''}; {readers}")
-
-
-def _flops(rate: float) -> str:
-    unit, size = next(
-        ((unit, size) for unit, size in (("TFLOP/s", 1e12), ("GFLOP/s", 1e9)) if rate >= size), ("MFLOP/s", 1e6)
-    )
-    return f"{rate / size:.3g} {unit}"

@@ -1,19 +1,25 @@
-"""A report as one interactive page that needs no other file (plotly), and as a picture (matplotlib)."""
+"""`hf-zero report`: a run's report in the terminal, as one interactive page that needs no other file (plotly), and as a picture
+(matplotlib).
+"""
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..config import size_text
-from ..errors import needs
+from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
-from .report import Run, median_parts, parts_of
-from .report_text import head, name_of, percent, seconds, value_text
+from .commands import print_json
+from .files import writable
+from .options import ReportOptions
+from .report import Run, differences, median_parts, parts_of, read_all, summary
+from .report_text import head, name_of, percent, seconds, show, value_text
 
 TEMPLATE = "report.html.jinja"
 MOST_POINTS = 1500
@@ -24,6 +30,39 @@ COLORS = (
 )  # fmt: skip
 """Of runs and ranks; of the parts of a step, of which there are eleven. They hold on a light ground and on a dark one."""
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def run(options: ReportOptions) -> None:
+    """Records are used as they are found: what is wrong with them shows when they are summed up and drawn."""
+    for path in (options.png, options.html):
+        writable(path)
+    if options.png and Path(options.png).suffix.lower() != ".png":
+        raise ConfigError(f"--png {options.png}: expected a name that ends in .png")
+    folders = [folder for folder in (options.folder, options.other) if folder]
+    try:
+        _draw_and_show(options, [read_all(Path(folder)) for folder in folders])
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{' or '.join(folders)} has records that hf_zero does not write ({found})") from error
+
+
+def _draw_and_show(options: ReportOptions, runs: Sequence[Sequence[Run]]) -> None:
+    outs = [summary(ranks) for ranks in runs]
+    drawable = all(out["steps"] for out in outs)
+    differ = differences(*outs) if len(outs) == 2 and drawable else []
+    if drawable:  # first: what cannot be drawn is refused before tables are shown
+        if options.png:
+            draw(runs[0], options.png)
+        if options.html:
+            Path(options.html).write_text(page(runs, outs, differ), encoding="utf-8")
+    if options.json:
+        print_json({"runs": outs, "differences": differ} if options.other else outs[0])
+    else:
+        show(outs, differ)
+        if not drawable and (options.png or options.html):
+            print("hf-zero: nothing to draw yet", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -272,8 +311,8 @@ def _unit(highest: float) -> tuple[str, int]:
 # Picture ------------------------------------------------------------------------------------------------------------
 
 
-def picture(runs: Sequence[Run]) -> bytes:
-    """PNG: memory of every tier counted, the plan's peaks dashed; the process, on its own axis; where each step's time went."""
+def draw(runs: Sequence[Run], path: str) -> None:
+    """Memory of every tier counted, the plan's peaks dashed; the process, on its own axis; where each step's time went."""
     with needs("plot"):
         from matplotlib.figure import Figure
 
@@ -311,6 +350,4 @@ def picture(runs: Sequence[Run]) -> bytes:
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     ran = f"stage {run.facts['stage']}, {run.facts['world_size']} rank(s), times of rank {run.rank}"
     figure.suptitle(f"{run.path.resolve().parent.name}: {ran}")
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=120)
-    return target.getvalue()
+    figure.savefig(path, format="png", dpi=120)

@@ -12,15 +12,16 @@ from rich.text import Text
 from ..config import size_text
 from ..plan.costs import TIERS
 from ..plan.work import CHANNELS
+from .report import BETWEEN
 from .show import table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
 """Of a verdict's `ok`: what stands before it, and its style."""
 
 
-def show(outs: Sequence[dict[str, Any]], differences: Sequence[dict[str, Any]], console: Console | None = None) -> None:
+def show(outs: Sequence[dict[str, Any]], differences: Sequence[dict[str, Any]]) -> None:
     """What `summary` found of each run, as text; `differences` of the two."""
-    console = console or Console()
+    console = Console()
     for place, out in enumerate(outs):
         if place:
             console.print()
@@ -93,12 +94,11 @@ def figures(out: dict[str, Any], console: Console) -> None:
         rows = [(row["road"], *_against(row)) for row in out["traffic"]]
         table(console, "sent and moved per step (median)", against, rows)
     spent = out["time"]
-    parts_s = {"computing and the rest": spent["rest_s"]}
-    parts_s |= {CHANNELS[road].label: waited for road, waited in spent["wait_s"].items() if waited > 0}
-    parts_s["between steps (data, evaluation, saving)"] = spent["between_s"]
     whole = spent["step_s"]
     told = "" if spent["predicted_step_s"] is None else f", planned {spent['predicted_step_s']:.4f}"
-    shares = [(name, seconds(value), percent(value / whole if whole else None)) for name, value in parts_s.items()]
+    waited = [(CHANNELS[road].label, value) for road, value in spent["wait_s"].items() if value > 0]
+    parts_s = [("computing and the rest", spent["rest_s"]), *waited, (BETWEEN, spent["between_s"])]
+    shares = [(name, seconds(value), percent(value / whole if whole else None)) for name, value in parts_s]
     table(console, f"a step: {whole:.4f} s (median){told}", ("", "seconds", "share"), shares)
     slowest = [(str(step["step"]), seconds(step["seconds"]), step["most"]) for step in out["slowest"]]
     table(console, "slowest steps", ("step", "seconds", "of these"), slowest)

@@ -204,11 +204,7 @@ NOMINAL_FLOPS = 400e12
 
 
 def _hardware(options: SimulateOptions) -> Hardware:
-    """Nominal, or of a machine's file.
-
-    Raises:
-        ConfigError: the file lacks a speed that is needed.
-    """
+    """Nominal, or of a machine's file."""
     if options.machine is None:
         return Hardware(Processor(options.flops or NOMINAL_FLOPS), LINKS["nvlink"], collectives=True)
     machine = Machine.load(options.machine)
@@ -394,11 +390,7 @@ def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None
 
 
 def _empty(name: str) -> Any:
-    """On the meta device.
-
-    Raises:
-        ConfigError: no such model; it takes no text.
-    """
+    """On the meta device."""
     from ..huggingface.models import empty_model, model_of_name
 
     try:
