@@ -10,8 +10,7 @@ from torch import nn
 
 from ..comm import agree
 from ..comm.codec import CODECS
-from ..comm.hybrid import in_replicas
-from ..comm.nodes import open_node
+from ..comm.hybrid import in_replicas, open_node
 from ..config import ZeroConfig
 from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, RankMismatchError
