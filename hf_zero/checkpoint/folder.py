@@ -309,9 +309,7 @@ def _remove_dead(root: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raises:
-    CheckpointError: `path` is a symbolic link.
-    """
+    """Raises CheckpointError: `path` is a symbolic link."""
     if path.is_symlink():
         raise CheckpointError(
             f"{path} is a symbolic link (to {os.readlink(path)!r}), where a folder or file of its own is expected: what it "
@@ -326,11 +324,7 @@ def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
 
 
 def _files_of(target: Path) -> set[str]:
-    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one.
-
-    Raises:
-        OSError: the disk fails: its files would stay beside those of the next one.
-    """
+    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one."""
     try:
         return set(Manifest.read(target).files)
     except CheckpointError as error:
@@ -359,10 +353,6 @@ def _lock(
 
     `filelock` would not do: it locks a file beside, which stays or can be removed by others, where here the folder itself is
     what must still be the same one afterwards.
-
-    Raises:
-        CheckpointError: it is a link, or somebody else's.
-        OSError: it cannot be opened.
     """
     refuse_link(path)
     fd = -1

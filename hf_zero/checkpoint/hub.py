@@ -141,10 +141,6 @@ def _content(folder: Path, model_id: str, facts: dict[str, Any]) -> tuple[dict[s
 
     Args:
         facts: fields of `RunFacts` that win over those found.
-
-    Raises:
-        ConfigError: a fact that there is no place for.
-        CheckpointError: a file of the folder is malformed.
     """
     unknown = set(facts) - {entry.name for entry in fields(RunFacts)}
     if unknown:

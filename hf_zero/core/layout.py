@@ -250,6 +250,20 @@ class Visit:
     """Visits that happen inside this one."""
 
 
+@dataclass(slots=True)
+class Use:
+    """When a pass forward uses one unit, on a clock that counts where modules begin and end. 0: not at all."""
+
+    first: int = 0
+    """Its first use begins."""
+    read: int = 0
+    """Its first use whose backward needs the weights begins: an embedding's does not."""
+    last: int = 0
+    """Its last use ends."""
+    is_reached: bool = False
+    """Backward comes to a use of its weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """All units of one model, cut for `shards` owners."""
@@ -271,6 +285,30 @@ class Layout:
     @property
     def trainable_numel(self) -> int:
         return sum(span.used_numel for span in self.spans if span.trainable)
+
+    def uses(self) -> list[Use]:
+        """By unit."""
+        seen: list[tuple[Visit, int, int]] = []  # begin and end
+
+        def walk(visits: Sequence[Visit], clock: int) -> int:
+            for visit in visits:
+                begin = clock
+                clock = walk(visit.inner, begin + 1) + 1
+                seen.append((visit, begin, clock - 1))
+            return clock
+
+        end = walk(self.visits, 1)
+        trained = {at for at, unit in enumerate(self.units) if any(span.is_updated for span in unit.spans)}
+        start = min((begin for visit, begin, _ in seen if visit.unit in trained), default=end)
+        out = [Use() for _ in self.units]
+        for visit, begin, stop in seen:
+            use = out[visit.unit]
+            use.first = min(use.first or begin, begin)
+            use.last = max(use.last, stop)
+            if not visit.is_embedding:
+                use.read = min(use.read or begin, begin)
+                use.is_reached = use.is_reached or begin >= start
+        return out
 
     def seen_from(self, rank: int) -> Layout:
         """The same, where `slice_numel` of ragged slices is this rank's."""

@@ -28,7 +28,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from ..checkpoint.files import is_number
 from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..errors import ConfigError
-from ..plan import screen
+from ..plan.report import end, start
 from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
 from ..runtime.usage import limits
@@ -125,7 +125,12 @@ class ZeroCallback(TrainerCallback):
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # what torchrun and accelerate launch say
         name = type(engine.model).__name__
-        return screen.start(engine.report(), name, limits(engine, ranks_here), about, _look())
+        try:
+            marks = "█░"
+            marks.encode(sys.stdout.encoding or "ascii")
+        except UnicodeEncodeError:
+            marks = "#."
+        return start(engine.report(), name, limits(engine, ranks_here), about, _columns(), marks)
 
     def _settle_among(self, trainer: Trainer) -> None:
         """Callbacks that print are kept short. Where `MeasuredLogs` is not at work (a model sharded by hand), reporters
@@ -164,33 +169,21 @@ class ZeroCallback(TrainerCallback):
         report, recorder = engine.report(), engine.recorder
         path = None if recorder is None else recorder.path
         samples, tokens = (0.0, 0.0) if recorder is None else recorder.throughput()
+        throughput = samples * report.world_size, tokens * report.world_size
         if recorder is not None:
             recorder.close()
         if not self.report or not state.is_world_process_zero:
             return
         saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
-        ending = screen.Ending(
-            steps=state.global_step - self._first_step,
-            seconds=time.perf_counter() - self._began,
-            tokens_per_s=tokens * report.world_size,
-            samples_per_s=samples * report.world_size,
-            report=report,
-            folder=None if path is None else str(path.parent),
-            saved=str(saved) if saved.is_dir() else None,
-        )
-        _say(screen.end(ending, _look()))
+        steps, seconds = state.global_step - self._first_step, time.perf_counter() - self._began
+        folder, there = None if path is None else path.parent, saved if saved.is_dir() else None
+        _say(end(report, steps, seconds, throughput, folder, there, _columns()))
         if self.verbose:
             _say(report.comparison())
 
 
-def _look() -> screen.Look:
-    """Of standard output."""
-    try:
-        "█░".encode(sys.stdout.encoding or "ascii")
-        blocks = True
-    except UnicodeEncodeError:
-        blocks = False
-    return screen.Look(shutil.get_terminal_size((80, 24)).columns, blocks)
+def _columns() -> int:
+    return shutil.get_terminal_size((80, 24)).columns
 
 
 def _say(text: str) -> None:

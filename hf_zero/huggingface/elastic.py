@@ -149,9 +149,6 @@ class KeepsBatches(TrainerBase):
         """In here a step takes what the program asks for or, to `keep` it, what it took before the checkpoint `resumed`.
 
         A collective.
-
-        Raises:
-            ConfigError: on every rank: it cannot be kept.
         """
         args, was = self.args, None
         now = self._zero_batches = Batches.of(args)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..config import ZeroConfig
 from ..core.layout import Layout
-from .costs import Placement, Setup, memory_of, stays, uses_of
+from .costs import Placement, Setup, memory_of, stays
 from .solve import PlanInputs
 
 
@@ -29,7 +29,7 @@ def keeps(config: ZeroConfig, world_size: int) -> bool:
 
 def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) -> list[int]:
     """Places in the layout of units that a pass brings in twice, those used last first; the same on every rank."""
-    uses = uses_of(layout)
+    uses = layout.uses()
     end = max((use.last for use in uses), default=0)
     found = [
         at

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,7 +14,193 @@ from ..core.layout import ParamSpec, Visit, itemsize
 from ..core.precision import Precision, dtype_name
 from ..core.units import LIMITS
 from ..errors import ConfigError
-from .shapes import Shape, tensors
+from .activations import Architecture
+
+_GPT2 = "Radford et al. 2019, table 2"
+_BERT = "arXiv 1810.04805, section 3"
+_PYTHIA = "arXiv 2304.01373, table 1"
+_TINYLLAMA = "arXiv 2401.02385, table 1"
+_LLAMA = "arXiv 2302.13971, table 2"
+_LLAMA2 = "arXiv 2307.09288, section 2.2"
+_LLAMA3 = "arXiv 2407.21783, table 3"
+_MEGATRON = "arXiv 2104.04473, table 1"
+_SCRIPTS = "scripts/finetune_models.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One transformer. `kind` says which tensors a block has: gpt (GPT-2), llama or bert."""
+
+    name: str
+    kind: str
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    vocab: int
+    source: str
+    key_value_heads: int | None = None
+    """None: as many as heads."""
+    positions: int = 0
+    """Of a learned embedding; 0: none."""
+    is_tied: bool = True
+    """The embedding is the head, too."""
+    extra: int = 0
+    """Elements beside the tensors that a model of this kind has, for a number of parameters that is exact."""
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for _, shape in tensors(self))
+
+    @property
+    def architecture(self) -> Architecture:
+        gated = self.kind == "llama"
+        return Architecture(
+            self.hidden, self.layers, self.heads, self.intermediate, self.vocab, self.key_value_heads, gated
+        )
+
+
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, source: str, vocab: int = 50257, positions: int = 1024
+) -> Shape:
+    return Shape(name, "gpt", layers, hidden, heads, 4 * hidden, vocab, source, positions=positions)
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    wide: int,
+    vocab: int,
+    source: str,
+    kv: int | None = None,
+    tied: bool = False,
+) -> Shape:
+    return Shape(name, "llama", layers, hidden, heads, wide, vocab, source, kv, is_tied=tied)
+
+
+def _bert(name: str, layers: int, hidden: int, heads: int, source: str, vocab: int, positions: int) -> Shape:
+    return Shape(name, "bert", layers, hidden, heads, 4 * hidden, vocab, source, positions=positions)
+
+
+PUBLISHED = (
+    _gpt("gpt2-tiny", 4, 192, 6, _SCRIPTS, vocab=4096, positions=256),
+    _gpt("gpt2-124m", 12, 768, 12, _GPT2),
+    _gpt("gpt2", 12, 768, 12, _GPT2),
+    _gpt("gpt2-medium", 24, 1024, 16, _GPT2),
+    _gpt("gpt2-large", 36, 1280, 20, _GPT2),
+    _gpt("gpt2-xl", 48, 1600, 25, _GPT2),
+    _gpt("gpt3-175b", 96, 12288, 96, "arXiv 2005.14165, table 2.1", positions=2048),
+    _bert("bert-tiny", 4, 192, 6, _SCRIPTS, vocab=4096, positions=256),
+    _bert("bert-110m", 12, 768, 12, _BERT, vocab=30522, positions=512),
+    _bert("bert-base-uncased", 12, 768, 12, _BERT, vocab=30522, positions=512),
+    _llama("tinyllama-1.1b", 22, 2048, 32, 5632, 32000, _TINYLLAMA, kv=4),
+    _llama("llama-7b", 32, 4096, 32, 11008, 32000, _LLAMA),
+    _llama("llama-13b", 40, 5120, 40, 13824, 32000, _LLAMA),
+    _llama("llama-30b", 60, 6656, 52, 17920, 32000, _LLAMA),
+    _llama("llama-65b", 80, 8192, 64, 22016, 32000, _LLAMA),
+    _llama("llama-2-70b", 80, 8192, 64, 28672, 32000, _LLAMA2, kv=8),
+    _llama("llama-3-8b", 32, 4096, 32, 14336, 128256, _LLAMA3, kv=8),
+    _llama("llama-3-70b", 80, 8192, 64, 28672, 128256, _LLAMA3, kv=8),
+    _llama("llama-3-405b", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
+)
+BUILT_IN = {shape.name: shape for shape in PUBLISHED}
+_LADDER = (
+    # What a number of parameters is taken for: the nearest of these, its width and its MLP changed until the number is right.
+    Shape("Pythia 70M", "gpt", 6, 512, 8, 2048, 50304, _PYTHIA, positions=2048),
+    *(replace(BUILT_IN[name], name=label) for name, label in (
+        ("gpt2", "GPT-2 small"), ("gpt2-medium", "GPT-2 medium"), ("gpt2-large", "GPT-2 large"),
+        ("tinyllama-1.1b", "TinyLlama 1.1B"),
+    )),
+    _llama("Llama 3.2 3B", 28, 3072, 24, 8192, 128256, "its config.json", kv=8, tied=True),
+    *(replace(BUILT_IN[name], name=label) for name, label in (
+        ("llama-7b", "LLaMA 7B"), ("llama-13b", "LLaMA 13B"), ("llama-30b", "LLaMA 33B"), ("llama-2-70b", "Llama 2 70B"),
+    )),
+    _gpt("GPT-3", 96, 12288, 96, "arXiv 2005.14165, table 2.1", positions=2048),
+    _llama("Llama 3 405B", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
+    _gpt("Megatron 1T", 128, 25600, 160, _MEGATRON, vocab=51200, positions=2048),
+)  # fmt: skip
+_STEPS = (128, 64, 16)
+"""Widths are multiples of the first of these with which the blocks' MLP is about as wide as published."""
+
+
+def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters, tied ones once."""
+    hidden, wide = shape.hidden, shape.intermediate
+    kv = hidden * (shape.key_value_heads or shape.heads) // shape.heads
+    yield "embeddings.word_embeddings.weight", (shape.vocab, hidden)
+    if shape.positions:
+        yield "embeddings.position_embeddings.weight", (shape.positions, hidden)
+    if shape.kind == "bert":
+        yield "embeddings.token_type_embeddings.weight", (2, hidden)
+        yield from _norm("embeddings.norm", hidden, True)
+    is_biased = shape.kind != "llama"
+    for layer in range(shape.layers):
+        at = f"layers.{layer}"
+        yield from _norm(f"{at}.attention_norm", hidden, is_biased)
+        for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            yield from _linear(f"{at}.attention.{name}", out, hidden, is_biased)
+        yield from _norm(f"{at}.mlp_norm", hidden, is_biased)
+        for name in ("gate", "up") if shape.kind == "llama" else ("up",):
+            yield from _linear(f"{at}.mlp.{name}", wide, hidden, is_biased)
+        yield from _linear(f"{at}.mlp.down", hidden, wide, is_biased)
+    if shape.kind == "bert":  # the head of masked language modelling
+        yield from _linear("head.dense", hidden, hidden, True)
+        yield from _norm("head.norm", hidden, True)
+        yield "head.bias", (shape.vocab,)
+    else:
+        yield from _norm("norm", hidden, is_biased)
+    if shape.extra:
+        yield "norm.extra", (shape.extra,)
+    if not shape.is_tied:
+        yield "lm_head.weight", (shape.vocab, hidden)
+
+
+def _linear(name: str, out: int, inner: int, is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (out, inner)
+    if is_biased:
+        yield f"{name}.bias", (out,)
+
+
+def _norm(name: str, width: int, is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (width,)
+    if is_biased:
+        yield f"{name}.bias", (width,)
+
+
+def of_size(parameters: int) -> Shape | None:
+    """A transformer of exactly so many parameters: the depth and the ratios of the nearest published one.
+
+    None where they are too few for a vocabulary and blocks.
+    """
+    nearest = min(_LADDER, key=lambda shape: abs(math.log(shape.numel / parameters)))
+    group = nearest.heads // (nearest.key_value_heads or nearest.heads)
+    scaled = nearest.hidden * math.sqrt(parameters / nearest.numel)
+    for step in _STEPS:
+        found = []
+        for width in range(step, round(1.5 * scaled) + step, step):
+            heads = max(1, round(width * nearest.heads / nearest.hidden / group)) * group
+            shape = replace(nearest, hidden=width, heads=heads, key_value_heads=heads // group)
+            found.append(replace(shape, intermediate=_wide(shape, parameters)))
+        best = min(found, key=lambda shape: abs(math.log((shape.intermediate + 1) / shape.hidden / _ratio(nearest))))
+        if best.intermediate >= 0.5 * _ratio(nearest) * best.hidden:
+            return replace(best, extra=parameters - best.numel)
+    return None
+
+
+def _ratio(shape: Shape) -> float:
+    return shape.intermediate / shape.hidden
+
+
+def _wide(shape: Shape, parameters: int) -> int:
+    """The widest MLP with which there are not more than `parameters`."""
+    none, one = (replace(shape, intermediate=wide).numel for wide in (0, 1))
+    return max(0, (parameters - none) // (one - none))
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
 
 Units = list[tuple[str, list[ParamSpec]]]
 

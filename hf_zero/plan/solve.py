@@ -29,7 +29,7 @@ from ..core.precision import Precision, dtype_name
 from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
 from .activations import Batch, activation_bytes
-from .costs import STATES, TIERS, Memory, Placement, Setup, is_over_nodes, memory_of, state_bytes, together
+from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
 from .machine import Machine
 from .work import PASSES, PHASES, compute_flops, phase_of, resource, speed, uses, work_of
 
@@ -148,6 +148,8 @@ class PlanInputs:
     @cached_property
     def setup(self) -> Setup:
         """What the formulas of `costs` need of it."""
+        shards = self.layout.shards
+        is_over_nodes = 1 < self.node_ranks < shards and shards % self.node_ranks == 0
         return Setup(
             self.config.policy_for(self.world_size),
             self.world_size,
@@ -159,7 +161,7 @@ class PlanInputs:
             self.in_files,
             self.sizes,
             self.config.wire,
-            node_ranks=self.node_ranks if is_over_nodes(self.layout.shards, self.node_ranks) else 1,
+            node_ranks=self.node_ranks if is_over_nodes else 1,
         )
 
     @property

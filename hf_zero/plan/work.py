@@ -18,7 +18,6 @@ from .costs import (
     stays,
     stored_itemsize,
     tensors_bytes,
-    uses_of,
     wire_dtype,
 )
 from .machine import Machine
@@ -113,7 +112,7 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
     begins, as are those that are kept, whole or by parts (`node_in_total`), and an embedding's backward needs no weights.
     """
-    of = uses_of(layout)
+    of = layout.uses()
     end = max((use.last for use in of), default=0)
     there = setup.kept | setup.parts
     again = [use.is_reached and use.last < end and at not in there for at, use in enumerate(of)]

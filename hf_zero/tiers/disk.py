@@ -274,9 +274,7 @@ class Disk:
         return about.f_bavail * about.f_frsize
 
     def fileno(self) -> int:
-        """Raises:
-        StateError: closed.
-        """
+        """Raises StateError: closed."""
         return self._open().number
 
     def close(self) -> None:
