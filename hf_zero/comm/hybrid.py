@@ -53,7 +53,9 @@ class HybridWire(SoloWire):
         self.shards = self.size // replicas
         """Ranks of a replica."""
         self.replica = self.rank // self.shards
-        self.shard_group: SoloWire = _Slice(self.rank % self.shards, self.shards)
+        # Which slice this rank has: all there is where a replica is one rank, and before groups are open.
+        self.shard_group: SoloWire = SoloWire()
+        self.shard_group.rank, self.shard_group.size = self.rank % self.shards, self.shards
         self._replicate_group: GroupWire | None = None
         self.traffic.kinds.setdefault("across", Count())
         for name in ("carry", "side", "sum_scalar", "max_scalar", "start_maximum", "broadcast", "exchange", "barrier"):
@@ -134,14 +136,6 @@ class HybridWire(SoloWire):
     def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         if self.replica == 0:  # the others have the same
             self.shard_group.collect(own, full, tag, cuts)
-
-
-class _Slice(SoloWire):
-    """Which slice this rank has: all there is where a replica is one rank, and before groups are open."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
 
 
 def also_interrupt(watch: Watch, part: GroupWire) -> None:
