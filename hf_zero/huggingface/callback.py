@@ -19,7 +19,6 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -92,9 +91,7 @@ class ZeroCallback(TrainerCallback):
         self._first_step = 0
         self._began = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is None:
             raise ConfigError(
@@ -144,14 +141,12 @@ class ZeroCallback(TrainerCallback):
             # A new list: the handler is going through the one it has.
             handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is not None and engine.recorder is not None:
             engine.recorder.steps = state.global_step  # a step that a loss scaler skipped is the Trainer's, not ours
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine, logs = _engine_in(kwargs), kwargs["logs"]
         measured = add_measured(engine, logs)
         if measured and state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -160,9 +155,7 @@ class ZeroCallback(TrainerCallback):
             numbers = {name: float(value) for name, value in logs.items() if is_number(value)}
             engine.recorder.log({name: value for name, value in numbers.items() if not name.startswith(PREFIX)})
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is None:
             return
@@ -213,26 +206,20 @@ class PreemptionCallback(TrainerCallback):
                     signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
                 callbacks[at] = cls()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         self._ends = None if engine is None else on_preemption(engine)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # what sent the signal does not wait for long
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_evaluate = False  # it is saved already
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None:
             self._ends.close()
 
