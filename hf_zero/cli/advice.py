@@ -13,15 +13,14 @@ from typing import Any
 from ..config import STAGES, parse_bytes
 from ..core.precision import Precision
 from ..errors import ConfigError
-from ..plan.activations import Batch
 from ..plan.costs import Memory
 from ..plan.machine import MARGIN, Machine
+from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
 from ..plan.solve import PlanInputs
 from ..tiers.tier import Tier
-from .commands import as_flags, as_plugin
+from .commands import PlanOptions, as_flags, as_plugin
 from .models import Model
-from .options import PlanOptions
 
 GPUS = {"24 GB": 24564 << 20, "40 GB": 40960 << 20, "80 GB": 81559 << 20, "141 GB": 143771 << 20}
 """What nvidia-smi reports as their memory: RTX 4090, A100 40GB, H100, H200."""
@@ -219,7 +218,7 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
     return enough if enough > asked.options.world_size else None
 
 
-def pasted(choice: Choice, asked: Asked) -> tuple[str, str]:
+def as_typed(choice: Choice, asked: Asked) -> tuple[str, str]:
     """Flags of a script with `ZeroTrainingArguments`, and the same for code."""
     options = asked.options
     flags = dict(choice.changes)

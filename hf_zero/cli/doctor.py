@@ -23,9 +23,8 @@ from ..plan import machine
 from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
-from .commands import OK, WRONG, print_json
+from .commands import OK, WRONG, DoctorOptions, ProbeOptions, print_json
 from .files import cache_folder, read_settings, writable
-from .options import DoctorOptions, ProbeOptions
 from .show import ranks_text, short_size, table, text
 
 GOOD, NOTE, BAD = "ok", "note", "wrong"
@@ -68,19 +67,6 @@ def run(options: DoctorOptions) -> int:
         ]
         table(Console(), f"hf_zero {__version__} on {host_name()}", ("what", "found", "", "to do"), rows, left=4)
     return OK if is_well else WRONG
-
-
-def checks(offload_dir: str | None) -> Iterator[Check]:
-    yield from _versions()
-    yield from _devices()
-    yield _memory()
-    yield _disk(offload_dir)
-    yield _busy()
-    yield _accelerate()
-    yield from _environment()
-    path = kept(cache_folder())
-    advice = "" if path.exists() else "without it plans have no times: hf-zero probe"
-    yield _noted("measured speeds", str(path) if path.exists() else "none kept", advice)
 
 
 def _versions() -> Iterator[Check]:
@@ -152,12 +138,6 @@ def _disk(offload_dir: str | None) -> Check:
     return _noted(what, found, "little space" if free < LITTLE_BYTES else "")
 
 
-def _busy() -> Check:
-    share, load = busy_share(), os.getloadavg()[0]
-    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
-    return _noted("other programs", found, "probe and benchmark when it is idle" if share > BUSY else "")
-
-
 def _accelerate() -> Check:
     """What `accelerate launch` does without further flags."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
@@ -174,21 +154,27 @@ def _accelerate() -> Check:
         return Check(what, str(path), BAD, str(error))
     kind, count = str(values.get("distributed_type", "NO")), values.get("num_processes", 1)
     if kind in _ENGINES:
-        return Check(
-            what,
-            f"{path}: {_ENGINES[kind]}, {count} processes",
-            BAD,
-            f"hf_zero takes its place: hf-zero migrate {path}, then distributed_type MULTI_GPU",
-        )
-    return Check(
-        what, f"{path}: {kind}, {count} processes, mixed precision {values.get('mixed_precision', 'no')}", GOOD
-    )
+        advice = f"hf_zero takes its place: hf-zero migrate {path}, then distributed_type MULTI_GPU"
+        return Check(what, f"{path}: {_ENGINES[kind]}, {count} processes", BAD, advice)
+    precision = values.get("mixed_precision", "no")
+    return Check(what, f"{path}: {kind}, {count} processes, mixed precision {precision}", GOOD)
 
 
-def _environment() -> Iterator[Check]:
+def checks(offload_dir: str | None) -> Iterator[Check]:
+    yield from _versions()
+    yield from _devices()
+    yield _memory()
+    yield _disk(offload_dir)
+    share, load = busy_share(), os.getloadavg()[0]
+    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
+    yield _noted("other programs", found, "probe and benchmark when it is idle" if share > BUSY else "")
+    yield _accelerate()
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "").lower() in ("1", "true"):
             yield Check("environment", f"{name}={os.environ[name]}", BAD, "another engine is asked for: unset it")
+    path = kept(cache_folder())
+    advice = "" if path.exists() else "without it plans have no times: hf-zero probe"
+    yield _noted("measured speeds", str(path) if path.exists() else "none kept", advice)
 
 
 # probe --------------------------------------------------------------------------------------------------------------

@@ -48,8 +48,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     what = "JSON" if path.suffix == ".json" else "YAML"
     try:
         raw = read_bounded(path, MAX_BYTES[what])
-        values = parse_json(raw) if what == "JSON" else _yaml(raw)
-        values = _plain(values)
+        values = _plain(parse_json(raw) if what == "JSON" else _yaml(raw))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The command `hf-zero`: its commands, and the functions that run them. Flags are in `options`, statuses in `commands`.
+"""The command `hf-zero`: its commands, and the functions that run them. Flags and statuses are in `commands`.
 
 What runs a command is imported when it is called: help, version and completion load no torch.
 """
@@ -14,18 +14,18 @@ from typing import Annotated
 import typer
 
 from ..version import __version__
-from . import options
+from . import commands
 from .commands import Options, add
 
 _COMMANDS: dict[str, tuple[type[Options], str]] = {
-    "plan": (options.PlanOptions, "plan:run"),
-    "probe": (options.ProbeOptions, "doctor:probe"),
-    "simulate": (options.SimulateOptions, "simulate:run"),
-    "verify": (options.VerifyOptions, "checkpoints:verify"),
-    "export": (options.ExportOptions, "checkpoints:export"),
-    "report": (options.ReportOptions, "report_page:run"),
-    "migrate": (options.MigrateOptions, "migrate:run"),
-    "doctor": (options.DoctorOptions, "doctor:run"),
+    "plan": (commands.PlanOptions, "plan:run"),
+    "probe": (commands.ProbeOptions, "doctor:probe"),
+    "simulate": (commands.SimulateOptions, "simulate:run"),
+    "verify": (commands.VerifyOptions, "checkpoints:verify"),
+    "export": (commands.ExportOptions, "checkpoints:export"),
+    "report": (commands.ReportOptions, "report_page:run"),
+    "migrate": (commands.MigrateOptions, "migrate:run"),
+    "doctor": (commands.DoctorOptions, "doctor:run"),
 }
 """By name: its options, and the function that is given them."""
 

@@ -79,6 +79,10 @@ def short_size(nbytes: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
 def pasted(console: Console, line: str) -> None:
     """What is to be copied: indented, and never folded."""
     console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)

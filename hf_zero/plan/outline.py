@@ -5,16 +5,120 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.safetensors import read_header
 from ..core.layout import ParamSpec, Visit, itemsize
 from ..core.precision import Precision, dtype_name
 from ..core.units import LIMITS
 from ..errors import ConfigError
-from .activations import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes of a transformer that activations depend on."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocab: int
+    key_value_heads: int | None = None
+    """None: as many as heads."""
+    is_gated: bool = False
+    """Whether the MLP multiplies two projections (SwiGLU)."""
+
+    @staticmethod
+    def of(config: Any, names: Iterable[str] = ()) -> Architecture | None:
+        """From a transformers config and the model's parameter names; None where a size is not to be found."""
+        config = getattr(config, "text_config", None) or config
+
+        def find(*keys: str) -> int | None:
+            values = (getattr(config, key, None) for key in keys)
+            return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+        hidden, layers = find("hidden_size", "n_embd", "d_model"), find("num_hidden_layers", "n_layer", "num_layers")
+        heads, vocab = find("num_attention_heads", "n_head", "num_heads"), find("vocab_size")
+        if hidden is None or layers is None or heads is None or vocab is None:
+            return None
+        wide = find("intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+        is_gated = any("gate_proj" in name or "gate_up_proj" in name for name in names)
+        return Architecture(hidden, layers, heads, wide, vocab, find("num_key_value_heads"), is_gated)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one rank puts through the model at a time: `rows` sequences of `sequence` tokens.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    rows: int
+    sequence: int
+    checkpointing: bool = False
+    """transformers' gradient checkpointing: only the layers' inputs stay, one layer is computed again at a time."""
+    offloads_checkpoints: bool = False
+    """Whether the kept inputs rest in host memory."""
+    architecture: Architecture | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.sequence < 1:
+            raise ConfigError(f"a batch needs at least one row and one token, found {self.rows} x {self.sequence}")
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+
+def layer_bytes(architecture: Architecture, size: int, residual_size: int) -> int:
+    """One layer and token, `size` bytes per element inside matrices' products, `residual_size` in the residual stream.
+
+    After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section
+    4.1: 34 bytes per token, layer and hidden element in 16 bits, less the attention scores (5 a s / h), which torch's
+    scaled_dot_product_attention does not keep. Here with the MLP's true width, grouped keys and values, gated MLPs, and types.
+
+    Attention keeps its input, queries, keys, values and output; the MLP its input, and 2 (gated: 4) arrays of its width; the
+    two norms their inputs; the two dropouts a byte per element.
+    """
+    hidden, heads = architecture.hidden, architecture.heads
+    kv = 2 * hidden * (architecture.key_value_heads or heads) // heads
+    wide = (4 if architecture.is_gated else 2) * architecture.intermediate
+    return size * (4 * hidden + kv + wide) + residual_size * 2 * hidden + 2 * hidden
+
+
+def logits_bytes(architecture: Architecture, size: int) -> int:
+    """One token: the logits, a float32 copy of them, their logarithm of the softmax, and the gradient."""
+    return architecture.vocab * (size + 3 * 4)
+
+
+def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]:
+    """Estimated bytes on the device and, of offloaded checkpoints, on the host; (0, 0) where the architecture is not known.
+
+    Args:
+        size: bytes per element of the compute dtype.
+        is_mixed: under autocast the residual stream stays float32.
+    """
+    architecture = batch.architecture
+    if architecture is None:
+        return 0, 0
+    residual = 4 if is_mixed else size
+    layer = layer_bytes(architecture, size, residual)
+    head = logits_bytes(architecture, size)
+    if not batch.checkpointing:
+        return batch.tokens * (architecture.layers * layer + head), 0
+    kept = batch.tokens * architecture.layers * architecture.hidden * residual
+    # Backward starts with the logits; they are gone when the last layer is computed again.
+    moment = batch.tokens * max(layer, head)
+    return (moment, kept) if batch.offloads_checkpoints else (moment + kept, 0)
+
+
+# Activations ----------------------------------------------------------------------------------------------------------
+
 
 _GPT2 = "Radford et al. 2019, table 2"
 _BERT = "arXiv 1810.04805, section 3"
@@ -28,19 +132,12 @@ _SCRIPTS = "scripts/finetune_models.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Architecture):
     """One transformer. `kind` says which tensors a block has: gpt (GPT-2), llama or bert."""
 
-    name: str
-    kind: str
-    layers: int
-    hidden: int
-    heads: int
-    intermediate: int
-    vocab: int
-    source: str
-    key_value_heads: int | None = None
-    """None: as many as heads."""
+    name: str = field(kw_only=True)
+    kind: str = field(kw_only=True)
+    source: str = field(kw_only=True)
     positions: int = 0
     """Of a learned embedding; 0: none."""
     is_tied: bool = True
@@ -54,16 +151,21 @@ class Shape:
 
     @property
     def architecture(self) -> Architecture:
-        gated = self.kind == "llama"
-        return Architecture(
-            self.hidden, self.layers, self.heads, self.intermediate, self.vocab, self.key_value_heads, gated
-        )
+        """Of the same sizes, whatever it is called."""
+        return Architecture(*(getattr(self, item.name) for item in fields(Architecture)))
 
 
 def _gpt(
-    name: str, layers: int, hidden: int, heads: int, source: str, vocab: int = 50257, positions: int = 1024
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    source: str,
+    vocab: int = 50257,
+    positions: int = 1024,
+    kind: str = "gpt",
 ) -> Shape:
-    return Shape(name, "gpt", layers, hidden, heads, 4 * hidden, vocab, source, positions=positions)
+    return Shape(hidden, layers, heads, 4 * hidden, vocab, name=name, kind=kind, source=source, positions=positions)
 
 
 def _llama(
@@ -77,11 +179,10 @@ def _llama(
     kv: int | None = None,
     tied: bool = False,
 ) -> Shape:
-    return Shape(name, "llama", layers, hidden, heads, wide, vocab, source, kv, is_tied=tied)
+    return Shape(hidden, layers, heads, wide, vocab, kv, True, name=name, kind="llama", source=source, is_tied=tied)
 
 
-def _bert(name: str, layers: int, hidden: int, heads: int, source: str, vocab: int, positions: int) -> Shape:
-    return Shape(name, "bert", layers, hidden, heads, 4 * hidden, vocab, source, positions=positions)
+_bert = partial(_gpt, kind="bert")
 
 
 PUBLISHED = (
@@ -108,7 +209,7 @@ PUBLISHED = (
 BUILT_IN = {shape.name: shape for shape in PUBLISHED}
 _LADDER = (
     # What a number of parameters is taken for: the nearest of these, its width and its MLP changed until the number is right.
-    Shape("Pythia 70M", "gpt", 6, 512, 8, 2048, 50304, _PYTHIA, positions=2048),
+    _gpt("Pythia 70M", 6, 512, 8, _PYTHIA, vocab=50304, positions=2048),
     *(replace(BUILT_IN[name], name=label) for name, label in (
         ("gpt2", "GPT-2 small"), ("gpt2-medium", "GPT-2 medium"), ("gpt2-large", "GPT-2 large"),
         ("tinyllama-1.1b", "TinyLlama 1.1B"),
@@ -134,39 +235,33 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "embeddings.position_embeddings.weight", (shape.positions, hidden)
     if shape.kind == "bert":
         yield "embeddings.token_type_embeddings.weight", (2, hidden)
-        yield from _norm("embeddings.norm", hidden, True)
+        yield from _layer("embeddings.norm", (hidden,), True)
     is_biased = shape.kind != "llama"
     for layer in range(shape.layers):
         at = f"layers.{layer}"
-        yield from _norm(f"{at}.attention_norm", hidden, is_biased)
+        yield from _layer(f"{at}.attention_norm", (hidden,), is_biased)
         for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            yield from _linear(f"{at}.attention.{name}", out, hidden, is_biased)
-        yield from _norm(f"{at}.mlp_norm", hidden, is_biased)
+            yield from _layer(f"{at}.attention.{name}", (out, hidden), is_biased)
+        yield from _layer(f"{at}.mlp_norm", (hidden,), is_biased)
         for name in ("gate", "up") if shape.kind == "llama" else ("up",):
-            yield from _linear(f"{at}.mlp.{name}", wide, hidden, is_biased)
-        yield from _linear(f"{at}.mlp.down", hidden, wide, is_biased)
+            yield from _layer(f"{at}.mlp.{name}", (wide, hidden), is_biased)
+        yield from _layer(f"{at}.mlp.down", (hidden, wide), is_biased)
     if shape.kind == "bert":  # the head of masked language modelling
-        yield from _linear("head.dense", hidden, hidden, True)
-        yield from _norm("head.norm", hidden, True)
+        yield from _layer("head.dense", (hidden, hidden), True)
+        yield from _layer("head.norm", (hidden,), True)
         yield "head.bias", (shape.vocab,)
     else:
-        yield from _norm("norm", hidden, is_biased)
+        yield from _layer("norm", (hidden,), is_biased)
     if shape.extra:
         yield "norm.extra", (shape.extra,)
     if not shape.is_tied:
         yield "lm_head.weight", (shape.vocab, hidden)
 
 
-def _linear(name: str, out: int, inner: int, is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (out, inner)
+def _layer(name: str, shape: tuple[int, ...], is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", shape
     if is_biased:
-        yield f"{name}.bias", (out,)
-
-
-def _norm(name: str, width: int, is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (width,)
-    if is_biased:
-        yield f"{name}.bias", (width,)
+        yield f"{name}.bias", shape[:1]
 
 
 def of_size(parameters: int) -> Shape | None:

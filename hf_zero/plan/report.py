@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,9 @@ class Report:
 
     def _of_units(self) -> list[str]:
         lines = [f"{'unit':<32}{'parameters':>14}{'flat tensors':>14}{'MiB gathered':>14}"]
-        for row, count in _collapse(self.units):
-            name = row.name if count == 1 else f"{row.name} and {count - 1} alike"
+        for _, alike in groupby(self.units, key=lambda row: (row.numel, row.spans)):
+            row, *others = alike
+            name = f"{row.name} and {len(others)} alike" if others else row.name
             lines.append(f"{name:<32}{row.numel:>14,}{row.spans:>14}{row.gathered_bytes / _MIB:>14.2f}")
         return lines
 
@@ -203,17 +205,6 @@ def data_parallel(layout: Layout, optimizer_tensors: int) -> States:
 
 def unit_rows(layout: Layout) -> tuple[UnitRow, ...]:
     return tuple(UnitRow(unit.name, unit.numel, len(unit.spans), unit.gathered_bytes) for unit in layout.units)
-
-
-def _collapse(rows: tuple[UnitRow, ...]) -> list[tuple[UnitRow, int]]:
-    """Runs of equal units as one line."""
-    out: list[tuple[UnitRow, int]] = []
-    for row in rows:
-        if out and (out[-1][0].numel, out[-1][0].spans) == (row.numel, row.spans):
-            out[-1] = (out[-1][0], out[-1][1] + 1)
-        else:
-            out.append((row, 1))
-    return out
 
 
 # One screen -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from ..comm.wire import SoloWire
-from ..plan.keeping import Kept
+from ..plan.plan import Kept
 from .preemption import Preemption
 from .replicas import Options
 from .spare_room import SpareRoom

@@ -14,9 +14,8 @@ from ..comm.hybrid import in_replicas, open_node
 from ..config import ZeroConfig
 from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, RankMismatchError
-from ..plan.keeping import keeps
 from ..plan.machine import Machine
-from ..plan.plan import Drafter
+from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
 from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
