@@ -4,7 +4,7 @@
 
 For each model and number of ranks one launch, in whose processes everything takes turns: the plain model's forward and
 backward and its optimizer's step without communication, on all ranks at the same time; the engine's steps of each stage; and,
-before and after, messages of several sizes (`hf_zero.plan.wire_speed`). From all but the engine's steps a machine's file is
+before and after, messages of several sizes (`hf_zero.plan.machine`). From all but the engine's steps a machine's file is
 made, as `hf-zero probe` writes it, and `hf-zero simulate --machine FILE` is asked for the engine's. Nothing is fitted to these.
 
 What overlaps on CPU ranks and what does not: a rank computes in its main thread, while gloo's threads and the kernel copy
@@ -42,9 +42,8 @@ from engines import SIZES, build_model
 import hf_zero as zero
 from hf_zero.cli.simulate import Record
 from hf_zero.comm.group_wire import open_wire
-from hf_zero.plan.machine import Machine
+from hf_zero.plan.machine import Machine, fitted, measure
 from hf_zero.plan.timeline import Computed
-from hf_zero.plan.wire_speed import fitted, measure
 
 WARM_UP = 4
 

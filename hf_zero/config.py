@@ -275,7 +275,7 @@ class ZeroConfig:
         return asdict(self)
 
 
-def setting(name: str) -> Any:
-    """A dataclass field with the default and metadata of `ZeroConfig`'s; its class says name and type, for type checkers."""
+def setting(name: str, **said: Any) -> Any:
+    """A dataclass field as `ZeroConfig` has it, but for what is `said`; its class says name and type, for type checkers."""
     origin = ZeroConfig.__dataclass_fields__[name]
-    return field(default=origin.default, metadata=origin.metadata)
+    return field(default=said.pop("default", origin.default), metadata={**origin.metadata, **said})

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +209,7 @@ def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
 
 
 def _weight_sets(folder: Path) -> list[WeightSet]:
-    """The weights of a model folder, headers checked, and that the index and the files hold the same.
-
-    Raises:
-        CheckpointError: none are there, a file is missing or damaged, or index and files disagree.
-    """
+    """The weights of a model folder, headers checked, and that the index and the files hold the same."""
     found: list[WeightSet] = []
     if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
         found.append(find_weights(folder, "model"))
@@ -248,11 +245,7 @@ def _hint(folder: Path) -> str:
 
 
 def _plan(weights: WeightSet, dtype: str | None, limit: int) -> list[_Output]:
-    """The files to write. Those that are there stay as they are where neither types nor `limit` ask for others.
-
-    Raises:
-        ConfigError: weights that are quantised, and so cannot be cast.
-    """
+    """The files to write. Those that are there stay as they are where neither types nor `limit` ask for others."""
     by_file = {
         file: {key: _Source(place, _cast(file, key, place.dtype, dtype)) for key, place in header.tensors.items()}
         for file, header in weights.files.items()
@@ -261,9 +254,16 @@ def _plan(weights: WeightSet, dtype: str | None, limit: int) -> list[_Output]:
     names = [f"{weights.stem}.safetensors"]
     if len(by_file) > 1:
         names = [f"{weights.stem}-{i:05d}-of-{len(by_file):05d}.safetensors" for i in range(1, len(by_file) + 1)]
-    kept = list(by_file) == names and _is_kept(list(by_file.values()), limit)
-    if not kept and not weights.stem.endswith("adapter_model"):  # an adapter has no index: it is one file always
-        return _split_anew(weights, by_file, metadata, limit)
+    # Whether filling files in order up to `limit` could have come out like this.
+    sizes = [[source.out_bytes for source in sources.values()] for sources in by_file.values()]
+    fits = all(sum(file) <= limit or len(file) == 1 for file in sizes)
+    fills = all(sum(file) + max(after, default=0) > limit for file, after in pairwise(sizes))
+    is_kept = list(by_file) == names and fits and fills
+    if not is_kept and not weights.stem.endswith("adapter_model"):  # an adapter has no index: it is one file always
+        # Headers are sorted by type and name; the model's order is not known. Layer 2 before layer 10 is near to it.
+        ordered = {key: s for sources in by_file.values() for key, s in sorted(sources.items(), key=_natural)}
+        split = split_keys(weights.stem, {key: source.out_bytes for key, source in ordered.items()}, limit)
+        return [_Output(name, {key: ordered[key] for key in keys}, metadata) for name, keys in split.items()]
     outputs = []
     for file, sources in by_file.items():
         same = all(source.dtype == source.stored.dtype for source in sources.values())
@@ -277,23 +277,6 @@ def _cast(file: str, key: str, dtype: str, wanted: str | None) -> str:
     if dtype.startswith("float8"):
         raise ConfigError(f"{file}: {key!r} is quantised ({dtype}); casting it to {wanted} would drop its scales")
     return wanted if dtype in _FLOATS else dtype
-
-
-def _is_kept(files: list[dict[str, _Source]], limit: int) -> bool:
-    """Whether filling files in order up to `limit` could have come out like this."""
-    totals = [sum(source.out_bytes for source in file.values()) for file in files]
-    largest = [max((source.out_bytes for source in file.values()), default=0) for file in files]
-    fits = all(total <= limit or len(file) == 1 for total, file in zip(totals, files))
-    return fits and all(total + after > limit for total, after in zip(totals, largest[1:]))
-
-
-def _split_anew(
-    weights: WeightSet, by_file: dict[str, dict[str, _Source]], metadata: dict[str, str], limit: int
-) -> list[_Output]:
-    # Headers are sorted by type and name; the model's order is not known. Layer 2 before layer 10 is near to it.
-    ordered = {key: s for sources in by_file.values() for key, s in sorted(sources.items(), key=_natural)}
-    names = split_keys(weights.stem, {key: source.out_bytes for key, source in ordered.items()}, limit)
-    return [_Output(name, {key: ordered[key] for key in keys}, metadata) for name, keys in names.items()]
 
 
 def _natural(item: tuple[str, _Source]) -> list[str | int]:
@@ -348,7 +331,9 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
                 (place / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             else:
                 shutil.copyfile(job.folder / name, place / name)
-        _write_card(job.folder, place, title)
+        card = place / "README.md"
+        if not card.exists() or _UNFILLED in card.read_text(encoding="utf-8", errors="replace"):
+            card.write_text(str(card_for(job.folder, model_id=title)), encoding="utf-8")
         files = {p.relative_to(place).as_posix(): p.stat().st_size for p in sorted(place.rglob("*")) if p.is_file()}
         marker = {"format": "hf_zero_export", "version": __version__, "files": files}
         (place / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
@@ -358,12 +343,7 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
 
 
 def _write_weights(folder: Path, output: _Output, target: Path, done: Callable[[int], None]) -> None:
-    """Write one file to `target`, `done(bytes)` as they come.
-
-    Raises:
-        CheckpointError: a file cannot be read or written (disk full).
-        ConfigError: a value is too large for the type.
-    """
+    """Write one file to `target`, `done(bytes)` as they come."""
     try:
         if output.copied is not None:
             shutil.copyfile(folder / output.copied, target)
@@ -433,14 +413,6 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
     for name, inner in config.items():
         if name.endswith("_config") and isinstance(inner, dict) and {"dtype", "torch_dtype"} & set(inner):
             _set_dtype(inner, dtype)
-
-
-def _write_card(folder: Path, place: Path, title: str) -> None:
-    """A card, unless a person has written one."""
-    path = place / "README.md"
-    if path.exists() and _UNFILLED not in path.read_text(encoding="utf-8", errors="replace"):
-        return
-    path.write_text(str(card_for(folder, model_id=title)), encoding="utf-8")
 
 
 # Where to -----------------------------------------------------------------------------------------------------------

@@ -129,14 +129,11 @@ class Staging:
             else:
                 _sync(self.target.parent)
         except OSError as error:
-            rest = "; its new files are complete, the next load or save moves them" if self._is_committed else ""
+            is_committed = (self.target / _COMMIT).is_dir()
+            rest = "; its new files are complete, the next load or save moves them" if is_committed else ""
             raise CheckpointError(f"{self.target} could not be put in place: {error}{rest}") from error
         finally:
             self.discard()
-
-    @property
-    def _is_committed(self) -> bool:
-        return (self.target / _COMMIT).is_dir()
 
     def discard(self) -> None:
         """Remove what is staged and let go of the lock. Safe to call again, and after `publish`."""
@@ -291,27 +288,16 @@ def remove_left_overs(folder: str | os.PathLike[str], but: Path | None = None) -
     """Staging folders directly inside `folder` whose job is dead; not `but`."""
     with contextlib.suppress(OSError):  # a parent that may not be listed
         for root in Path(folder).glob(f".*{SUFFIX}"):
-            if root != but:
-                _remove_dead(root)
-
-
-def _remove_dead(root: Path) -> None:
-    try:
-        held = _lock(root)
-    except (CheckpointError, OSError):
-        return
-    if held is None:
-        return
-    fd, guarded = held
-    if guarded:  # else there is no telling whether its job lives
-        shutil.rmtree(root, ignore_errors=True)
-    os.close(fd)
+            with contextlib.suppress(CheckpointError, OSError):
+                held = None if root == but else _lock(root)
+                if held is not None:
+                    if held[1]:  # else there is no telling whether its job lives
+                        shutil.rmtree(root, ignore_errors=True)
+                    os.close(held[0])
 
 
 def refuse_link(path: Path) -> None:
-    """Raises:
-    CheckpointError: `path` is a symbolic link.
-    """
+    """Raises CheckpointError: `path` is a symbolic link."""
     if path.is_symlink():
         raise CheckpointError(
             f"{path} is a symbolic link (to {os.readlink(path)!r}), where a folder or file of its own is expected: what it "
@@ -326,11 +312,7 @@ def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
 
 
 def _files_of(target: Path) -> set[str]:
-    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one.
-
-    Raises:
-        OSError: the disk fails: its files would stay beside those of the next one.
-    """
+    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one."""
     try:
         return set(Manifest.read(target).files)
     except CheckpointError as error:
@@ -359,10 +341,6 @@ def _lock(
 
     `filelock` would not do: it locks a file beside, which stays or can be removed by others, where here the folder itself is
     what must still be the same one afterwards.
-
-    Raises:
-        CheckpointError: it is a link, or somebody else's.
-        OSError: it cannot be opened.
     """
     refuse_link(path)
     fd = -1

@@ -49,6 +49,7 @@ _PEFT_TASKS = {
     "TOKEN_CLS": _TASKS["ForTokenClassification"],
     "QUESTION_ANS": _TASKS["ForQuestionAnswering"],
 }
+_KINDS: dict[str, tuple[type, ...]] = {"str | None": (str,), "int | None": (int,), "list[str]": (list,)}
 _TIMING = ("per_second", "time")
 _METRIC_IDS = {"accuracy", "f1", "precision", "recall", "perplexity", "mse", "mae", "rouge", "bleu", "wer"}
 
@@ -105,17 +106,11 @@ class RunFacts:
         facts = RunFacts()
         for entry in fields(RunFacts):
             if entry.name in body:
-                setattr(facts, entry.name, _checked(path, entry.name, entry.type, body[entry.name]))
+                value = body[entry.name]
+                if not isinstance(value, _KINDS.get(str(entry.type), (dict,))):
+                    raise CheckpointError(f"{path}: {entry.name} is {value!r}, expected {entry.type}")
+                setattr(facts, entry.name, value)
         return facts
-
-
-_KINDS: dict[str, tuple[type, ...]] = {"str | None": (str,), "int | None": (int,), "list[str]": (list,)}
-
-
-def _checked(path: Path, name: str, kind: Any, value: Any) -> Any:
-    if not isinstance(value, _KINDS.get(kind, (dict,))):
-        raise CheckpointError(f"{path}: {name} is {value!r}, expected {kind}")
-    return value
 
 
 def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **facts: Any) -> ModelCard:
@@ -137,15 +132,7 @@ def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **f
 
 
 def _content(folder: Path, model_id: str, facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metadata of a card and the variables of its template.
-
-    Args:
-        facts: fields of `RunFacts` that win over those found.
-
-    Raises:
-        ConfigError: a fact that there is no place for.
-        CheckpointError: a file of the folder is malformed.
-    """
+    """The metadata of a card and the variables of its template; see `card_for`."""
     unknown = set(facts) - {entry.name for entry in fields(RunFacts)}
     if unknown:
         raise ConfigError(f"a card has no place for {sorted(unknown)}; expected fields of RunFacts or model_id")

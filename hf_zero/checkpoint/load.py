@@ -24,8 +24,7 @@ from ..errors import CheckpointError
 from .files import Field, read_json
 from .folder import recover
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
-from .pieces import MASTER, OptimizerState, Parameters, ParameterState
-from .ranges import Range, Reader, ranges_of
+from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 from .weights import Located, WeightFormat, checked_header, find_weights, persistent_buffers
@@ -56,8 +55,11 @@ class Loading:
         self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
-            with on_all_ranks(wire, self._what):
-                self._check_small()
+            with on_all_ranks(wire, self._what):  # files that are not read range by range, shared out over the ranks
+                files = {} if self.manifest is None else self.manifest.files
+                rest = {name: file for name, file in files.items() if not name.endswith(".safetensors")}
+                for name, segments in share(Manifest(rest), wire.rank, wire.size).items():
+                    check_segments(self.folder / name, segments)
 
     @property
     def bytes_read(self) -> int:
@@ -76,14 +78,6 @@ class Loading:
                 )
             return None
         return check_sizes(self.folder)
-
-    def _check_small(self) -> None:
-        """Files that are not read range by range, shared out over the ranks."""
-        if self.manifest is None:
-            return
-        rest = {name: file for name, file in self.manifest.files.items() if not name.endswith(".safetensors")}
-        for name, segments in share(Manifest(rest), self._wire.rank, self._wire.size).items():
-            check_segments(self.folder / name, segments)
 
     def find(self, stem: str) -> dict[str, Stored]:
         """The weights of `stem` (see `find_weights`) in this folder. Without communication."""
@@ -106,8 +100,13 @@ class Loading:
                 for key, place in self.find(f"{folder}/{stem}" if folder else stem).items()
             }
             located = form.locate(stored)
-            if strict:
-                _refuse_gaps(self.folder, model, located)
+            if strict and (located.missing or located.unexpected or located.mismatched):
+                wrong = [f"{key!r} is {found}, expected {shape}" for key, found, shape in located.mismatched[:5]]
+                raise CheckpointError(
+                    f"{self.folder} does not fit {type(model).__name__}: {len(located.missing)} missing "
+                    f"{list(located.missing[:5])}, {len(located.unexpected)} unexpected {list(located.unexpected[:5])}, "
+                    f"{len(located.mismatched)} of another shape {wrong}. Pass strict=False to load what fits"
+                )
         with torch.no_grad(), on_all_ranks(self._wire, self._what):
             places = {
                 name: [Extent(stored[p.source], p.source_start, p.start, p.numel) for p in pieces]
@@ -154,9 +153,7 @@ class Loading:
             }
 
     def _index(self, folder: str) -> tuple[Path, Field]:
-        """Raises:
-        CheckpointError: naming the file, and the key of what cannot be.
-        """
+        """Raises CheckpointError: naming the file, and the key of what cannot be."""
         path = self.folder / folder / OPTIMIZER_INDEX
         body = read_json(path)
         check_version(path, body, 1)
@@ -197,7 +194,13 @@ class Loading:
             _check_kind(path, index.value, optimizer)
             options = [_options(group, place, optimizer) for place, group in enumerate(groups)]
             self._tell_kind(path, index.value.get("optimizer"), optimizer, options)
-            needed = _needed(optimizer, options)
+            # The states that a parameter has if it has any; none where that depends on options that will be others.
+            changes = any(
+                key in mine and bool(mine[key]) != bool(value)
+                for mine, saved in zip(optimizer.groups, options)
+                for key, value in saved.items()
+            )
+            needed = set() if changes else optimizer.names() or set()
             prefix = f"{folder}/"
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
@@ -254,22 +257,8 @@ def _check_kind(path: Path, index: dict[str, Any], optimizer: OptimizerState) ->
         )
 
 
-def _refuse_gaps(folder: Path, model: nn.Module, located: Located) -> None:
-    if located.missing or located.unexpected or located.mismatched:
-        wrong = [f"{key!r} is {found}, expected {shape}" for key, found, shape in located.mismatched[:5]]
-        raise CheckpointError(
-            f"{folder} does not fit {type(model).__name__}: {len(located.missing)} missing {list(located.missing[:5])}, "
-            f"{len(located.unexpected)} unexpected {list(located.unexpected[:5])}, {len(located.mismatched)} of another shape "
-            f"{wrong}. Pass strict=False to load what fits"
-        )
-
-
 def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, Any]:
-    """A group's options as they are to be.
-
-    Raises:
-        CheckpointError: names the option that this run's group does not have, or the value that it cannot have.
-    """
+    """A group's options as they are to be."""
     group = optimizer.groups[place]
     options = {}
     for key, entry in saved.entries():
@@ -293,14 +282,6 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
     return options
 
 
-def _needed(optimizer: OptimizerState, options: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The states that a parameter has if it has any; none where that depends on options that will be others."""
-    for mine, saved in zip(optimizer.groups, options):
-        if any(key in mine and bool(mine[key]) != bool(value) for key, value in saved.items()):
-            return set()
-    return optimizer.names() or set()
-
-
 def _value(entry: Field) -> Any:
     """A value that `saving.scalar` wrote; of a tensor, the number in it."""
     found = entry.value
@@ -322,12 +303,7 @@ def _saved(
     is_whole: bool,
     needed: set[str],
 ) -> ParameterState:
-    """What the checkpoint has of one parameter's state and is wanted here.
-
-    Raises:
-        CheckpointError: a file lacks it, or its shape is not that of the parameter (`is_whole`: it may have its own); or
-            it is not all that is needed.
-    """
+    """What the checkpoint has of one parameter's state and is wanted here."""
     there = {*entry["states"], *entry["scalars"]}
     lacking = set() if is_whole or not there - {MASTER} else needed - there
     if lacking:

@@ -191,19 +191,16 @@ def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
     """
     manifest = Manifest.read(folder)
     for name, file in manifest.files.items():
-        _check_size(inside(folder, name), file)
+        path = inside(folder, name)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: the manifest lists it with {file.size} bytes") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if size != file.size:
+            raise CheckpointError(f"{path} has {size} bytes, the manifest says {file.size}: it was cut or replaced")
     return manifest
-
-
-def _check_size(path: Path, expected: FileDigest) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the manifest lists it with {expected.size} bytes") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if size != expected.size:
-        raise CheckpointError(f"{path} has {size} bytes, the manifest says {expected.size}: it was cut or replaced")
 
 
 def check_segment(path: Path, segment: Segment, data: Any) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,15 +159,33 @@ def read_fully(fd: int, out: memoryview, offset: int, path: Path) -> None:
     Raises:
         CheckpointError: the file ends before, or the read fails.
     """
+    done = _moved("reading", lambda part, at: os.preadv(fd, [part], at), out, offset, path)
+    if done < len(out):
+        raise CheckpointError(f"{path} is cut short: {len(out)} bytes expected at {offset}, {done} are there")
+
+
+def write_fully(fd: int, data: memoryview, offset: int, path: Path) -> None:
+    """Write `data` at byte `offset`, going on after short writes.
+
+    Raises:
+        CheckpointError: the write fails (disk full, device error).
+    """
+    if _moved("writing", lambda part, at: os.pwrite(fd, part, at), data, offset, path) < len(data):
+        raise CheckpointError(f"{path}: writing {len(data)} bytes at {offset} made no progress: is the disk full?")
+
+
+def _moved(doing: str, call: Callable[[memoryview, int], int], data: memoryview, offset: int, path: Path) -> int:
+    """How many bytes, until all are or `call` moves none."""
     done = 0
-    while done < len(out):
+    while done < len(data):
         try:
-            count = os.preadv(fd, [out[done:]], offset + done)
+            count = call(data[done:], offset + done)
         except OSError as error:
-            raise CheckpointError(f"{path}: reading {len(out)} bytes at {offset} failed: {error}") from error
+            raise CheckpointError(f"{path}: {doing} {len(data)} bytes at {offset} failed: {error}") from error
         if count == 0:
-            raise CheckpointError(f"{path} is cut short: {len(out)} bytes expected at {offset}, {done} are there")
+            break
         done += count
+    return done
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -179,20 +197,3 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
     call = getattr(_LIBC, "sync_file_range", None)
     if call is not None:
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
-
-
-def write_fully(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write `data` at byte `offset`, going on after short writes.
-
-    Raises:
-        CheckpointError: the write fails (disk full, device error).
-    """
-    done = 0
-    while done < len(data):
-        try:
-            count = os.pwrite(fd, data[done:], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: writing {len(data)} bytes at {offset} failed: {error}") from error
-        if count == 0:
-            raise CheckpointError(f"{path}: writing {len(data)} bytes at {offset} made no progress: is the disk full?")
-        done += count

@@ -33,8 +33,7 @@ from ..errors import CheckpointError, ZeroError
 from ..version import __version__
 from .folder import Staging, naming
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
-from .pieces import OptimizerState, Parameters, ParameterState
-from .ranges import Range, Writer, copy_to, ranges_of
+from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
 from .safetensors import Stored, build_header
 from .weights import Drawing, Entry, WeightFile, split_files
 
@@ -331,6 +330,9 @@ def _padded(length: int) -> int:
 
 
 def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -> dict[str, Any]:
+    for array in (array for state in described.values() for array in state.arrays):
+        if not _SAFE_STATE.fullmatch(array):
+            raise CheckpointError(f"the optimizer state {array!r} has no name for a file")
     return {
         "version": 1,
         "optimizer": optimizer.kind,
@@ -338,18 +340,12 @@ def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -
         "parameters": {
             name: {
                 "shape": state.shape,
-                "states": [_safe(array) for array in state.arrays],
+                "states": list(state.arrays),
                 "scalars": {key: scalar(key, value) for key, value in state.scalars.items()},
             }
             for name, state in described.items()
         },
     }
-
-
-def _safe(state: str) -> str:
-    if not _SAFE_STATE.fullmatch(state):
-        raise CheckpointError(f"the optimizer state {state!r} has no name for a file")
-    return state
 
 
 def _entries(state: str, described: Mapping[str, ParameterState]) -> Iterator[Entry]:

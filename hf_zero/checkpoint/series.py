@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +116,11 @@ class CheckpointSeries:
         """
         if limit is None or limit <= 0 or len(folders) <= limit:
             return
-        whole = [path for path in folders if self._is_whole(path)]
+        whole = []
+        for path in folders:
+            with suppress(CheckpointError):
+                self._check_names(path)
+                whole.append(path)
         busy = [path for path in folders if (path / SUFFIX).exists()]
         kept = {os.path.realpath(path) for path in (*keep, *whole[-1:], *busy)}
         goes = [
@@ -125,24 +130,13 @@ class CheckpointSeries:
             shutil.rmtree(path, ignore_errors=True)
 
     def _check_names(self, folder: Path) -> Manifest | None:
-        """Names and sizes, without reading what is in the files; None for a folder of plain data parallel.
-
-        Raises:
-            CheckpointError: something is missing.
-        """
+        """Names and sizes, without reading what is in the files; None for a folder of plain data parallel."""
         if is_ours(folder):
             return check_sizes(folder)
         if self.last_written is None or not (folder / self.last_written).is_file():
             names = f"neither {MANIFEST} nor {self.last_written} is" if self.last_written else f"{MANIFEST} is not"
             raise CheckpointError(f"{names} there: a save that did not finish")
         return None
-
-    def _is_whole(self, folder: Path) -> bool:
-        try:
-            self._check_names(folder)
-        except CheckpointError:
-            return False
-        return True
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], prefix: str = PREFIX) -> Path | None:

@@ -1,21 +1,26 @@
-"""What to use for a model: the cheapest settings that fit, and what each change saves where nothing does.
+"""What `hf-zero plan` was asked, and what to use: the cheapest settings that fit, what each change saves where none do.
 
 Settings are tried as plans, in the order of what they cost in time: nothing here is a rule of thumb but that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..config import STAGES, parse_bytes
+from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.costs import Memory
 from ..plan.machine import MARGIN, Machine
+from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
+from ..plan.solve import PlanInputs
 from ..tiers.tier import Tier
-from .asked import Asked
+from .commands import PlanOptions, as_flags, as_plugin
+from .models import Model
 
 GPUS = {"24 GB": 24564 << 20, "40 GB": 40960 << 20, "80 GB": 81559 << 20, "141 GB": 143771 << 20}
 """What nvidia-smi reports as their memory: RTX 4090, A100 40GB, H100, H200."""
@@ -39,6 +44,56 @@ LADDER: tuple[dict[str, Any], ...] = (
 """What costs less time comes first."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What was typed, the model that it names, and a machine: from here on it is arithmetic."""
+
+    options: PlanOptions
+    model: Model
+    machine: Machine
+    source: str = ""
+    """Where the machine's figures are from."""
+
+    @cached_property
+    def precision(self) -> Precision:
+        given = self.options.config(max(STAGES))
+        return Precision.of(self.options.mixed_precision, given.reduce_dtype, given.full_precision, given.wire)
+
+    @cached_property
+    def budgets(self) -> dict[Tier, int | None]:
+        """Bytes of memory that were given, or that the machine has; None: no limit."""
+        options, machine = self.options, self.machine
+        return {
+            Tier.DEVICE: machine.device_memory if options.device_memory is None else parse_bytes(options.device_memory),
+            Tier.HOST: machine.host_memory if options.host_memory is None else parse_bytes(options.host_memory),
+        }
+
+    def changed(self, **options: Any) -> Asked:
+        return replace(self, options=replace(self.options, **options))
+
+    def inputs(self, stage: int, ranks: int | None = None, **settings: Any) -> PlanInputs:
+        """Of one stage, on other ranks or with other settings where they are given."""
+        options, world_size = self.options, ranks or self.options.world_size
+        config = options.config(stage, **settings)
+        batch = None
+        if options.batch is not None:
+            checkpointing = options.gradient_checkpointing or options.offload_activations
+            architecture = self.model.architecture
+            batch = Batch(options.batch, options.sequence, checkpointing, options.offload_activations, architecture)
+        layout = self.model.layout(self.precision, config.shards(world_size))
+        return PlanInputs(
+            layout,
+            self.machine,
+            config,
+            world_size,
+            self.precision,
+            options.optimizer_tensors,
+            batch,
+            options.accumulation,
+            node_ranks=options.world_size // options.nodes if options.nodes > 1 else 1,
+        )
+
+
 def usable_bytes(memory_bytes: int) -> int:
     """Of a GPU's memory: the margin is for its context, libraries and the allocator."""
     return int(memory_bytes * (1 - MARGIN))
@@ -52,14 +107,6 @@ class Choice:
     made: Plan
 
     @property
-    def device_bytes(self) -> int:
-        return self.made.memory.at_most(Tier.DEVICE)
-
-    @property
-    def host_bytes(self) -> int:
-        return self.made.memory.at_most(Tier.HOST)
-
-    @property
     def text(self) -> str:
         """`stage 3, gradient checkpointing, optimizer on cpu`."""
         words = [f"stage {self.changes['zero_stage']}"] if "zero_stage" in self.changes else []
@@ -68,54 +115,33 @@ class Choice:
         return " + ".join(words + [f"{name} on {where}" for name, where in offloads.items() if where != "none"])
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """One change of what was asked for."""
-
-    text: str
-    saved_bytes: int
-    """Of device memory at peak, per rank."""
-    device_bytes: int
-    is_enough: bool
-
-
-def budget(asked: Asked) -> int | None:
-    """Bytes of device memory that were given."""
-    given = asked.options.device_memory
-    return asked.machine.device_memory if given is None else parse_bytes(given, "--device-memory")
-
-
-def host_budget(asked: Asked) -> int | None:
-    given = asked.options.host_memory
-    return asked.machine.host_memory if given is None else parse_bytes(given, "--host-memory")
-
-
-def _fits(memory: Memory, device_bytes: int | None, host_bytes: int | None) -> bool:
-    budgets = ((Tier.DEVICE, device_bytes), (Tier.HOST, host_bytes))
-    return all(most is None or memory.at_most(tier) <= most for tier, most in budgets)
+def _fits(memory: Memory, budgets: Mapping[Tier, int | None]) -> bool:
+    return all(most is None or memory.at_most(tier) <= most for tier, most in budgets.items())
 
 
 def choices(asked: Asked) -> list[Choice]:
     """`LADDER` as plans without budgets. Where activations can be counted they are, if need be for one row."""
-    counted = _counted(asked)
+    if asked.options.batch is None and asked.model.architecture is not None:
+        asked = asked.changed(batch=1)
     found = []
     for changes in LADDER:
         if "gradient_checkpointing" in changes and asked.model.architecture is None:
             changes = {name: value for name, value in changes.items() if name != "gradient_checkpointing"}
         try:
-            found.append(Choice(changes, _plan(counted, **changes)))
+            found.append(Choice(changes, _plan(asked, **changes)))
         except ConfigError:  # what the other flags do not go with
             continue
     return found
 
 
-def first_that_fits(found: list[Choice], device_bytes: int, host_bytes: int | None) -> Choice | None:
-    return next((choice for choice in found if _fits(choice.made.memory, device_bytes, host_bytes)), None)
+def first_that_fits(found: Sequence[Choice], budgets: Mapping[Tier, int | None]) -> Choice | None:
+    return next((choice for choice in found if _fits(choice.made.memory, budgets)), None)
 
 
 def best(asked: Asked) -> tuple[Choice, Asked] | None:
     """The first of `LADDER` that fits the budget; else with one row at a time, then in bfloat16."""
-    limit = budget(asked)
+    if asked.budgets[Tier.DEVICE] is None:
+        return None
     tries: list[dict[str, Any]] = [{}]
     if (asked.options.batch or 1) > 1:
         tries.append({"batch": 1, "accumulation": asked.options.accumulation * (asked.options.batch or 1)})
@@ -123,15 +149,17 @@ def best(asked: Asked) -> tuple[Choice, Asked] | None:
         tries.append({**tries[-1], "mixed_precision": "bf16"})
     for changes in tries:
         other = asked.changed(**changes)
-        choice = None if limit is None else first_that_fits(choices(other), limit, host_budget(asked))
+        choice = first_that_fits(choices(other), asked.budgets)
         if choice is not None:
             return choice, other
     return None
 
 
-def remedies(asked: Asked, stage: int) -> list[Remedy]:
-    """Single changes of what was asked for, by the device memory that each saves; those that save none are left out."""
-    limit, host_limit = budget(asked), host_budget(asked)
+def remedies(asked: Asked, stage: int) -> list[tuple[str, int, int, bool]]:
+    """Single changes of what was asked for: the bytes of device memory at peak that each saves, the most first, what is needed
+    then, and whether that fits. Those that save none are left out.
+    """
+    budgets = asked.budgets
     try:
         now = _plan(asked, zero_stage=stage).memory.at_most(Tier.DEVICE)
     except ConfigError:  # `auto` alone
@@ -145,8 +173,8 @@ def remedies(asked: Asked, stage: int) -> list[Remedy]:
             continue
         device = made.memory.at_most(Tier.DEVICE)
         if device < now:
-            found.append(Remedy(text, now - device, device, _fits(made.memory, limit, host_limit)))
-    return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+            found.append((text, now - device, device, _fits(made.memory, budgets)))
+    return sorted(found, key=lambda remedy: -remedy[1])
 
 
 def _changes(asked: Asked, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -173,10 +201,9 @@ def _changes(asked: Asked, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def least_ranks(asked: Asked, stage: int) -> int | None:
     """The least number of ranks, more than were asked for, on which it fits; None: more ranks alone do not help."""
-    limit, host_limit = budget(asked), host_budget(asked)
 
     def is_enough(ranks: int) -> bool:
-        return _fits(_plan(asked, zero_stage=stage, world_size=ranks).memory, limit, host_limit)
+        return _fits(_plan(asked, zero_stage=stage, world_size=ranks).memory, asked.budgets)
 
     short = enough = asked.options.world_size
     if not STAGES[stage].shard:
@@ -191,27 +218,15 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
     return enough if enough > asked.options.world_size else None
 
 
-def command_line(choice: Choice, asked: Asked) -> str:
-    """Flags of a script with `ZeroTrainingArguments`."""
-    flags = []
-    for name, value in choice.changes.items():
-        flags.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+def as_typed(choice: Choice, asked: Asked) -> tuple[str, str]:
+    """Flags of a script with `ZeroTrainingArguments`, and the same for code."""
     options = asked.options
-    flags += [f"--{options.mixed_precision}"] if options.mixed_precision != "no" else []
-    flags += [f"--per-device-train-batch-size {options.batch}"] if options.batch is not None else []
-    flags += [f"--gradient-accumulation-steps {options.accumulation}"] if options.accumulation > 1 else []
-    return " ".join(flags)
-
-
-def plugin(choice: Choice) -> str:
-    """The same for code."""
+    flags = dict(choice.changes)
+    flags |= {} if options.mixed_precision == "no" else {options.mixed_precision: True}
+    flags |= {} if options.batch is None else {"per_device_train_batch_size": options.batch}
+    flags |= {"gradient_accumulation_steps": options.accumulation} if options.accumulation > 1 else {}
     settings = {name.removeprefix("zero_"): value for name, value in choice.changes.items() if name.startswith("zero_")}
-    return f"zero.ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
-
-
-def _counted(asked: Asked) -> Asked:
-    has_batch = asked.options.batch is not None or asked.model.architecture is None
-    return asked if has_batch else asked.changed(batch=1)
+    return as_flags(flags), as_plugin(settings)
 
 
 def _plan(asked: Asked, **options: Any) -> Plan:

@@ -13,8 +13,7 @@ from pathlib import Path
 from ..checkpoint import export as exports
 from ..checkpoint.manifest import MANIFEST
 from ..errors import CheckpointError, ConfigError
-from .commands import Options, print_json
-from .options import ExportOptions, VerifyOptions
+from .commands import ExportOptions, Options, VerifyOptions, print_json
 
 
 def verify(options: VerifyOptions) -> None:
@@ -22,7 +21,8 @@ def verify(options: VerifyOptions) -> None:
     _check_folder(folder)
     started = time.perf_counter()
     with _progress() as note:
-        if not (folder / MANIFEST).exists() and _is_model(folder):
+        is_model = (folder / "config.json").is_file() and not (folder / "optimizer").exists()
+        if is_model and not (folder / MANIFEST).exists():
             raise CheckpointError(
                 f"{folder} is a model folder without {MANIFEST}: nothing vouches for its bytes, so there is nothing to verify"
             )
@@ -41,11 +41,6 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is a file: expected a checkpoint's folder")
     if not folder.is_dir():
         raise ConfigError(f"no such folder: {folder}")
-
-
-def _is_model(folder: Path) -> bool:
-    """Whether `from_pretrained` may load it, though no engine wrote it."""
-    return (folder / "config.json").is_file() and not (folder / "optimizer").exists()
 
 
 def export(options: ExportOptions) -> None:

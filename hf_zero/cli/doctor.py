@@ -1,4 +1,4 @@
-"""`hf-zero doctor`: what this machine has, and what would get in the way of a training."""
+"""`hf-zero doctor`: what this machine has, and what would get in the way of a training. `hf-zero probe`: how fast it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,14 +19,13 @@ from rich.text import Text
 
 from ..config import size_text
 from ..errors import ConfigError
-from ..plan.machine import busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
+from ..plan import machine
+from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
-from .asked import cache_folder
-from .commands import OK, WRONG, print_json
-from .files import read_settings
-from .options import DoctorOptions
-from .show import table
+from .commands import OK, WRONG, DoctorOptions, ProbeOptions, print_json
+from .files import cache_folder, read_settings, writable
+from .show import ranks_text, short_size, table, text
 
 GOOD, NOTE, BAD = "ok", "note", "wrong"
 _STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
@@ -67,19 +67,6 @@ def run(options: DoctorOptions) -> int:
         ]
         table(Console(), f"hf_zero {__version__} on {host_name()}", ("what", "found", "", "to do"), rows, left=4)
     return OK if is_well else WRONG
-
-
-def checks(offload_dir: str | None) -> Iterator[Check]:
-    yield from _versions()
-    yield from _devices()
-    yield _memory()
-    yield _disk(offload_dir)
-    yield _busy()
-    yield _accelerate()
-    yield from _environment()
-    path = kept(cache_folder())
-    advice = "" if path.exists() else "without it plans have no times: hf-zero probe"
-    yield _noted("measured speeds", str(path) if path.exists() else "none kept", advice)
 
 
 def _versions() -> Iterator[Check]:
@@ -151,12 +138,6 @@ def _disk(offload_dir: str | None) -> Check:
     return _noted(what, found, "little space" if free < LITTLE_BYTES else "")
 
 
-def _busy() -> Check:
-    share, load = busy_share(), os.getloadavg()[0]
-    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
-    return _noted("other programs", found, "probe and benchmark when it is idle" if share > BUSY else "")
-
-
 def _accelerate() -> Check:
     """What `accelerate launch` does without further flags."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
@@ -173,18 +154,97 @@ def _accelerate() -> Check:
         return Check(what, str(path), BAD, str(error))
     kind, count = str(values.get("distributed_type", "NO")), values.get("num_processes", 1)
     if kind in _ENGINES:
-        return Check(
-            what,
-            f"{path}: {_ENGINES[kind]}, {count} processes",
-            BAD,
-            f"hf_zero takes its place: hf-zero migrate {path}, then distributed_type MULTI_GPU",
-        )
-    return Check(
-        what, f"{path}: {kind}, {count} processes, mixed precision {values.get('mixed_precision', 'no')}", GOOD
-    )
+        advice = f"hf_zero takes its place: hf-zero migrate {path}, then distributed_type MULTI_GPU"
+        return Check(what, f"{path}: {_ENGINES[kind]}, {count} processes", BAD, advice)
+    precision = values.get("mixed_precision", "no")
+    return Check(what, f"{path}: {kind}, {count} processes, mixed precision {precision}", GOOD)
 
 
-def _environment() -> Iterator[Check]:
+def checks(offload_dir: str | None) -> Iterator[Check]:
+    yield from _versions()
+    yield from _devices()
+    yield _memory()
+    yield _disk(offload_dir)
+    share, load = busy_share(), os.getloadavg()[0]
+    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
+    yield _noted("other programs", found, "probe and benchmark when it is idle" if share > BUSY else "")
+    yield _accelerate()
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "").lower() in ("1", "true"):
             yield Check("environment", f"{name}={os.environ[name]}", BAD, "another engine is asked for: unset it")
+    path = kept(cache_folder())
+    advice = "" if path.exists() else "without it plans have no times: hf-zero probe"
+    yield _noted("measured speeds", str(path) if path.exists() else "none kept", advice)
+
+
+# probe --------------------------------------------------------------------------------------------------------------
+
+
+def probe(options: ProbeOptions) -> None:
+    """Measures, and prints it; on several ranks a collective."""
+    from ..comm.group_wire import open_wire
+    from ..comm.watch import STALL_S
+    from ..huggingface.plugin import ZeroAccelerator
+
+    if options.offload_dir is not None and not Path(options.offload_dir).is_dir():
+        raise ConfigError(
+            f"no such folder: {options.offload_dir} (--offload-dir measures the disk of a folder that is there)"
+        )
+    writable(options.output)
+    busy = busy_share()
+    accelerator = ZeroAccelerator()  # joins the ranks that torchrun has started, and says which device is this one's
+    try:
+        wire = open_wire(accelerator.device)
+        wire.start(STALL_S)  # messages as an engine's
+        found = machine.probe(accelerator.device, wire, ranks=wire.ranks_here(), offload_dir=options.offload_dir)
+        if wire.rank == 0:
+            path = kept(cache_folder()) if options.output is None else Path(options.output)
+            replaced = ", in place of the one before" if options.output is None and path.exists() else ""
+            found.keep(path)
+            if busy > BUSY:
+                print(
+                    f"hf-zero: other programs used {busy:.0%} of the processors when this began: the figures are too low; "
+                    "measure again when the machine is idle",
+                    file=sys.stderr,
+                )
+            if options.json:
+                print_json(found.to_dict())
+                return
+            readers = "`hf-zero plan` and training where a tier is `auto` read it"
+            if options.output is not None:
+                readers = f"`hf-zero plan --machine {path}` reads it"
+            table(console := Console(), f"{host_name()}, one of {ranks_text(wire.size)}", ("", ""), *_measured(found))
+            text(console, f"written to {path}{replaced}; {readers}")
+    finally:
+        accelerator.end_training()
+
+
+def _measured(found: Machine) -> Iterator[list[tuple[str, str]]]:
+    """Sizes, speeds, messages, matrix products."""
+    sizes = [
+        ("device memory free", found.device_memory),
+        ("host memory free", found.host_memory),
+        ("disk free", found.disk_free),
+    ]
+    yield [(label, "" if size is None else short_size(size)) for label, size in sizes]
+    speeds = [
+        ("host memory, optimizer", found.host_bandwidth),
+        ("device memory, optimizer", found.device_bandwidth),
+        ("link, device to host", found.link_down),
+        ("link, host to device", found.link_up),
+        ("disk, read", found.disk_read),
+        ("disk, write", found.disk_write),
+        ("collectives, sent per rank", found.collective),
+    ]
+    yield [(label, "" if rate is None else f"{short_size(rate)}/s") for label, rate in speeds]
+    messages = []
+    if found.latency is not None:
+        messages.append(("collectives, before the first byte", f"{found.latency * 1e6:.0f} µs"))
+    if found.overlap is not None:
+        messages.append(("collectives, hidden behind work", f"{found.overlap:.0%}"))
+    yield messages
+    products = []
+    for dtype, rate in found.flops.items():
+        size, unit = next((row for row in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")) if rate >= row[0]), (1e6, "MFLOP/s"))
+        products.append((f"matrix product, {dtype}", f"{rate / size:.3g} {unit}"))
+    yield products

@@ -16,6 +16,11 @@ MAX_BYTES = {"JSON": 16 << 20, "YAML": 256 << 10}
 _MOST_DEEP = 50
 
 
+def cache_folder() -> Path:
+    """Where programs keep what they can make again (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
+
+
 def writable(path: str | None) -> None:
     """Whether a file can be written there, before the work that makes it.
 
@@ -43,8 +48,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     what = "JSON" if path.suffix == ".json" else "YAML"
     try:
         raw = read_bounded(path, MAX_BYTES[what])
-        values = parse_json(raw) if what == "JSON" else _yaml(raw)
-        values = _plain(values)
+        values = _plain(parse_json(raw) if what == "JSON" else _yaml(raw))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError as error:

@@ -16,11 +16,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import ConfigError, ZeroError
-from ..plan.activations import Architecture
 from ..plan.configs import CONFIGS
-from ..plan.outline import Units, from_files, from_number, from_shape, visits_by_name
+from ..plan.outline import BUILT_IN, Architecture, Units, from_files, from_number, from_shape, of_size, visits_by_name
 from ..plan.plan import Drafter
-from ..plan.shapes import BUILT_IN, of_size
 from .files import read_settings
 
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -69,7 +67,7 @@ def find_model(given: str | None, parameters: str | None) -> Model:
         shape = BUILT_IN[given.lower()]
         return replace(_of_units(given, lambda p: from_shape(shape, p)), architecture=shape.architecture)
     if given.lower() in CONFIGS:
-        return _of_built_in(given)
+        return _of_config(given)
     if _is_path(given):
         raise ConfigError(f"no such folder or file: {given}")
     return _of_hub(given)
@@ -145,11 +143,7 @@ _MOST_COUNTED, _MOST_MODULES = 100_000, 500_000
 
 
 def _check_counts(path: Path) -> None:
-    """Classes make lists as long as a configuration says, before the first module.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Classes make lists as long as a configuration says, before the first module."""
     waiting: list[Any] = [read_settings(path)]
     while waiting:
         value = waiting.pop()
@@ -163,9 +157,7 @@ def _check_counts(path: Path) -> None:
 
 @contextmanager
 def _few_modules(name: str) -> Iterator[None]:
-    """Raises:
-    ConfigError: a model of more modules than memory has room for is being made inside.
-    """
+    """Raises ConfigError: a model of more modules than memory has room for is being made inside."""
     count = 0
 
     def counted(*_: Any) -> None:
@@ -181,20 +173,13 @@ def _few_modules(name: str) -> Iterator[None]:
         handle.remove()
 
 
-def _of_config(name: str, place: str) -> Model:
-    from ..huggingface.models import empty_model
+def _of_config(name: str, place: str | None = None) -> Model:
+    """Of a folder, a file or the Hub; None: built in."""
+    from ..huggingface.models import empty_model, model_of_name
 
     with _few_modules(name):
-        return _of_empty(name, empty_model(place))
+        model: Any = model_of_name(name.lower()) if place is None else empty_model(place)
 
-
-def _of_built_in(name: str) -> Model:
-    from ..huggingface.models import model_of_name
-
-    return _of_empty(name, model_of_name(name.lower()))
-
-
-def _of_empty(name: str, model: Any) -> Model:
     @cache
     def layout(precision: Precision, shards: int) -> Layout:
         drafter = Drafter(model, precision)

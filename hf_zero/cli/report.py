@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ..config import size_text
 from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
 from ..plan.record import FORMAT
-from ..plan.screen import duration
+from ..plan.report import duration
 from ..plan.work import CHANNELS, COLLECTIVES, ROADS, WAITS
 
 OFF = 0.05
@@ -29,6 +28,7 @@ SMALL_BYTES = 1 << 20
 WAITED = 0.2
 """Share of the step that may be waiting for one thing."""
 SLOWEST = 5
+BETWEEN = "between steps (data, evaluation, saving)"
 COUNTED = "counted by hf_zero (parameters, gradients, optimizer state, buffers)"
 
 
@@ -47,8 +47,8 @@ class Run:
     """
 
     path: Path
-    facts: dict[str, Any]
-    steps: list[dict[str, Any]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
     logs: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
     age_s: float = 0.0
@@ -66,8 +66,10 @@ class Run:
         usual = [step for step in self.steps[1:] if not step["evaluations"] and step["forwards"] == passes]
         return usual or self.steps
 
-    def median(self, *keys: str) -> float:
-        return statistics.median(_at(step, keys) for step in self.usual)
+    def median(self, name: str, *inner: str) -> float:
+        """Of the usual steps; 0 of what is not in them."""
+        values = (step[name].get(inner[0], 0.0) if inner else step.get(name, 0.0) for step in self.usual)
+        return float(statistics.median(values))
 
     def planned_peak(self, tier: str) -> int:
         """Of all kinds together."""
@@ -82,37 +84,17 @@ MAX_BYTES = 4 << 30
 """Of one rank's file: some million steps."""
 
 
-@contextmanager
-def reading(paths: Iterable[str]) -> Iterator[None]:
-    """Records are used as they are found: what is wrong with them shows when they are summed up and drawn.
-
-    Raises:
-        ConfigError: in place of whatever that raises.
-    """
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{' or '.join(paths)} has records that hf_zero does not write ({type(error).__name__}: {error})"
-        ) from error
-
-
 def read(path: Path) -> Run:
     """A run in progress has what there is of it; one whose first step is not over has no steps.
 
     Raises:
-    ConfigError: no such file, of a later version, or of something else.
+        ConfigError: no such file, of a later version, or of something else.
     """
-    facts: dict[str, Any] = {}
-    steps: list[dict[str, Any]] = []
-    logs: list[dict[str, Any]] = []
+    run = Run(path)
     damaged = starts = 0
-    ended = False
     try:
         lines = read_bounded(path, MAX_BYTES).splitlines()
-        age_s = max(0.0, time.time() - path.stat().st_mtime)
+        run.age_s = max(0.0, time.time() - path.stat().st_mtime)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except CheckpointError as error:
@@ -122,16 +104,17 @@ def read(path: Path) -> Run:
         if record is None:
             damaged += 1
         elif record["kind"] == "facts":
-            facts, steps, logs, starts, ended = record, [], [], starts + 1, False
-        elif facts:
-            ended = record["kind"] == "end"
+            starts += 1
+            run = Run(path, record, age_s=run.age_s)
+        elif run.facts:
+            run.ended = record["kind"] == "end"
             if record["kind"] in ("step", "log"):
-                (steps if record["kind"] == "step" else logs).append(record)
-    if facts.get("format", FORMAT) != FORMAT:
-        raise ConfigError(f"{path} was written by hf_zero {facts.get('version')}, in another format: use that version")
-    if lines and not facts:
+                (run.steps if record["kind"] == "step" else run.logs).append(record)
+    if run.facts.get("format", FORMAT) != FORMAT:
+        version = run.facts.get("version")
+        raise ConfigError(f"{path} was written by hf_zero {version}, in another format: use that version")
+    if lines and not run.facts:
         raise ConfigError(f"{path} has no whole step in it: expected lines that ZeroCallback or engine.record wrote")
-    run = Run(path, facts, steps, logs, ended, age_s)
     if damaged:
         run.notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} passed over")
     if starts > 1:
@@ -152,11 +135,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(record, dict):
-        return None
-    if "kind" not in record or any(name not in record for name in _NEEDED.get(str(record["kind"]), ())):
-        return None
-    return record
+    is_ours = isinstance(record, dict) and "kind" in record
+    return record if is_ours and all(name in record for name in _NEEDED.get(str(record["kind"]), ())) else None
 
 
 def read_all(path: Path) -> list[Run]:
@@ -344,36 +324,29 @@ def _verdict(out: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
     """Of two summaries: what, both values, and the second's change relative to the first; `unit`: bytes, s, 1/s or none."""
     rows: list[dict[str, Any]] = []
-
-    def add(what: str, unit: str, of: Callable[[dict[str, Any]], Any]) -> None:
-        a, b = of(one), of(other)
-        if a is None and b is None:
-            return
-        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-        rows.append({"what": what, "unit": unit, "values": [a, b], "change": _off(a, b) if numbers else None})
-
-    def last(name: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda out: next((log[name] for log in reversed(out["losses"]) if name in log), None)
-
-    def peak(tier: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda out: max(row["peak_bytes"][tier] for row in out["ranks"]) or None
-
-    for name in ("stage", "world_size", "parameters"):
-        add(name.replace("_", " "), "", lambda out, name=name: out["facts"].get(name))  # type: ignore[misc]
-    for name in ("offload_optimizer", "offload_params"):
-        add(name, "", lambda out, name=name: out["facts"]["config"].get(name))  # type: ignore[misc]
-    add("steps", "", lambda out: out["steps"])
-    add("step, median", "s", lambda out: out["time"]["step_s"])
-    add("waiting per step, median", "s", lambda out: out["ranks"][0]["wait_s"])
-    add("tokens/s", "1/s", lambda out: out["throughput"]["tokens_per_s"])
-    add("samples/s", "1/s", lambda out: out["throughput"]["samples_per_s"])
-    for tier in TIERS:
-        add(f"{tier.value} peak, highest rank", "bytes", peak(tier.value))
-    add("process peak, highest rank", "bytes", lambda out: max(row["rss_peak_bytes"] for row in out["ranks"]) or None)
-    add("sent per step", "bytes", lambda out: sum(r["counted"] for r in out["traffic"] if r["road"] in COLLECTIVES))
-    add("last loss", "", last("loss"))
-    add("last evaluation loss", "", last("eval_loss"))
+    for (what, unit, a), (_, _, b) in zip(_compared(one), _compared(other)):
+        if a is not None or b is not None:
+            numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+            rows.append({"what": what, "unit": unit, "values": [a, b], "change": _off(a, b) if numbers else None})
     return rows
+
+
+def _compared(out: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    for name in ("stage", "world_size", "parameters"):
+        yield name.replace("_", " "), "", out["facts"].get(name)
+    for name in ("offload_optimizer", "offload_params"):
+        yield name, "", out["facts"]["config"].get(name)
+    yield "steps", "", out["steps"]
+    yield "step, median", "s", out["time"]["step_s"]
+    yield "waiting per step, median", "s", out["ranks"][0]["wait_s"]
+    for name in ("tokens", "samples"):
+        yield f"{name}/s", "1/s", out["throughput"][f"{name}_per_s"]
+    for tier in (tier.value for tier in TIERS):
+        yield f"{tier} peak, highest rank", "bytes", max(row["peak_bytes"][tier] for row in out["ranks"]) or None
+    yield "process peak, highest rank", "bytes", max(row["rss_peak_bytes"] for row in out["ranks"]) or None
+    yield "sent per step", "bytes", sum(row["counted"] for row in out["traffic"] if row["road"] in COLLECTIVES)
+    for name, what in (("loss", "last loss"), ("eval_loss", "last evaluation loss")):
+        yield what, "", next((log[name] for log in reversed(out["losses"]) if name in log), None)
 
 
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
@@ -405,13 +378,12 @@ def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
     waits = {CHANNELS[road].label: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
     between = float(step["between_s"])
     rest = max(0.0, step["seconds"] - between - sum(waits.values()))
-    return {"computing and the rest": rest, **waits, "between steps (data, evaluation, saving)": between}
+    return {"computing and the rest": rest, **waits, BETWEEN: between}
 
 
 def _largest_part(step: dict[str, Any]) -> str:
-    parts = parts_of(step)
-    name = max(parts, key=lambda part: parts[part])
-    return f"{parts[name]:.3f} s {name}"
+    name, most_s = max(parts_of(step).items(), key=lambda part: part[1])
+    return f"{most_s:.3f} s {name}"
 
 
 def _warnings(out: dict[str, Any]) -> Iterator[str]:
@@ -443,10 +415,3 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
 
 def _is_off(row: Mapping[str, Any]) -> bool:
     return row["off"] is not None and abs(row["off"]) > OFF and abs(row["counted"] - row["predicted"]) > SMALL_BYTES
-
-
-def _at(values: dict[str, Any], keys: Sequence[str]) -> float:
-    """`values[keys[0]][keys[1]]…`; 0 where the last is missing."""
-    for key in keys[:-1]:
-        values = values[key]
-    return float(values.get(keys[-1], 0.0))

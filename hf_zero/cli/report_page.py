@@ -1,19 +1,153 @@
-"""A report as one interactive page that needs no other file (plotly), and as a picture (matplotlib)."""
+"""`hf-zero report`: a run's report in the terminal, as one interactive page that needs no other file (plotly), and as a picture
+(matplotlib).
+"""
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ..config import size_text
-from ..errors import needs
+from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
-from .report import Run, median_parts, parts_of
-from .report_text import head, name_of, percent, seconds, value_text
+from ..plan.work import CHANNELS
+from .commands import ReportOptions, print_json
+from .files import writable
+from .report import BETWEEN, Run, differences, median_parts, parts_of, read_all, summary
+from .show import seconds, table, text
+
+MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
+"""Of a verdict's `ok`: what stands before it, and its style."""
+
+
+def show(outs: Sequence[dict[str, Any]], differences: Sequence[dict[str, Any]]) -> None:
+    """What `summary` found of each run, as text; `differences` of the two."""
+    console = Console()
+    for place, out in enumerate(outs):
+        if place:
+            console.print()
+        verdict(out, console)
+    if differences:
+        rows = [
+            (
+                row["what"],
+                *(value_text(value, row["unit"]) for value in row["values"]),
+                percent(row["change"], sign=True),
+            )
+            for row in differences
+        ]
+        names = [name_of(out) for out in outs]
+        table(console, "what differs", ("", *(names if names[0] != names[1] else ("first", "second")), "change"), rows)
+        return
+    for out in outs:
+        if out["steps"]:
+            figures(out, console)
+
+
+def name_of(out: dict[str, Any]) -> str:
+    """Of a run: its folder's."""
+    folder = Path(out["run"]).resolve().parent
+    return (folder.parent if folder.name == "_zero" else folder).name
+
+
+def head(out: dict[str, Any]) -> str:
+    """What ran where."""
+    facts = out["facts"]
+    config = facts["config"]
+    offloads = [
+        f"{name} {config[name]!r}" for name in ("offload_optimizer", "offload_params") if config[name] != "none"
+    ]
+    ranks = f"{facts['world_size']} rank{'s' if facts['world_size'] > 1 else ''}"
+    model = facts.get("about", {}).get("model")
+    machine = f"{facts['machine']['device']} with {facts['machine']['cores']} cores"
+    return (
+        f"stage {facts['stage']} on {ranks}{''.join(f', {text}' for text in offloads)}; "
+        f"{f'{model}, ' if model else ''}{facts['parameters']:,} parameters; {facts['precision']}; steps "
+        f"{out['first_step']} to {out['last_step']} of rank {out['rank']}, begun {facts.get('started', '')} on {machine}"
+    )
+
+
+def verdict(out: dict[str, Any], console: Console) -> None:
+    """The answers first: did it end, did it fit the plan, how fast was it, where does the time go."""
+    console.print(Text(name_of(out), style="bold"), soft_wrap=False)
+    if out["steps"]:
+        text(console, head(out), "dim")
+    for said in out["verdict"]:
+        mark, style = MARKS[said["ok"]]
+        line = Text.assemble((f"{mark} ", style), (f"{said['topic']}: ", "bold"), said["text"])
+        console.print(line, highlight=False)
+    for kind in ("warnings", "moves", "notes"):
+        for line in out.get(kind, ()):
+            text(console, f"{kind[:-1]}: {line}", "yellow" if kind == "warnings" else None)
+
+
+def figures(out: dict[str, Any], console: Console) -> None:
+    """What `summary` found, as tables."""
+    against = ("", "planned", "counted", "off")
+    memory = [(f"{row['tier']}, {row['kind']}", *_against(row)) for row in out["memory"]]
+    table(console, "memory at its peak, as hf_zero counts what it allocates", against, memory)
+    for each in out["outside"]:
+        parts = [(name, size_text(size), percent(size / each["peak"])) for name, size in each["parts"].items()]
+        table(console, f"{each['what']}: {size_text(each['peak'])} at peak", ("of it", "", "share"), parts)
+        if each["note"]:
+            text(console, each["note"])
+    if out["traffic"]:
+        rows = [(row["road"], *_against(row)) for row in out["traffic"]]
+        table(console, "sent and moved per step (median)", against, rows)
+    spent = out["time"]
+    whole = spent["step_s"]
+    told = "" if spent["predicted_step_s"] is None else f", planned {spent['predicted_step_s']:.4f}"
+    waited = [(CHANNELS[road].label, value) for road, value in spent["wait_s"].items() if value > 0]
+    parts_s = [("computing and the rest", spent["rest_s"]), *waited, (BETWEEN, spent["between_s"])]
+    shares = [(name, seconds(value), percent(value / whole if whole else None)) for name, value in parts_s]
+    table(console, f"a step: {whole:.4f} s (median){told}", ("", "seconds", "share"), shares)
+    slowest = [(str(step["step"]), seconds(step["seconds"]), step["most"]) for step in out["slowest"]]
+    table(console, "slowest steps", ("step", "seconds", "of these"), slowest)
+    if len(out["ranks"]) > 1:
+        ranks = [
+            (
+                str(row["rank"]),
+                seconds(row["step_s"]),
+                seconds(row["wait_s"]),
+                *(size_text(row["peak_bytes"][tier.value]) for tier in TIERS),
+                size_text(row["rss_peak_bytes"]),
+            )
+            for row in out["ranks"]
+        ]
+        columns = ("rank", "step, s", "waited, s", *(f"{tier.value} peak" for tier in TIERS), "process peak")
+        table(console, "ranks", columns, ranks)
+
+
+def _against(row: dict[str, Any]) -> tuple[str, str, str]:
+    told = "" if row["predicted"] is None else size_text(row["predicted"])
+    return told, size_text(row["counted"]), percent(row["off"])
+
+
+def percent(share: float | None, sign: bool = False) -> str:
+    return "" if share is None else f"{share:+.1%}" if sign else f"{share:.1%}"
+
+
+def value_text(value: Any, unit: str) -> str:
+    """Of one value of `differences`."""
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return size_text(value)
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# In the terminal ------------------------------------------------------------------------------------------------------
+
 
 TEMPLATE = "report.html.jinja"
 MOST_POINTS = 1500
@@ -24,6 +158,39 @@ COLORS = (
 )  # fmt: skip
 """Of runs and ranks; of the parts of a step, of which there are eleven. They hold on a light ground and on a dark one."""
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def run(options: ReportOptions) -> None:
+    """Records are used as they are found: what is wrong with them shows when they are summed up and drawn."""
+    for path in (options.png, options.html):
+        writable(path)
+    if options.png and Path(options.png).suffix.lower() != ".png":
+        raise ConfigError(f"--png {options.png}: expected a name that ends in .png")
+    folders = [folder for folder in (options.folder, options.other) if folder]
+    try:
+        _draw_and_show(options, [read_all(Path(folder)) for folder in folders])
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{' or '.join(folders)} has records that hf_zero does not write ({found})") from error
+
+
+def _draw_and_show(options: ReportOptions, runs: Sequence[Sequence[Run]]) -> None:
+    outs = [summary(ranks) for ranks in runs]
+    drawable = all(out["steps"] for out in outs)
+    differ = differences(*outs) if len(outs) == 2 and drawable else []
+    if drawable:  # first: what cannot be drawn is refused before tables are shown
+        if options.png:
+            draw(runs[0], options.png)
+        if options.html:
+            Path(options.html).write_text(page(runs, outs, differ), encoding="utf-8")
+    if options.json:
+        print_json({"runs": outs, "differences": differ} if options.other else outs[0])
+    else:
+        show(outs, differ)
+        if not drawable and (options.png or options.html):
+            print("hf-zero: nothing to draw yet", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -52,7 +219,7 @@ def page(
     room = Environment(loader=PackageLoader("hf_zero", "templates"), autoescape=True, trim_blocks=True)
     room.filters.update(bytes=size_text, percent=percent, seconds=seconds)
     return room.get_template(TEMPLATE).render(
-        runs=[{"name": _name(outs, place), "head": head(dict(out)), **out} for place, out in enumerate(outs)],
+        runs=[{"name": name, "head": head(dict(out)), **out} for name, out in zip(_names(outs), outs)],
         differences=[
             {**row, "shown": [value_text(value, row["unit"]) for value in row["values"]]} for row in differences
         ],
@@ -72,9 +239,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
 
 
-def _name(outs: Sequence[Mapping[str, Any]], place: int) -> str:
+def _names(outs: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [name_of(dict(out)) for out in outs]
-    return names[place] if len(set(names)) == len(names) else f"{names[place]} ({place + 1})"
+    return (
+        names if len(set(names)) == len(names) else [f"{name} ({place})" for place, name in enumerate(names, start=1)]
+    )
 
 
 # Charts -------------------------------------------------------------------------------------------------------------
@@ -82,7 +251,7 @@ def _name(outs: Sequence[Mapping[str, Any]], place: int) -> str:
 
 def _charts(runs: Sequence[Sequence[Run]], outs: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
     shown = [[run for run in ranks if run.steps] for ranks in runs]
-    names = [_name(outs, place) for place in range(len(outs))]
+    names = _names(outs)
     prefixes = [f"{name}, " if len(names) > 1 else "" for name in names]
     yield _loss(outs, prefixes)
     yield _speed(shown, prefixes)
@@ -272,8 +441,8 @@ def _unit(highest: float) -> tuple[str, int]:
 # Picture ------------------------------------------------------------------------------------------------------------
 
 
-def picture(runs: Sequence[Run]) -> bytes:
-    """PNG: memory of every tier counted, the plan's peaks dashed; the process, on its own axis; where each step's time went."""
+def draw(runs: Sequence[Run], path: str) -> None:
+    """Memory of every tier counted, the plan's peaks dashed; the process, on its own axis; where each step's time went."""
     with needs("plot"):
         from matplotlib.figure import Figure
 
@@ -311,6 +480,4 @@ def picture(runs: Sequence[Run]) -> bytes:
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     ran = f"stage {run.facts['stage']}, {run.facts['world_size']} rank(s), times of rank {run.rank}"
     figure.suptitle(f"{run.path.resolve().parent.name}: {ran}")
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=120)
-    return target.getvalue()
+    figure.savefig(path, format="png", dpi=120)

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..config import size_text
+
 Row = Sequence[str | Text]
 
 
@@ -62,6 +64,23 @@ def _folded(console: Console, columns: Row, sections: Sequence[Sequence[Row]], l
             keep = list(range(left))
         keep.append(at)
     return [*out, keep]
+
+
+def ranks_text(count: int) -> str:
+    return f"{count:,} rank{'s' if count > 1 else ''}"
+
+
+def short_size(nbytes: float) -> str:
+    """Three figures: `14.9 GiB`, `120 GiB`."""
+    if not nbytes:
+        return "0"
+    number, unit = size_text(nbytes).split()
+    value = float(number)
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def pasted(console: Console, line: str) -> None:

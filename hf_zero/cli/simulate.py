@@ -29,9 +29,8 @@ from ..runtime.shard import shard
 from ..runtime.transports import Roads
 from ..runtime.usage import predicted
 from ..tiers.tier import Tier
-from .commands import print_json
+from .commands import SimulateOptions, print_json
 from .files import writable
-from .options import SimulateOptions
 from .show import table
 
 WARM_UP_STEPS = 3
@@ -44,15 +43,11 @@ class Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._numbers = 0
+        self._numbers = 0  # they go on when events are forgotten, for what is under way
 
     @property
     def operations(self) -> list[Operation]:
         return [event for event in self.events if isinstance(event, Operation)]
-
-    def clear(self) -> None:
-        """Forget the events; numbers go on, for what is under way."""
-        self.events = []
 
     def issued(self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int) -> int:
         self.events.append(Operation(self._numbers, kind, bytes_, unit, phase, ranks, stride))
@@ -130,7 +125,7 @@ def recorded_step(
     engine = shard(model, optimizer, config, mixed_precision=mixed_precision, roads=roads)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
-    record.clear()
+    record.events = []
     with record:
         _step(engine, optimizer, loss, accumulation)
     return record, engine
@@ -204,11 +199,7 @@ NOMINAL_FLOPS = 400e12
 
 
 def _hardware(options: SimulateOptions) -> Hardware:
-    """Nominal, or of a machine's file.
-
-    Raises:
-        ConfigError: the file lacks a speed that is needed.
-    """
+    """Nominal, or of a machine's file."""
     if options.machine is None:
         return Hardware(Processor(options.flops or NOMINAL_FLOPS), LINKS["nvlink"], collectives=True)
     machine = Machine.load(options.machine)
@@ -244,12 +235,8 @@ def run(options: SimulateOptions) -> None:
     if options.plot and options.scaling == "none":
         raise ConfigError("--plot draws how a step scales: add --scaling weak or --scaling strong")
     writable(options.plot)
-    config = ZeroConfig(
-        stage=options.zero_stage,
-        replicas=options.zero_replicas,
-        wire=options.zero_wire,
-        device_memory=options.device_memory,
-    )
+    given: dict[str, Any] = {"stage": options.zero_stage, "replicas": options.zero_replicas, "wire": options.zero_wire}
+    config = ZeroConfig(**given, device_memory=options.device_memory)
     config.check_world_size(options.world_size)
     hardware = _hardware(options)
     empty = _empty(options.model)
@@ -258,9 +245,8 @@ def run(options: SimulateOptions) -> None:
         if options.plot:
             draw(rows, options, options.plot)
         if options.json:
-            print_json(
-                {"scaling": options.scaling, "stage": options.zero_stage, "rows": [each.to_dict() for each in rows]}
-            )
+            values = [each.to_dict() for each in rows]
+            print_json({"scaling": options.scaling, "stage": options.zero_stage, "rows": values})
         else:
             _show_scaling(rows, options)
         return
@@ -297,21 +283,12 @@ def _points(options: SimulateOptions) -> Iterator[tuple[int, int, int]]:
 
 
 def _simulated(
-    empty: Any,
-    options: SimulateOptions,
-    config: ZeroConfig,
-    hardware: Hardware,
-    ranks: int,
-    nodes: int,
-    batch: int,
+    empty: Any, options: SimulateOptions, config: ZeroConfig, hardware: Hardware, ranks: int, nodes: int, batch: int
 ) -> Simulated:
     """The real engine, rank 0 of `ranks`, over tensors without values."""
     ids = torch.zeros(batch, options.sequence, dtype=torch.long)
-    with (
-        absent_ranks(ranks),
-        Valueless(),
-        torch.autograd.set_detect_anomaly(False),
-    ):  # NaN in what nobody filled is none
+    # NaN in what nobody filled is none.
+    with absent_ranks(ranks), Valueless(), torch.autograd.set_detect_anomaly(False):
         model = type(empty)(empty.config).train()
         record, engine = recorded_step(
             model,
@@ -335,35 +312,25 @@ def _efficiency(rows: Sequence[Simulated], weak: bool) -> list[float]:
     return [per_row * (1 if weak else each.batch) / each.taken.total_s for each in rows]
 
 
+_SCALING: dict[str, Callable[[Simulated], str]] = {
+    "ranks": lambda each: f"{each.network.ranks:,}",
+    "nodes": lambda each: f"{each.network.nodes:,}",
+    "rows of a rank": lambda each: f"{each.batch:,}",
+    "step, ms": lambda each: f"{each.taken.total_s * 1e3:,.3f}",
+    "computing": lambda each: f"{each.taken.compute_s * 1e3:,.3f}",
+    "not hidden": lambda each: f"{each.taken.exposed_s * 1e3:,.3f}",
+    "GB sent": lambda each: f"{sum(kind['bytes_sent'] for kind in each.by_kind.values()) / 1e9:,.3f}",
+    "GB planned": lambda each: f"{each.peak_bytes / 1e9:,.3f}",
+}
+
+
 def _show_scaling(rows: Sequence[Simulated], options: SimulateOptions) -> None:
+    shares = _efficiency(rows, options.scaling == "weak")
     table(
         Console(),
         f"{options.model}: {options.scaling} scaling, stage {options.zero_stage}, {options.network} between machines",
-        (
-            "ranks",
-            "nodes",
-            "rows of a rank",
-            "step, ms",
-            "computing",
-            "not hidden",
-            "GB sent",
-            "GB planned",
-            "efficiency",
-        ),
-        [
-            (
-                f"{each.network.ranks:,}",
-                f"{each.network.nodes:,}",
-                f"{each.batch:,}",
-                f"{each.taken.total_s * 1e3:,.3f}",
-                f"{each.taken.compute_s * 1e3:,.3f}",
-                f"{each.taken.exposed_s * 1e3:,.3f}",
-                f"{sum(kind['bytes_sent'] for kind in each.by_kind.values()) / 1e9:,.3f}",
-                f"{each.peak_bytes / 1e9:,.3f}",
-                f"{share:.1%}",
-            )
-            for each, share in zip(rows, _efficiency(rows, options.scaling == "weak"))
-        ],
+        (*_SCALING, "efficiency"),
+        [(*(text(each) for text in _SCALING.values()), f"{share:.1%}") for each, share in zip(rows, shares)],
         fold=True,
         caption="efficiency: time per row on the smallest number of ranks, as a share of what each rank takes here",
     )
@@ -394,11 +361,7 @@ def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None
 
 
 def _empty(name: str) -> Any:
-    """On the meta device.
-
-    Raises:
-        ConfigError: no such model; it takes no text.
-    """
+    """On the meta device."""
     from ..huggingface.models import empty_model, model_of_name
 
     try:
@@ -435,9 +398,8 @@ class Valueless(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            func.namespace == "c10d"
-        ):  # over ranks that are not there some copy what this one sends to where others' is due
+        if func.namespace == "c10d":
+            # Over ranks that are not there some copy what this one sends to where others' is due.
             if self._any_large(tree_flatten((args, kwargs))[0]):
                 args, kwargs = tree_map(_nothing, args), tree_map(_nothing, kwargs)
             return func(*args, **kwargs)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -127,20 +128,12 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
-def _pack_int8(numbers: Tensor) -> Tensor:
-    return numbers.round_().to(torch.int8).view(torch.uint8)
+def _pack(dtype: torch.dtype, numbers: Tensor) -> Tensor:
+    return (numbers if dtype.is_floating_point else numbers.round_()).to(dtype).view(torch.uint8)
 
 
-def _unpack_int8(codes: Tensor) -> Tensor:
-    return codes.view(torch.int8).float()
-
-
-def _pack_fp8(numbers: Tensor) -> Tensor:
-    return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _unpack_fp8(codes: Tensor) -> Tensor:
-    return codes.view(torch.float8_e4m3fn).float()
+def _unpack(dtype: torch.dtype, codes: Tensor) -> Tensor:
+    return codes.view(dtype).float()
 
 
 def _pack_int4(numbers: Tensor) -> Tensor:
@@ -153,8 +146,10 @@ def _unpack_int4(codes: Tensor) -> Tensor:
 
 
 CODECS = {
-    "int8": Codec(127.0, 1, 1 / 127, 0.0, _pack_int8, _unpack_int8),
-    "fp8": Codec(448.0, 1, 2.0**-17, 2.0**-3, _pack_fp8, _unpack_fp8),
+    "int8": Codec(127.0, 1, 1 / 127, 0.0, partial(_pack, torch.int8), partial(_unpack, torch.int8)),
+    "fp8": Codec(
+        448.0, 1, 2.0**-17, 2.0**-3, partial(_pack, torch.float8_e4m3fn), partial(_unpack, torch.float8_e4m3fn)
+    ),
     "int4": Codec(7.0, 2, 1 / 7, 0.0, _pack_int4, _unpack_int4),
 }
 """By the name of the format."""

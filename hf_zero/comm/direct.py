@@ -29,14 +29,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .inflight import Inflight
-from .watch import Watch
-from .wire import Cuts, Traffic, Wait, average_in_order
+from .wire import Cuts, SoloWire, Wait, average_in_order
 
 PIECE_BYTES = 1 << 20
 """Of each peer's gradients, what is read at a time: it is added up while it is in the cache."""
@@ -54,17 +53,6 @@ _ADDRESS_BITS, _STEPS, _NUMBERS = 48, 256, 128  # of the 63 bits of a word
 Addresses = Mapping[int, int]
 
 
-class Home(Protocol):
-    """What is needed of the wire."""
-
-    rank: int
-    size: int
-    watch: Watch
-    traffic: Traffic
-
-    def exchange(self, value: Any) -> list[Any]: ...
-
-
 class Direct:
     """The gathers and reduces of one wire, as `SoloWire` describes them. Of one thread at a time.
 
@@ -72,7 +60,7 @@ class Direct:
         board: this rank's, and `peers`: all others' memory.
     """
 
-    def __init__(self, home: Home, board: Board, peers: Sequence[Peer], reader: Reader) -> None:
+    def __init__(self, home: SoloWire, board: Board, peers: Sequence[Peer], reader: Reader) -> None:
         self.rank, self.size, self.watch, self.traffic = home.rank, home.size, home.watch, home.traffic
         self.board, self.peers, self.reader = board, peers, reader
         self._of = {peer.rank: peer for peer in peers}
@@ -219,15 +207,11 @@ class Arrival(Wait):
             self._direct.answer(self._key, self._number)
         except Exception as error:  # whoever waits raises it
             self._error = error
-        self._take = _nothing  # it holds the tensors
+        self._take = lambda addresses: None  # it holds the tensors
         self._is_over = True
         if self._blocked is not None:
             self._blocked.release()
         return True
-
-
-def _nothing(addresses: Addresses) -> None:
-    pass
 
 
 class Taken(Wait):
@@ -361,9 +345,7 @@ class Peer:
         self.rank, self.process, self.board = rank, process, board
 
     def read(self, there: int, here: int, nbytes: int) -> None:
-        """Raises:
-        RuntimeError: the process is gone, or has no such memory.
-        """
+        """Raises RuntimeError: the process is gone, or has no such memory."""
         call, _ = _system_calls()
         while nbytes:  # the kernel moves at most 2 GiB at once
             mine, theirs = _Part(here, nbytes), _Part(there, nbytes)
@@ -423,7 +405,7 @@ class Note:
             raise self._peer.error()
 
 
-def open_direct(home: Home, reader: Callable[[], Reader]) -> Direct | None:
+def open_direct(home: SoloWire, reader: Callable[[], Reader]) -> Direct | None:
     """None where not every rank can read every other's memory. A collective."""
     board = Board(home.size)
     machine = _machine()

@@ -300,14 +300,11 @@ class PairWire(GroupWire):
         place = full[cuts[self.rank] : cuts[self.rank + 1]]
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
-        if self._direct is not None and tag < SPANS:
-            try:
-                return self._direct.gather(full, own, tag, cuts, self.gather_kind)
-            except RuntimeError as error:
-                self._refuse(error)
-        span, tag = tag, self._message_tag(tag, _GATHER_TAG)
         group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
         try:
+            if self._direct is not None and tag < SPANS:
+                return self._direct.gather(full, own, tag, cuts, kind)
+            span, tag = tag, self._message_tag(tag, _GATHER_TAG)
             receives = [
                 Wait(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag).wait, traffic, watch, kind, span)
                 for p in self._peers
@@ -322,14 +319,11 @@ class PairWire(GroupWire):
         self.traffic.moved(self.reduce_kind, _others(sent, self.size))
         out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
         into[self.rank].copy_(out[self.rank])
-        if self._direct is not None and tag < SPANS:
-            try:
-                return self._direct.swap(sent, landing, tag, self.reduce_kind)
-            except RuntimeError as error:
-                self._refuse(error)
-        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         group = self.group
         try:
+            if self._direct is not None and tag < SPANS:
+                return self._direct.swap(sent, landing, tag, self.reduce_kind)
+            span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
             receives = [self._wait_for(group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
             sends = [self._wait_for(group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
         except RuntimeError as error:
@@ -345,21 +339,18 @@ class PairWire(GroupWire):
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         mine = source[cuts[self.rank] : cuts[self.rank + 1]]
         self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
-        if self._direct is not None and tag < SPANS:
-            try:
-                return self._direct.reduce(source, out, tag, cuts, self.reduce_kind)
-            except RuntimeError as error:
-                self._refuse(error)
-        span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
         piece = max(1, PIECE_BYTES // source.element_size())
         group, traffic, watch = self.group, self.traffic, self.watch
         sends: list[Wait] = []
-        for peer in self._peers:
-            for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
-                try:
+        try:
+            if self._direct is not None and tag < SPANS:
+                return self._direct.reduce(source, out, tag, cuts, self.reduce_kind)
+            span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
+            for peer in self._peers:
+                for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
                     sends += (Wait(group.send([part], peer, tag).wait, traffic, watch, self.reduce_kind, span),)
-                except RuntimeError as error:
-                    self._refuse(error)
+        except RuntimeError as error:
+            self._refuse(error)
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
 

@@ -7,12 +7,15 @@ depend on the network; all replicas get the same bits in any case: their masters
 
 Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud" (arXiv 2205.00119), section 3; PyTorch's
 HYBRID_SHARD (Zhao et al., arXiv 2304.11277, section 3.2.2).
+
+And ranks that share a machine: a unit whose gathered values are cut among the ranks of each node needs no other node to be
+whole again: Wang et al., "ZeRO++" (arXiv 2306.10209), section 3.2, hierarchical weight partition for backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from ..errors import StateError
 from .codec import Codec, fits
 from .group_wire import GroupWire
 from .inflight import Count, Inflight
+from .watch import Watch
 from .wire import Cuts, SoloWire
 
 
@@ -49,25 +53,26 @@ class HybridWire(SoloWire):
         self.shards = self.size // replicas
         """Ranks of a replica."""
         self.replica = self.rank // self.shards
-        self.shard_group: SoloWire = _Slice(self.rank % self.shards, self.shards)
+        # Which slice this rank has: all there is where a replica is one rank, and before groups are open.
+        self.shard_group: SoloWire = SoloWire()
+        self.shard_group.rank, self.shard_group.size = self.rank % self.shards, self.shards
         self._replicate_group: GroupWire | None = None
         self.traffic.kinds.setdefault("across", Count())
+        for name in ("carry", "side", "sum_scalar", "max_scalar", "start_maximum", "broadcast", "exchange", "barrier"):
+            setattr(self, name, getattr(world, name))  # what goes on among all ranks is theirs
 
     def open_groups(self) -> None:
         ranks = range(self.size)
-        interrupts = [self.watch.interrupt]
         if self.shards > 1:
             within = self.shard_group = self.world.among([ranks[at : at + self.shards] for at in ranks[:: self.shards]])
-            interrupts.append(within.interrupt())
+            also_interrupt(self.watch, within)
         across = self._replicate_group = self.world.among([ranks[at :: self.shards] for at in ranks[: self.shards]])
         across.gather_kind = across.reduce_kind = "across"
-        self.watch.interrupt = _each([*interrupts, across.interrupt()])
+        also_interrupt(self.watch, across)
         mine = ", ".join(map(str, ranks[self.replica * self.shards :][: self.shards]))
         peers = ", ".join(map(str, ranks[self.rank % self.shards :: self.shards]))
         here = f" within replica {self.replica} (ranks {mine})"
         self.watch.among = {"gather": here, "reduce": here, "across": f" from the other replicas (ranks {peers})"}
-
-    # Within a replica, and across -------------------------------------------------------------------------------------
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         return self.shard_group.gather(full, own, tag, cuts)
@@ -132,44 +137,41 @@ class HybridWire(SoloWire):
         if self.replica == 0:  # the others have the same
             self.shard_group.collect(own, full, tag, cuts)
 
-    # Among all ranks --------------------------------------------------------------------------------------------------
 
-    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
-        self.world.carry(values, landing, source)
+def also_interrupt(watch: Watch, part: GroupWire) -> None:
+    """Waits among some of the ranks are broken with those among all."""
+    every, some = watch.interrupt, part.interrupt()
 
-    def side(self) -> SoloWire:
-        return self.world.side()
+    def interrupt() -> None:
+        every()
+        some()
 
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        return self.world.sum_scalar(value)
-
-    def max_scalar(self, value: Tensor) -> Tensor:
-        return self.world.max_scalar(value)
-
-    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
-        return self.world.start_maximum(values, at_end=at_end)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self.world.broadcast(tensor, source)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return self.world.exchange(value)
-
-    def barrier(self) -> None:
-        self.world.barrier()
+    watch.interrupt = interrupt
 
 
-class _Slice(SoloWire):
-    """Which slice this rank has: all there is where a replica is one rank, and before groups are open."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
+# Nodes ----------------------------------------------------------------------------------------------------------------
 
 
-def _each(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def call() -> None:
-        for each in calls:
-            each()
+def open_node(wire: SoloWire, names: Sequence[str]) -> None:
+    """`wire.node` is the wire within this rank's node afterwards. A collective.
 
-    return call
+    It stays None unless all nodes have the same number of ranks, more than one, which divides the ranks that parameters are
+    sharded among and is less than these, and the ranks of a node are neighbours.
+
+    Args:
+        names: of each rank's node; the same on every rank, and so is what follows from them.
+    """
+    shards = wire.size if wire.shard_group is None else wire.shard_group.size
+    count = names.count(names[0])
+    first_of = [names[rank - rank % count] for rank in range(wire.size)]
+    if not 1 < count < shards or shards % count or [*names] != first_of or len({*names}) * count != wire.size:
+        return
+    world = cast(GroupWire, wire.world if isinstance(wire, HybridWire) else wire)
+    ranks = range(wire.size)
+    within = world.among([ranks[at : at + count] for at in ranks[::count]])
+    within.gather_kind = "node"
+    wire.traffic.kinds.setdefault("node", Count())
+    also_interrupt(wire.watch, within)
+    first = wire.rank - wire.rank % count
+    wire.watch.among["node"] = f" within the node (ranks {', '.join(map(str, ranks[first : first + count]))})"
+    wire.node = within

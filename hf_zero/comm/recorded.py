@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,32 +103,31 @@ class _Recorded(GroupWire):
 
         return waited
 
-    def _heard(self, moved: Sequence[tuple[str, int]], inner: Inflight, tag: int) -> Inflight:
+    def _heard(self, begin: Callable[..., Inflight], tag: int, *given: Any) -> Inflight:
+        moved = self._begin()
+        inner = begin(*given)
         return _Heard(inner, self._tell(moved, tag)) if moved else inner
 
-    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+    def _answered(self, ask: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         moved = self._begin()
-        return self._heard(moved, super().gather(full, own, tag, cuts), tag)
-
-    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        moved = self._begin()
-        return self._heard(moved, super().reduce(source, out, tag, cuts), tag)
-
-    def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        moved = self._begin()
-        return self._heard(moved, super().average(source, out, tag), tag)
-
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        moved = self._begin()
-        total = super().sum_scalar(value)
-        self._tell(moved)()
-        return total
-
-    def max_scalar(self, value: Tensor) -> Tensor:
-        moved = self._begin()
-        found = super().max_scalar(value)
+        found = ask(value)
         self._tell(moved)()
         return found
+
+    def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        return self._heard(super().gather, tag, full, own, tag, cuts)
+
+    def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
+        return self._heard(super().reduce, tag, source, out, tag, cuts)
+
+    def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
+        return self._heard(super().average, tag, source, out, tag)
+
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        return self._answered(super().sum_scalar, value)
+
+    def max_scalar(self, value: Tensor) -> Tensor:
+        return self._answered(super().max_scalar, value)
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         moved = self._begin()

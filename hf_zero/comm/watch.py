@@ -50,18 +50,6 @@ _WORDS = {
 _LOST = "That rank's process has ended, or raised an error before this one: its own output, further up or in its log, says why"
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
-
-    def clone(self) -> Store: ...
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-
-
 class Waiting(Protocol):
     """A wait under way."""
 
@@ -134,7 +122,8 @@ class Watcher:
 
     Args:
         owner: the process group.
-        store: its store. The thread has a connection of its own: a call of the main thread would block the other.
+        store: its `torch.distributed.Store`. The thread has a connection of its own: a call of the main thread would block the
+            other.
         prefix: of keys in the store.
 
     Attributes:
@@ -142,7 +131,7 @@ class Watcher:
         groups: process groups of some ranks that were opened for engines, by these ranks; this rank's own one of each kind.
     """
 
-    def __init__(self, owner: object, store: Store, prefix: str, rank: int, size: int) -> None:
+    def __init__(self, owner: object, store: Any, prefix: str, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.stall_s = STALL_S
         self.asked = 0
@@ -150,12 +139,12 @@ class Watcher:
         self.groups: dict[str, Any] = {}
         self.prefix = prefix
         self.lanes: dict[str, _Lane] = {}
-        self._stop = Event()
+        self.stop = Event()
         self._thread: threading.Thread | None = None
         try:
             # A store may outlive a process group; then keys of an earlier one are in it.
             self.prefix = f"{prefix}/{store.add(f'{prefix}/{rank}', 1)}"
-            self.store: Store = store.clone()
+            self.store = store.clone()
         except RuntimeError as error:  # a file that may not grow, a server that takes no more connections
             self.fault = f"rank {rank}: {error}"
             return
@@ -184,7 +173,7 @@ class Watcher:
         """
         self.stall_s = stall_s
         if faults:
-            self._stop.set()
+            self.stop.set()
         elif prefix != self.prefix:
             self.prefix, self.asked = prefix, 0
 
@@ -198,7 +187,7 @@ class Watcher:
     # In the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(self.tick_s):
+        while not self.stop.wait(self.tick_s):
             try:
                 if self.stall_s > 0 and self._look():
                     return
@@ -210,9 +199,7 @@ class Watcher:
                 continue
 
     def _look(self) -> bool:
-        """Returns:
-        Whether the main thread's lane has come to its end.
-        """
+        """Whether the main thread's lane has come to its end."""
         lanes = list(self.lanes.values())
         asks = any(lane.waited_s() > min(self.stall_s / 3, _ENDED_S) for lane in lanes if lane.verdict is None)
         key = self.key("asks")
@@ -229,14 +216,10 @@ class Watcher:
                 lane.look(work)
         return any(lane.verdict is not None for lane in lanes if not lane.name)
 
-    def pause(self) -> None:
-        """Others read a verdict before this rank's connections break."""
-        self._stop.wait(2 * self.tick_s)
-
     def _end(self, process: int) -> None:
         if os.getpid() != process:  # a fork has neither the thread nor a right to the connection
             return
-        self._stop.set()
+        self.stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(10)
         with suppress(RuntimeError):
@@ -245,11 +228,7 @@ class Watcher:
 
 
 class _Lane:
-    """The waits of one thread of the program, by any number of wires.
-
-    Args:
-        name: in keys; empty: the main thread's.
-    """
+    """The waits of one thread of the program, by any number of wires; the main thread's has no name."""
 
     def __init__(self, watcher: Watcher, name: str) -> None:
         self.name = name
@@ -325,8 +304,8 @@ class _Lane:
         for watch in self._open():
             watch.verdict = verdict
         waiting = [watch for watch in self._open() if watch.at is not None]
-        if waiting:
-            self._watcher.pause()
+        if waiting:  # others read the verdict before this rank's connections break
+            self._watcher.stop.wait(2 * self._watcher.tick_s)
         for watch in waiting:
             watch.interrupt()
 
@@ -416,12 +395,7 @@ class _Lane:
 
 @dataclass
 class _Heard:
-    """What one rank has heard of another.
-
-    Attributes:
-        moved: when that last got further.
-        answered: when it last answered.
-    """
+    """What one rank has heard of another: when that last got further, when it last answered."""
 
     place: Place | None
     moved: float

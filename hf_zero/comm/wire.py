@@ -48,9 +48,7 @@ class Wait:
         self.started = 0.0
 
     def wait(self) -> None:
-        """Raises:
-        StallError: this rank waits for one that will not come, or has ended.
-        """
+        """Raises StallError: this rank waits for one that will not come, or has ended."""
         watch = self._watch
         if watch.verdict is not None:
             raise watch.error()
@@ -173,8 +171,13 @@ class SoloWire:
 
     def ranks_here(self) -> int:
         """How many ranks run on this machine; a collective."""
-        names = self.exchange(socket.gethostname())
+        names = host_names(self)
         return names.count(names[self.rank])
+
+
+def host_names(wire: SoloWire) -> list[str]:
+    """Of each rank's machine. A collective."""
+    return wire.exchange(socket.gethostname())
 
 
 def land(source: Tensor, out: Tensor, scale: float) -> None:

@@ -15,11 +15,13 @@ their owners. Slices are ragged then, not padded, maybe empty.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
@@ -28,24 +30,12 @@ SpanKey = tuple[str, str, str, bool, int, int, int, bool, str]
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
 
-ITEMSIZE = {
-    "float64": 8,
-    "int64": 8,
-    "complex64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-}
 
-
+@cache
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a torch dtype given by its bare name."""
-    return ITEMSIZE.get(dtype, 1)
+    """Bytes per element of a torch dtype given by its bare name, which says its bits."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +72,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for extent in self.shape:
-            numel *= extent
-        return numel
+        return prod(self.shape)
 
     @property
     def key(self) -> SpanKey:
@@ -250,6 +237,20 @@ class Visit:
     """Visits that happen inside this one."""
 
 
+@dataclass(slots=True)
+class Use:
+    """When a pass forward uses one unit, on a clock that counts where modules begin and end. 0: not at all."""
+
+    first: int = 0
+    """Its first use begins."""
+    read: int = 0
+    """Its first use whose backward needs the weights begins: an embedding's does not."""
+    last: int = 0
+    """Its last use ends."""
+    is_reached: bool = False
+    """Backward comes to a use of its weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """All units of one model, cut for `shards` owners."""
@@ -271,6 +272,39 @@ class Layout:
     @property
     def trainable_numel(self) -> int:
         return sum(span.used_numel for span in self.spans if span.trainable)
+
+    def uses(self) -> list[Use]:
+        """By unit."""
+        seen: list[tuple[Visit, int, int]] = []  # begin and end
+
+        def walk(visits: Sequence[Visit], clock: int) -> int:
+            for visit in visits:
+                begin = clock
+                clock = walk(visit.inner, begin + 1) + 1
+                seen.append((visit, begin, clock - 1))
+            return clock
+
+        end = walk(self.visits, 1)
+        trained = {at for at, unit in enumerate(self.units) if any(span.is_updated for span in unit.spans)}
+        start = min((begin for visit, begin, _ in seen if visit.unit in trained), default=end)
+        out = [Use() for _ in self.units]
+        for visit, begin, stop in seen:
+            use = out[visit.unit]
+            use.first = min(use.first or begin, begin)
+            use.last = max(use.last, stop)
+            if not visit.is_embedding:
+                use.read = min(use.read or begin, begin)
+                use.is_reached = use.is_reached or begin >= start
+        return out
+
+    def brought_in_twice(self) -> list[int]:
+        """Units that a pass gathers for its forward and again for its backward, if nothing keeps them: what ends the forward is
+        still there when backward begins, and an embedding's backward needs no weights. Those used last first.
+        """
+        uses = self.uses()
+        end = max((use.last for use in uses), default=0)
+        found = [at for at, use in enumerate(uses) if use.first and use.is_reached and use.last < end]
+        return sorted(found, key=lambda at: uses[at].last, reverse=True)
 
     def seen_from(self, rank: int) -> Layout:
         """The same, where `slice_numel` of ragged slices is this rank's."""

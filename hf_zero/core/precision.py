@@ -157,13 +157,9 @@ def _casts(module: nn.Module, name: str, param: nn.Parameter) -> bool:
         return name.endswith("proj_weight")
     # transformers' experts in one 3-D parameter: `eager` has one linear() per expert, over its slice. `grouped_mm` is none of
     # autocast's functions and computes in float32; `batched_mm` adds up the gradients of a copy per token.
-    config = getattr(module, "config", None)
-    return param.dim() == 3 and getattr(config, "_experts_implementation", None) == "eager" and _holds_experts(module)
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """Whether transformers' `use_experts_implementation` made this class: its forward goes by the config's word."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    is_eager = getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager"
+    # What transformers' `use_experts_implementation` has made goes by the config's word.
+    return param.dim() == 3 and is_eager and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _named(names: Mapping[nn.Parameter, Sequence[str]], patterns: Sequence[str]) -> set[nn.Parameter]:

@@ -36,12 +36,6 @@ from .checkpoints import bare_optimizer
 from .stock import AcceleratorBase, replaced
 
 
-def _probed() -> Machine | None:
-    """The speeds that `hf-zero probe` has measured on this host, if it has."""
-    path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
-    return Machine.load(path) if path.exists() else None
-
-
 def adopt_calling_trainer() -> None:
     """The Trainer that this is called from, if any, learns to save and resume. Without transformers there is none."""
     if "transformers.trainer" in sys.modules:
@@ -120,13 +114,18 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         """The model's engine, made now if need be; None where plain evaluation holds no more than sharding would."""
         config = self.zero_config
         engine = engine_of(model)
-        mine = [optimizer for optimizer in optimizers if _holds_parameter_of(optimizer, model, engine)]
+        params = frozenset(map(id, model.parameters()))
+        mine = [  # after binding an optimizer holds slices, not parameters: then the engine knows
+            each
+            for each in optimizers
+            if (engine is not None and _is_bound(each, engine)) or not params.isdisjoint(_param_ids(each))
+        ]
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
             born = any(birth_of(param) is not None for param in model.parameters())  # has no whole values to run with
             if config.policy.keep_full and not trains and not born:
                 return None
-            self._zero_check_model(model)
+            _check_model(model)
             adopt_calling_trainer()  # one that was given an Accelerator from elsewhere
             device = None
             if self.device_placement if placement is None else placement:
@@ -134,9 +133,13 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
                     device = self.device  # unit by unit: the whole may not fit there
                 else:
                     model.to(self.device)
-            engine = shard(
-                model, mine, config, mixed_precision=self._zero_precision(), machine=_probed(), device=device
-            )
+            # What `hf-zero probe` has measured on this host, if it has.
+            path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
+            probed = Machine.load(path) if path.exists() else None
+            # The precision that really is in force: accelerate has no autocast for fp16 on CPU, and it can be disabled.
+            on = self.native_amp and (self.autocast_handler is None or self.autocast_handler.enabled)
+            precision = str(self.mixed_precision) if on else "no"
+            engine = shard(model, mine, config, mixed_precision=precision, machine=probed, device=device)
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
@@ -152,23 +155,6 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
 
             adopt_model(model, engine)
         return engine
-
-    def _zero_check_model(self, model: nn.Module) -> None:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            raise ConfigError(f"pass the bare model to prepare(), not a {type(model).__name__}: the engine replaces it")
-        device_map = getattr(model, "hf_device_map", None)
-        if device_map is not None and len(set(device_map.values())) > 1:
-            raise ConfigError(
-                f"{type(model).__name__} was loaded with a device_map over "
-                f"{sorted(map(str, set(device_map.values())))}: load it without device_map, the engine decides what "
-                "each rank holds"
-            )
-
-    def _zero_precision(self) -> str:
-        """The precision that really is in force: accelerate has no autocast for fp16 on CPU, and it can be disabled."""
-        handler = self.autocast_handler
-        on = self.native_amp and (handler is None or handler.enabled)
-        return str(self.mixed_precision) if on else "no"
 
     # -- the step --
 
@@ -311,10 +297,8 @@ def _sharded_sampler(loader: Any) -> BatchSamplerShard | None:
 
 
 def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] | None:
-    """Batches by rank where they differ, from numbers that every rank knows; None where they do not, or nobody can know.
-
-    Args:
-        even_batches: as if the loader had been prepared with it; None: as it is.
+    """Batches by rank where they differ, from numbers that every rank knows; None where they do not, or nobody can know. As if
+    the loader had been prepared with `even_batches`.
     """
     shard_ = _sharded_sampler(loader)
     if shard_ is None or shard_.drop_last or (shard_.even_batches if even_batches is None else even_batches):
@@ -341,6 +325,18 @@ def _told(counts: list[int]) -> str:
     )
 
 
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        raise ConfigError(f"pass the bare model to prepare(), not a {type(model).__name__}: the engine replaces it")
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map is not None and len(set(device_map.values())) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} was loaded with a device_map over "
+            f"{sorted(map(str, set(device_map.values())))}: load it without device_map, the engine decides what "
+            "each rank holds"
+        )
+
+
 _MODEL = "_zero_model"
 """An optimizer's attribute: its sharded model, by weak reference. After binding it holds slices of no module."""
 
@@ -351,13 +347,6 @@ def _param_ids(optimizer: Optimizer) -> frozenset[int]:
 
 def _is_bound(optimizer: Optimizer, engine: Engine) -> bool:
     return any(each is optimizer for each in engine.optimizers)
-
-
-def _holds_parameter_of(optimizer: Optimizer, model: nn.Module, engine: Engine | None) -> bool:
-    """After binding an optimizer holds slices, not parameters: then the engine knows."""
-    if engine is not None and _is_bound(optimizer, engine):
-        return True
-    return not _param_ids(optimizer).isdisjoint(map(id, model.parameters()))
 
 
 def _engine_holding(params: Iterable[Any]) -> Engine | None:

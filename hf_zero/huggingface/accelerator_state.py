@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
 import torch
 from accelerate.utils import save as save_plain
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..checkpoint.folder import recover
@@ -163,7 +163,8 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
                 for index in left:
                     self._zero_put_model(saving, engine, index)
                 for index, optimizer in enumerate(self._optimizers):
-                    self._zero_put_optimizer(saving, index, optimizer)
+                    state = self._zero_bound_engine(optimizer).optimizer_state(bare_optimizer(optimizer))
+                    saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=optimizer_folder(index))
                 hand_in(saving, engine.wire)
                 self._zero_commit(saving, engine, partial(self._zero_after, engine, series, target))
         except BaseException:
@@ -225,11 +226,6 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
 
         saving.weights(ParameterPieces(engine.units), draw)
 
-    def _zero_put_optimizer(self, saving: Saving, index: int, optimizer: Any) -> None:
-        engine = self._zero_bound_engine(optimizer)
-        state = engine.optimizer_state(bare_optimizer(optimizer))
-        saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=optimizer_folder(index))
-
     def _zero_after(self, engine: Engine, series: CheckpointSeries | None, target: Path) -> None:
         with on_all_ranks(engine.wire, f"after saving {target}"):
             if series is not None and self.is_main_process:
@@ -256,8 +252,15 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
 
         def load_models(models: list[nn.Module], _: str) -> None:
             for index, model in enumerate(every):
-                if any(model is other for other in models):  # a hook before this one may have loaded it
-                    self._zero_load_model(loading, folder, index, model, strict)
+                if not any(model is other for other in models):  # a hook before this one may have loaded it
+                    continue
+                engine, inside = engine_of(model), f"model_{index}" if index else ""
+                if loading is None:
+                    _load_plain(model, folder, index, strict)
+                elif engine is not None:
+                    load_weights(loading, engine, strict=strict, folder=inside)
+                else:
+                    model.load_state_dict(load_file(folder / inside / "model.safetensors"), strict=False)
             models.clear()
 
         optimizers, self._optimizers = self._optimizers, []
@@ -300,18 +303,6 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
             raise CheckpointError(f"{folder} holds no checkpoint_N: nothing has been saved there")
         return newest
 
-    def _zero_load_model(
-        self, loading: Loading | None, folder: Path, index: int, model: nn.Module, strict: bool
-    ) -> None:
-        engine = engine_of(model)
-        if loading is not None and engine is not None:
-            load_weights(loading, engine, strict=strict, folder=f"model_{index}" if index else "")
-        elif loading is not None:
-            inside = folder / f"model_{index}" if index else folder
-            model.load_state_dict(safetensors.torch.load_file(inside / "model.safetensors"), strict=False)
-        else:
-            _load_plain(model, folder, index, strict)
-
     def _zero_refuse_each_node(self) -> None:
         if self.project_configuration.save_on_each_node:
             raise ConfigError("save_on_each_node=True: all ranks write one folder together; save to a shared one")
@@ -334,7 +325,7 @@ def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> Non
     suffix = f"_{index}" if index else ""
     safe, pickled = folder / f"model{suffix}.safetensors", folder / f"pytorch_model{suffix}.bin"
     if safe.is_file():
-        state = safetensors.torch.load_file(safe)
+        state = load_file(safe)
     elif pickled.is_file():
         state = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
     else:

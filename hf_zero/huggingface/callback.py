@@ -19,7 +19,6 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -28,7 +27,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from ..checkpoint.files import is_number
 from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..errors import ConfigError
-from ..plan import screen
+from ..plan.report import end, start
 from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
 from ..runtime.usage import limits
@@ -92,9 +91,7 @@ class ZeroCallback(TrainerCallback):
         self._first_step = 0
         self._began = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is None:
             raise ConfigError(
@@ -125,7 +122,12 @@ class ZeroCallback(TrainerCallback):
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # what torchrun and accelerate launch say
         name = type(engine.model).__name__
-        return screen.start(engine.report(), name, limits(engine, ranks_here), about, _look())
+        try:
+            marks = "█░"
+            marks.encode(sys.stdout.encoding or "ascii")
+        except UnicodeEncodeError:
+            marks = "#."
+        return start(engine.report(), name, limits(engine, ranks_here), about, _columns(), marks)
 
     def _settle_among(self, trainer: Trainer) -> None:
         """Callbacks that print are kept short. Where `MeasuredLogs` is not at work (a model sharded by hand), reporters
@@ -139,14 +141,12 @@ class ZeroCallback(TrainerCallback):
             # A new list: the handler is going through the one it has.
             handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is not None and engine.recorder is not None:
             engine.recorder.steps = state.global_step  # a step that a loss scaler skipped is the Trainer's, not ours
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine, logs = _engine_in(kwargs), kwargs["logs"]
         measured = add_measured(engine, logs)
         if measured and state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -155,42 +155,28 @@ class ZeroCallback(TrainerCallback):
             numbers = {name: float(value) for name, value in logs.items() if is_number(value)}
             engine.recorder.log({name: value for name, value in numbers.items() if not name.startswith(PREFIX)})
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is None:
             return
         report, recorder = engine.report(), engine.recorder
         path = None if recorder is None else recorder.path
         samples, tokens = (0.0, 0.0) if recorder is None else recorder.throughput()
+        throughput = samples * report.world_size, tokens * report.world_size
         if recorder is not None:
             recorder.close()
         if not self.report or not state.is_world_process_zero:
             return
         saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
-        ending = screen.Ending(
-            steps=state.global_step - self._first_step,
-            seconds=time.perf_counter() - self._began,
-            tokens_per_s=tokens * report.world_size,
-            samples_per_s=samples * report.world_size,
-            report=report,
-            folder=None if path is None else str(path.parent),
-            saved=str(saved) if saved.is_dir() else None,
-        )
-        _say(screen.end(ending, _look()))
+        steps, seconds = state.global_step - self._first_step, time.perf_counter() - self._began
+        folder, there = None if path is None else path.parent, saved if saved.is_dir() else None
+        _say(end(report, steps, seconds, throughput, folder, there, _columns()))
         if self.verbose:
             _say(report.comparison())
 
 
-def _look() -> screen.Look:
-    """Of standard output."""
-    try:
-        "█░".encode(sys.stdout.encoding or "ascii")
-        blocks = True
-    except UnicodeEncodeError:
-        blocks = False
-    return screen.Look(shutil.get_terminal_size((80, 24)).columns, blocks)
+def _columns() -> int:
+    return shutil.get_terminal_size((80, 24)).columns
 
 
 def _say(text: str) -> None:
@@ -220,26 +206,20 @@ class PreemptionCallback(TrainerCallback):
                     signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
                 callbacks[at] = cls()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         self._ends = None if engine is None else on_preemption(engine)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # what sent the signal does not wait for long
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_evaluate = False  # it is saved already
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None:
             self._ends.close()
 

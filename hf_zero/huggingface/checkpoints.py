@@ -52,11 +52,7 @@ class SavesBehind:
             then()
 
     def _zero_wait_for_save(self) -> None:
-        """Return when the save that was left behind is complete, and what was to follow is done.
-
-        Raises:
-            CheckpointError: on every rank: it failed on one.
-        """
+        """Return when the save that was left behind is complete, and what was to follow is done."""
         pending, self._zero_pending = self._zero_pending, None
         if pending is not None:
             pending[0].wait_for_save()

@@ -75,15 +75,6 @@ def _sharers(args: Any) -> int:
     return 1 if args.accelerator_config.split_batches else args.world_size
 
 
-def batches_in(wire: SoloWire, folder: Path) -> Batches | None:
-    """Of a checkpoint, as rank 0 reads it; None where it says nothing (plain data parallel, an older version). A collective."""
-    with on_all_ranks(wire, f"reading {folder}") as report:
-        if wire.rank == 0 and (folder / MANIFEST).is_file():
-            report.mine = Batches.of_fact(Manifest.read(folder).facts.get(FACT))
-    found: Batches | None = report.everyone[0]
-    return found
-
-
 def share_out(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]:
     """Rows of a micro-batch, and micro-batches of a step, such that `ranks` ranks take `rows_per_step` rows in a step.
 
@@ -122,17 +113,6 @@ def kept(was: Batches, args: TrainingArguments) -> list[tuple[Any, str, Any]]:
     return [(args, "per_device_train_batch_size", rows), (args, "gradient_accumulation_steps", accumulation)]
 
 
-def difference(was: Batches, now: Batches) -> str:
-    """What it means that a step takes another number of rows than before."""
-    text = (
-        f"a step takes {now.rows_per_step} rows, and took {was.rows_per_step} before the checkpoint: the place in the data is "
-        "counted in steps, so samples of this epoch come twice or are left out"
-    )
-    if was.shares_its_arguments_with(now):
-        text += f'; resume_from_checkpoint="{LATEST}" keeps the rows of a step on another number of ranks'
-    return text
-
-
 class KeepsBatches(TrainerBase):
     """A Trainer that knows what its steps take, writes it into its checkpoints, and keeps it on other numbers of ranks."""
 
@@ -146,17 +126,18 @@ class KeepsBatches(TrainerBase):
     def _zero_keeping_batches(
         self, wire: SoloWire, resumed: str | os.PathLike[str] | None, keep: bool
     ) -> Iterator[None]:
-        """In here a step takes what the program asks for or, to `keep` it, what it took before the checkpoint `resumed`.
-
-        A collective.
-
-        Raises:
-            ConfigError: on every rank: it cannot be kept.
+        """In here a step takes what the program asks for or, to `keep` it, what it took before the checkpoint `resumed`. A
+        collective.
         """
-        args, was = self.args, None
+        args = self.args
+        was: Batches | None = None
         now = self._zero_batches = Batches.of(args)
         if resumed is not None and not args.auto_find_batch_size:
-            was = batches_in(wire, Path(resumed))
+            with on_all_ranks(wire, f"reading {Path(resumed)}") as report:
+                # Else it is of plain data parallel; an older version says nothing.
+                if wire.rank == 0 and Path(resumed, MANIFEST).is_file():
+                    report.mine = Batches.of_fact(Manifest.read(resumed).facts.get(FACT))
+            was = report.everyone[0]
         changes: list[tuple[Any, str, Any]] = []
         if was is not None and keep and was.shares_its_arguments_with(now) and was.rows_per_step != now.rows_per_step:
             changes = kept(was, args)
@@ -168,7 +149,13 @@ class KeepsBatches(TrainerBase):
                 text += f", {times} times per step" if times > 1 else ""
                 print(f"hf_zero: {text}", file=sys.stderr, flush=True)
         elif was is not None and was.rows_per_step != now.rows_per_step and wire.rank == 0:
-            warnings.warn(difference(was, now), stacklevel=3)
+            text = (
+                f"a step takes {now.rows_per_step} rows, and took {was.rows_per_step} before the checkpoint: the place in the "
+                "data is counted in steps, so samples of this epoch come twice or are left out"
+            )
+            if was.shares_its_arguments_with(now):
+                text += f'; resume_from_checkpoint="{LATEST}" keeps the rows of a step on another number of ranks'
+            warnings.warn(text, stacklevel=3)
         try:
             with replaced(changes):
                 yield

@@ -22,7 +22,6 @@ from transformers.integrations.accelerate import get_device
 
 from ..checkpoint.ranges import Range, Reader
 from ..checkpoint.safetensors import Stored, read_header
-from ..checkpoint.weights import Conversion
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import Extent
@@ -46,7 +45,12 @@ def reading(init: Init) -> AbstractContextManager[object]:
     def load(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs).arguments
         model, files, config = call["model"], call.get("checkpoint_files"), call["load_config"]
-        _check_device_map(config.device_map)
+        places = {str(place) for place in (config.device_map or {}).values()}
+        if len(places) > 1 or "disk" in places:
+            raise ConfigError(
+                f"device_map places the model on {sorted(places)}, and zero.Init shards it over the ranks: leave device_map "
+                "out, or name one device"
+            )
         answer: Any
         if call.get("state_dict") is None and files and _readable(model, files, config):
             answer = _load(init, model, files, config), None
@@ -104,15 +108,6 @@ def _refuse_undrawn(model: Any, names: Sequence[str]) -> None:
         )
 
 
-def _check_device_map(device_map: Any) -> None:
-    places = {str(place) for place in (device_map or {}).values()}
-    if len(places) > 1 or "disk" in places:
-        raise ConfigError(
-            f"device_map places the model on {sorted(places)}, and zero.Init shards it over the ranks: leave device_map out, "
-            "or name one device"
-        )
-
-
 def _readable(model: PreTrainedModel, files: Sequence[str], config: Any) -> bool:
     """Whether the files are safetensors and the model's parameters plain."""
     return (
@@ -147,10 +142,8 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
 
 
 class _Filling:
-    """The stand-ins that a planned load left in a model become born parameters and buffers with values.
-
-    Args:
-        stamps: of the files, to leave there what can be; None: everything is read.
+    """The stand-ins that a planned load left in a model become born parameters and buffers with values. With
+    `stamps` of the files what can be is left there.
     """
 
     def __init__(
@@ -187,7 +180,10 @@ class _Filling:
                 wanted += self._ranges(name, result, pieces)
         self.reader.read(wanted)
         for conversion in planned.trace.conversions(computed):
-            self._compute(conversion, computed)
+            values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
+            for name, value in conversion.convert(values).items():
+                own, low, high = self._room(name, computed[name])
+                own.copy_(value.reshape(-1)[low:high])
         self.reader.close()
         for name in (*self._own, *self._origins):
             self._plant(name)
@@ -227,12 +223,6 @@ class _Filling:
             if part is not None:
                 out.append(Range(self._stored[part.source], part.source_start, own[part.moved(-low).here]))
         return out
-
-    def _compute(self, conversion: Conversion, stand_ins: Mapping[str, Tensor]) -> None:
-        values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
-        for name, value in conversion.convert(values).items():
-            own, low, high = self._room(name, stand_ins[name])
-            own.copy_(value.reshape(-1)[low:high])
 
     def _is_parameter(self, name: str) -> bool:
         path, _, last = name.rpartition(".")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,18 +100,13 @@ def own_types(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Attributes
     for name, module in model.named_modules():
         if _is_stock(module):
             inside = f"{name}." if name else ""
-            shown = [_typed(p, dtypes.get(first[inside + key], p.dtype)) for key, p in module.named_parameters()]
-            out.append((module, "parameters", _giving(shown)))
+            shown: list[Tensor] = []
+            for key, param in module.named_parameters():
+                dtype = dtypes.get(first[inside + key], param.dtype)
+                is_own = param.dtype == dtype  # else what looks like it, without memory
+                shown.append(param if is_own else torch.empty((), dtype=dtype, device=param.device).expand(param.shape))
+            out.append((module, "parameters", lambda recurse=True, shown=shown: iter(shown)))
     return out
-
-
-def _typed(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Something that looks like `param` in another type, without memory."""
-    return param if param.dtype == dtype else torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
-
-
-def _giving(values: Sequence[Any]) -> Callable[..., Iterator[Any]]:
-    return lambda recurse=True: iter(values)
 
 
 def _is_stock(module: nn.Module) -> bool:

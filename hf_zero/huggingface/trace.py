@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Trace(TorchDispatchMode):
 
     def pieces(self, tensor: Tensor) -> list[Extent[str]] | None:
         """`tensor`'s elements in row-major order, without gaps; None if they are not all moved ones."""
-        found = self._lines(tensor, _row_major(tensor.shape))
+        found = self._lines(tensor, [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.dim())])  # row-major
         return None if found is None else _merged(found)
 
     def conversions(self, results: Mapping[str, Tensor]) -> list[Conversion]:
@@ -97,7 +98,7 @@ class Trace(TorchDispatchMode):
                 for key, content in self._contents.items()
                 if key in needs and content.name is not None
             }
-            out.append(Conversion(tuple(sources), tuple(wanted), _Player(sources, tape, wanted)))
+            out.append(Conversion(tuple(sources), tuple(wanted), partial(_play, sources, tape, wanted)))
         return out
 
     def _needs(self, storages: set[int]) -> set[int]:
@@ -189,35 +190,31 @@ class Trace(TorchDispatchMode):
         return out
 
 
-class _Player:
-    """Plays a tape with real values in place of the sources."""
+def _play(
+    sources: dict[str, Tensor], tape: list[_Operation], results: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The results, contiguous CPU tensors, of a tape with the sources' values, in any type, in place of the sources."""
+    flats = {
+        _storage(stand_in): values[name].to(device="cpu", dtype=stand_in.dtype).reshape(-1)
+        for name, stand_in in sources.items()
+    }
 
-    def __init__(self, sources: dict[str, Tensor], tape: list[_Operation], results: dict[str, Tensor]) -> None:
-        self._sources, self._tape, self._results = sources, tape, results
+    def real(item: Any) -> Any:
+        if isinstance(item, torch.device) and item.type == "meta":
+            return torch.device("cpu")
+        if not isinstance(item, Tensor) or not item.is_meta:
+            return item
+        flat = flats[_storage(item)]
+        flat = flat if flat.dtype == item.dtype else flat.view(item.dtype)
+        return flat.as_strided(item.shape, item.stride(), flat.storage_offset() + item.storage_offset())
 
-    def __call__(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The results, contiguous CPU tensors, from the sources' values in any type."""
-        flats = {
-            _storage(stand_in): values[name].to(device="cpu", dtype=stand_in.dtype).reshape(-1)
-            for name, stand_in in self._sources.items()
-        }
-
-        def real(item: Any) -> Any:
-            if isinstance(item, torch.device) and item.type == "meta":
-                return torch.device("cpu")
-            if not isinstance(item, Tensor) or not item.is_meta:
-                return item
-            flat = flats[_storage(item)]
-            flat = flat if flat.dtype == item.dtype else flat.view(item.dtype)
-            return flat.as_strided(item.shape, item.stride(), flat.storage_offset() + item.storage_offset())
-
-        with torch.no_grad():
-            for step in self._tape:
-                out = step.func(*tree_map(real, step.args), **tree_map(real, step.kwargs))
-                for stand_in, value in zip(tree_leaves(step.out), tree_leaves(out)):
-                    if isinstance(stand_in, Tensor) and _storage(stand_in) not in step.reads:
-                        flats[_storage(stand_in)] = _as_stored(value, stand_in)
-            return {name: real(stand_in).contiguous() for name, stand_in in self._results.items()}
+    with torch.no_grad():
+        for step in tape:
+            out = step.func(*tree_map(real, step.args), **tree_map(real, step.kwargs))
+            for stand_in, value in zip(tree_leaves(step.out), tree_leaves(out)):
+                if isinstance(stand_in, Tensor) and _storage(stand_in) not in step.reads:
+                    flats[_storage(stand_in)] = _as_stored(value, stand_in)
+        return {name: real(stand_in).contiguous() for name, stand_in in results.items()}
 
 
 def _as_stored(value: Tensor, stand_in: Tensor) -> Tensor:
@@ -247,10 +244,6 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _dim(args: Any) -> int:
     return int(args[1]) if len(args) > 1 else 0
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def _cut(pieces: list[Extent[str]], start: int, numel: int, shift: int) -> list[Extent[str]] | None:

@@ -84,39 +84,35 @@ def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -
     what = f"{'full' if whole else 'local'}_{quantity}"
     holder = _checked_holder(param, quantity, what)
     with holder.wire.watch.doing(f"{what}()"):
-        return _read(holder, param, quantity, whole, name)
-
-
-def _read(
-    holder: HeldParameter | Birth, param: nn.Parameter, quantity: Quantity, whole: bool, name: str
-) -> Tensor | None:
-    if isinstance(holder, Birth):
-        return holder.whole(param) if whole else holder.slice_of(param).clone()
-    place, engine = holder
-    of: Of = master_of
-    match quantity:
-        case "parameter":
-            holder.settle()
-        case "gradient":
-            if whole:
-                engine.training.flush([place.flat] if place.flat.span.trainable else [])
-            if not place.flat.grads():
-                return None
-            of = gradient_of
-        case "optimizer_state":
-            optimizer = engine.sharded.optimizer_of(place.flat)
-            value, sliced = place.state(optimizer, name)
-            if place.flat.wholes is not None:
-                value = read(holder.wire, partial(in_memory, value), may_fail=whole and place.flat.storage.uses_disk)
-            if whole and place.is_owned:
-                value = place.owners(value)
-            if value is None:
-                return None
-            if not sliced:
-                value = torch.as_tensor(value).detach().clone()
-                return value.view(-1) if place.flat.wholes is not None and value.dim() and not whole else value
-            of = state_of(optimizer, name)
-    return place.whole(of) if whole else place.local(of).clone()
+        if isinstance(holder, Birth):
+            return holder.whole(param) if whole else holder.slice_of(param).clone()
+        place, engine = holder
+        of: Of = master_of
+        match quantity:
+            case "parameter":
+                holder.settle()
+            case "gradient":
+                if whole:
+                    engine.training.flush([place.flat] if place.flat.span.trainable else [])
+                if not place.flat.grads():
+                    return None
+                of = gradient_of
+            case "optimizer_state":
+                optimizer = engine.sharded.optimizer_of(place.flat)
+                value, sliced = place.state(optimizer, name)
+                if place.flat.wholes is not None:
+                    value = read(
+                        holder.wire, partial(in_memory, value), may_fail=whole and place.flat.storage.uses_disk
+                    )
+                if whole and place.is_owned:
+                    value = place.owners(value)
+                if value is None:
+                    return None
+                if not sliced:
+                    value = torch.as_tensor(value).detach().clone()
+                    return value.view(-1) if place.flat.wholes is not None and value.dim() and not whole else value
+                of = state_of(optimizer, name)
+        return place.whole(of) if whole else place.local(of).clone()
 
 
 @torch.no_grad()
@@ -127,53 +123,41 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
     with holder.wire.watch.doing(f"{what}()"):
         if whole:
             _same_everywhere(param, value, holder.wire, what)
-        _write(holder, param, quantity, whole, value, name, what)
-
-
-def _write(
-    holder: HeldParameter | Birth,
-    param: nn.Parameter,
-    quantity: Quantity,
-    whole: bool,
-    value: Tensor,
-    name: str,
-    what: str,
-) -> None:
-    if isinstance(holder, Birth):
-        if whole:
-            holder.put(param, value)
-        else:
-            own = holder.slice_of(param)
-            _fit(own.numel(), value, what)
-            own.copy_(value.detach())
-        return
-    place, engine = holder
-    if quantity == "parameter":
-        engine.sharded.refuse_unsharded(what)
-    if not whole:
-        _fit(place.own_numel, value, what)
-    part = place.own_part(value) if whole else value.detach()
-    match quantity:
-        case "parameter":
-            holder.settle()
-            if whole or not place.unit.policy.keep_full:
-                place.unit.release()  # before the write: what a release finds in the whole values counts
-            place.unit.close()
-            place.unit.drop_parts()
-            place.write(master_of, part)
+        if isinstance(holder, Birth):
             if whole:
-                place.written()
+                holder.put(param, value)
             else:
-                place.flat.refresh()
-        case "gradient":
-            if whole:
-                engine.training.flush([place.flat] if place.flat.span.trainable else [])
-            place.flat.some_grad(place.unit.wire)
-            place.write(gradient_of, part)
-            if whole:
-                engine.training.gradients.wrote()
-        case "optimizer_state":
-            _set_state(holder, name, part)
+                own = holder.slice_of(param)
+                _fit(own.numel(), value, what)
+                own.copy_(value.detach())
+            return
+        place, engine = holder
+        if quantity == "parameter":
+            engine.sharded.refuse_unsharded(what)
+        if not whole:
+            _fit(place.own_numel, value, what)
+        part = place.own_part(value) if whole else value.detach()
+        match quantity:
+            case "parameter":
+                holder.settle()
+                if whole or not place.unit.policy.keep_full:
+                    place.unit.release()  # before the write: what a release finds in the whole values counts
+                place.unit.close()
+                place.unit.drop_parts()
+                place.write(master_of, part)
+                if whole:
+                    place.written()
+                else:
+                    place.flat.refresh()
+            case "gradient":
+                if whole:
+                    engine.training.flush([place.flat] if place.flat.span.trainable else [])
+                place.flat.some_grad(place.unit.wire)
+                place.write(gradient_of, part)
+                if whole:
+                    engine.training.gradients.wrote()
+            case "optimizer_state":
+                _set_state(holder, name, part)
 
 
 def _set_state(held: HeldParameter, name: str, part: Tensor) -> None:

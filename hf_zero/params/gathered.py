@@ -66,7 +66,9 @@ class GatheredParameters:
                 for param in self._params:
                     holder = holder_of(param)
                     if holder is not None and not _is_gathered(holder):
-                        self._check_rank(holder.wire)
+                        rank, most = self._modifier_rank, holder.wire.size - 1
+                        if rank is not None and not 0 <= rank <= most:
+                            raise ConfigError(f"modifier_rank must be None or one of 0 to {most}, found {rank}")
                         with holder.wire.watch.doing("GatheredParameters"):
                             self._gathered.append(_Gathered(param, holder))
                     elif isinstance(holder, HeldParameter) and holder.engine.sharded.is_unsharded:
@@ -89,11 +91,6 @@ class GatheredParameters:
                 self._keep_edits()
             finally:
                 self._discard()
-
-    def _check_rank(self, wire: SoloWire) -> None:
-        rank = self._modifier_rank
-        if rank is not None and not 0 <= rank < wire.size:
-            raise ConfigError(f"modifier_rank must be None or one of 0 to {wire.size - 1}, found {rank}")
 
     def _discard(self) -> None:
         for gathered in self._gathered:

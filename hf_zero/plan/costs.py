@@ -7,17 +7,16 @@ tiers are equal, `own` is the master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ..comm.codec import gather_codec
 from ..config import StagePolicy
-from ..core.layout import Layout, Span, UnitLayout, Visit, itemsize
+from ..core.layout import Layout, Span, UnitLayout, Use, itemsize
 from ..tiers.pool import KEPT_BUFFERS
 from ..tiers.tier import SIZES, Sizes, Tier, padded
 
-T = TypeVar("T")
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "staging", "activations")
 STATES = ("parameters", "gradients", "optimizer")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
@@ -125,11 +124,6 @@ def shares_memory(span: Span, policy: StagePolicy) -> bool:
     return span.spec.compute_dtype == span.spec.master_dtype and not rounded
 
 
-def is_over_nodes(shards: int, node_ranks: int) -> bool:
-    """Whether a span that is cut among so many ranks can be cut among those of a node, too."""
-    return 1 < node_ranks < shards and shards % node_ranks == 0
-
-
 def part_numel(span: Span, node_ranks: int) -> int:
     """Elements of a gathered span that each rank of a node keeps; the last ones may keep fewer."""
     return -(-span.numel // node_ranks)
@@ -138,11 +132,6 @@ def part_numel(span: Span, node_ranks: int) -> int:
 def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:
     """Whether the whole span is in device memory all the time."""
     return placement.parameters is Tier.DEVICE and (policy.keep_full or span.shards == 1)
-
-
-def slice_bytes(span: Span) -> int:
-    """`own`."""
-    return span.slice_numel * itemsize(span.spec.compute_dtype)
 
 
 def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
@@ -213,7 +202,7 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
     )
     if not placement.optimizer and placement.parameters is tier:
         arrays = disk_bytes(span, span.slice_numel, 0)
-    return arrays - (slice_bytes(span) if _shares_array(span, placement) else 0)
+    return arrays - (span.slice_numel * itemsize(span.spec.compute_dtype) if _shares_array(span, placement) else 0)
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
@@ -236,69 +225,33 @@ def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
 
 
 @dataclass(slots=True)
-class Use:
-    """When a pass forward uses one unit, on a clock that counts where modules begin and end. 0: not at all."""
-
-    first: int = 0
-    """Its first use begins."""
-    read: int = 0
-    """Its first use whose backward needs the weights begins: an embedding's does not."""
-    last: int = 0
-    """Its last use ends."""
-    is_reached: bool = False
-    """Backward comes to a use of its weights."""
-
-
-def uses_of(layout: Layout) -> list[Use]:
-    """By unit."""
-    seen: list[tuple[Visit, int, int]] = []  # begin and end
-
-    def walk(visits: Sequence[Visit], clock: int) -> int:
-        for visit in visits:
-            begin = clock
-            clock = walk(visit.inner, begin + 1) + 1
-            seen.append((visit, begin, clock - 1))
-        return clock
-
-    end = walk(layout.visits, 1)
-    trained = {at for at, unit in enumerate(layout.units) if any(span.is_updated for span in unit.spans)}
-    start = min((begin for visit, begin, _ in seen if visit.unit in trained), default=end)
-    out = [Use() for _ in layout.units]
-    for visit, begin, stop in seen:
-        use = out[visit.unit]
-        use.first = min(use.first or begin, begin)
-        use.last = max(use.last, stop)
-        if not visit.is_embedding:
-            use.read = min(use.read or begin, begin)
-            use.is_reached = use.is_reached or begin >= start
-    return out
-
-
-@dataclass(frozen=True, slots=True)
 class _UnitBytes:
     """What one unit brings in and makes in a pass."""
 
-    full: int
+    use: Use
+    stays: bool
+    """Gathered from its forward to its backward."""
+    full: int = 0
     """Gathered, of spans that come and go."""
-    fresh: int
+    fresh: int = 0
     """Gradients as backward leaves them, beside those that add up in place."""
-    copying: int
+    copying: int = 0
     """The most that is there, of these and of their copies, while they are copied."""
-    moving: int
+    moving: int = 0
     """Copies and means, until the next unit's reduce begins."""
-    kept: int
+    kept: int = 0
     """At rest on the device."""
-    held: int
+    held: int = 0
     """Local gradients between backwards, where they are sent with the last one only."""
-    tied: int
+    tied: int = 0
     """Fresh gradients that autograd keeps until it has those of an embedding with the same weights."""
-    reads: int
+    reads: int = 0
     """Host buffers that spans on disk are read to."""
-    cast: int
+    cast: int = 0
     """The largest second one, of values that are cast."""
-    down: tuple[int, ...]
+    down: list[int] = field(default_factory=list)
     """Gradients that go down to host memory through a buffer each."""
-    part: int
+    part: int = 0
     """Kept of `full` on each rank of a node between forward and backward; 0: nothing."""
 
 
@@ -324,58 +277,53 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     A unit is gathered from its first use to its last, and with it the one that comes next. In backward its fresh gradients are
     there beside buckets and means of the unit before it (docs/PLAN.md).
     """
-    uses = uses_of(layout)
-    units = [
-        _unit_bytes(unit, use, placements, setup, is_parted=at in setup.parts)
-        for at, (unit, use) in enumerate(zip(layout.units, uses))
-    ]
+    uses = layout.uses()
+    order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
+    units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
     out = Passing()
-    used = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
-    _look_at_forward(out, [(uses[at], units[at]) for at in used], {n for n, at in enumerate(used) if at in setup.kept})
-    last_first = used[::-1]
-    kept = {n for n, at in enumerate(last_first) if at in setup.kept}
-    _look_at_backward(out, [(uses[at], units[at]) for at in last_first], kept, setup)
-    _look_at_host(out, [units[at] for at in used], setup)
+    _look_at_forward(out, units)
+    _look_at_backward(out, units[::-1], setup)
+    _look_at_host(out, units, setup)
     return out
 
 
-def _look_at_forward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], stay: Set[int]) -> None:
-    """Units in the order of their first uses; places of those that stay until their backward."""
-    events = [(use.first, True, place) for place, (use, _) in enumerate(units)]
-    events += [(use.last, False, place) for place, (use, _) in enumerate(units)]
+def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
+    """Units in the order of their first uses."""
+    events = [(unit.use.first, True, place) for place, unit in enumerate(units)]
+    events += [(unit.use.last, False, place) for place, unit in enumerate(units)]
     there = 0
     for _, begins, place in sorted(events):
-        full, part = units[place][1].full, units[place][1].part
+        unit = units[place]
         following = units[place + 1] if place + 1 < len(units) else None
         if begins:
-            there += full
+            there += unit.full
         else:
-            there += part  # copied while all of it is there, and the next one has been fetched
-            if part and following is not None and following[0].first > units[place][0].last:
-                out.gathered = max(out.gathered, there + following[1].full)
-            there -= 0 if place in stay else full
-        ahead = following[1].full if begins and following is not None else 0
+            there += unit.part  # copied while all of it is there, and the next one has been fetched
+            if unit.part and following is not None and following.use.first > unit.use.last:
+                out.gathered = max(out.gathered, there + following.full)
+            there -= 0 if unit.stays else unit.full
+        ahead = following.full if begins and following is not None else 0
         out.gathered = max(out.gathered, there + ahead)
     out.moment = out.gathered
 
 
-def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], stayed: Set[int], setup: Setup) -> None:
-    """Units in the order of their reduces: those used first last; places of those that are there from the forward."""
+def _look_at_backward(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
+    """Units in the order of their reduces: those used first last."""
     alone = setup.world_size == 1
-    walk = sorted((place for place, (use, _) in enumerate(units) if use.is_reached), key=lambda at: -units[at][0].last)
+    walk = sorted((at for at, unit in enumerate(units) if unit.use.is_reached), key=lambda at: -units[at].use.last)
     enter, gradients, leave = 0, 1, 2
-    events = [(-units[place][0].last, enter, place) for place in walk]
-    events += [(-units[place][0].read, leave, place) for place in walk]
-    events += [(-use.first, gradients, place) for place, (use, unit) in enumerate(units) if unit.fresh or unit.held]
+    events = [(-units[place].use.last, enter, place) for place in walk]
+    events += [(-units[place].use.read, leave, place) for place in walk]
+    events += [(-unit.use.first, gradients, place) for place, unit in enumerate(units) if unit.fresh or unit.held]
     next_of = {
-        place: next((later for later in walk[n + 1 :] if later not in stayed), None) for n, place in enumerate(walk)
+        at: next((later for later in walk[n + 1 :] if not units[later].stays), None) for n, at in enumerate(walk)
     }
-    there, ahead = sum(units[place][1].full for place in stayed) + sum(unit.part for _, unit in units), 0
+    there, ahead = sum(unit.full for unit in units if unit.stays) + sum(unit.part for unit in units), 0
     parted: set[int | None] = set()
     waiting = moving = coming = 0
     adds = setup.backward_per_step > 1 and not setup.reduces_once
-    kept = sum(unit.kept for _, unit in units) if adds else 0
-    held = sum(unit.held for _, unit in units)
+    kept = sum(unit.kept for unit in units) if adds else 0
+    held = sum(unit.held for unit in units)
 
     def look(passing: int, gone: int = 0) -> None:
         gathered = there + ahead - gone
@@ -388,16 +336,16 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], sta
     look(0)
     out.device = max(out.device, out.gathered + kept + held)
     for _, what, place in sorted(events):
-        use, unit = units[place]
+        unit, use = units[place], units[place].use
         if what == enter:
-            there += 0 if place in stayed else unit.full
+            there += 0 if unit.stays else unit.full
             following = next_of[place]
-            ahead = 0 if following is None else units[following][1].full
+            ahead = 0 if following is None else units[following].full
             look(moving + waiting)
             # Its part has gone into place, and that of the one that was just fetched.
             done = {place, following} - parted
             parted |= done
-            there -= sum(units[each][1].part for each in done if each is not None)
+            there -= sum(units[each].part for each in done if each is not None)
         elif what == leave:
             there -= unit.full
             waiting += unit.tied
@@ -413,72 +361,60 @@ def _look_at_backward(out: Passing, units: Sequence[tuple[Use, _UnitBytes]], sta
 
 
 def _look_at_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
-    """Two units are read at a time, and one buffer is still there that was too small, or has not been given back.
-
-    Gradients land in one buffer after the other, or stay in them until they are stepped.
+    """Two units are read at a time, the last one twice, and one buffer is still there that was too small, or has not been given
+    back. Gradients land in one buffer after the other, or stay in them until they are stepped.
     """
-    reads = max((a.reads + b.reads + a.cast for a, b in _neighbours(units)), default=0)
+    reads = max((a.reads + b.reads + a.cast for a, b in pairwise([*units, *units[-1:]])), default=0)
     reads += max((unit.reads for unit in units), default=0)
     buffers = [nbytes for unit in units for nbytes in unit.down]
     if setup.step_in_backward and setup.backward_per_step == 1:
         sums = [sum(unit.down) for unit in units]
         landing = max((sum(sums[at : at + 3]) for at in range(len(sums))), default=0)
     else:
-        landing = max((a + b for a, b in _neighbours(buffers)), default=0)
+        landing = max((a + b for a, b in pairwise([*buffers, *buffers[-1:]])), default=0)
     out.scratch = reads + landing
     singles = sorted([*buffers, *(unit.reads for unit in units)], reverse=True)
     out.resting_scratch = min(out.scratch, sum(singles[:KEPT_BUFFERS]))
 
 
-def _neighbours(items: Sequence[T]) -> Iterator[tuple[T, T]]:
-    """Each with the one behind it; the last with itself."""
-    return zip(items, [*items[1:], *items[-1:]])
-
-
-def _unit_bytes(
-    unit: UnitLayout, use: Use, placements: Sequence[Placement], setup: Setup, *, is_parted: bool
-) -> _UnitBytes:
-    moved = [span for span in unit.spans if not stays(span, placements[span.index], setup.policy)]
-    on_disk = [span for span in moved if placements[span.index].parameters is Tier.DISK]
-    reads = [_read_bytes(span, placements[span.index], setup) for span in on_disk]
-    full = sum(span.numel * itemsize(span.spec.compute_dtype) for span in moved)
+def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
+    """`at`: its place in the layout."""
+    out = _UnitBytes(use, stays=at in setup.kept)
+    for span in unit.spans:
+        placement, compute = placements[span.index], itemsize(span.spec.compute_dtype)
+        if stays(span, placement, setup.policy):
+            continue
+        out.full += span.numel * compute
+        out.part += part_numel(span, setup.node_ranks) * compute if at in setup.parts else 0
+        if placement.parameters is Tier.DISK:
+            stored = stored_itemsize(span, placement, setup)
+            out.reads += span.slice_numel * stored
+            # What has another type in its file than where it is used goes through a second buffer.
+            out.cast = max(out.cast, 0 if stored == compute else span.slice_numel * compute)
     trained = [span for span in unit.spans if span.is_updated]
     own = [span.used_numel * itemsize(span.spec.compute_dtype) for span in trained]
-    left, copying, moving, kept, held, fresh, tied = sum(own), 0, 0, 0, 0, 0, 0
+    left = sum(own)
     for span, nbytes in zip(trained, own):
         placement, master = placements[span.index], itemsize(span.spec.master_dtype)
         bucket = copies = _bucket_bytes(span, placement, setup)
         if not setup.reduces_once:
-            fresh += nbytes
+            out.fresh += nbytes
         elif span.spec.compute_dtype == span.spec.master_dtype:  # they add up in place
-            held += nbytes
+            out.held += nbytes
         else:  # in a copy, which is copied once more where it is sent in a narrower type
             wide = span.numel * max(itemsize(wire_dtype(span, setup)), min(master, 4))
-            fresh, held, copies = fresh + nbytes, held + wide, wide + (bucket if bucket < wide else 0)
-        copying = max(copying, left + moving + copies)
+            out.fresh, out.held, copies = out.fresh + nbytes, out.held + wide, wide + (bucket if bucket < wide else 0)
+        out.copying = max(out.copying, left + out.moving + copies)
         left -= nbytes
         if setup.world_size > 1:
-            moving += (bucket or nbytes) + span.slice_numel * master
-        copying = max(copying, left + moving)
-        kept += placement.numel(Tier.DEVICE) * master
+            out.moving += (bucket or nbytes) + span.slice_numel * master
+        out.copying = max(out.copying, left + out.moving)
+        out.kept += placement.numel(Tier.DEVICE) * master
         if use.read > use.first:
             shared = (slot.spec.numel for slot in span.slots if len(slot.spec.names) > 1)
-            tied += sum(shared) * itemsize(span.spec.compute_dtype)
-    return _UnitBytes(
-        full,
-        fresh,
-        copying,
-        moving,
-        kept,
-        held,
-        tied,
-        reads=sum(first for first, *_ in reads),
-        cast=max((second for _, *rest in reads for second in rest), default=0),
-        down=tuple(nbytes for span in trained for nbytes in _landing_bytes(span, placements[span.index], setup)),
-        part=sum(part_numel(span, setup.node_ranks) * itemsize(span.spec.compute_dtype) for span in moved)
-        if is_parted
-        else 0,
-    )
+            out.tied += sum(shared) * itemsize(span.spec.compute_dtype)
+        out.down += _landing_bytes(span, placement, setup)
+    return out
 
 
 def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
@@ -504,15 +440,6 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
     ]
 
 
-def _read_bytes(span: Span, placement: Placement, setup: Setup) -> tuple[int, ...]:
-    """The host buffer of one read, and a second one for what has another type in its file than where it is used."""
-    stored = stored_itemsize(span, placement, setup)
-    compute = itemsize(span.spec.compute_dtype)
-    return (
-        (span.slice_numel * stored,) if stored == compute else (span.slice_numel * stored, span.slice_numel * compute)
-    )
-
-
 def stored_itemsize(span: Span, placement: Placement, setup: Setup) -> int:
     """Of parameters on disk."""
     return itemsize(span.spec.master_dtype if is_in_files(span, placement, setup) else span.spec.compute_dtype)
@@ -523,13 +450,17 @@ def wire_dtype(span: Span, setup: Setup) -> str:
     return setup.reduce_dtype if span.spec.master_dtype == "float32" else span.spec.master_dtype
 
 
-def scratch_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: a block for gradients that rest in another type than their masters', and two for parameters that are cast on their
-    way up to the device.
+def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
+    """Host: a block for gradients that rest in another type than their masters', two for parameters that are cast on their way
+    up to the device, and the slabs under way of the disk tier.
     """
     sizes = setup.sizes
-    block = lanes = blocks = 0
+    block = lanes = blocks = slabs = largest = 0
     for span, placement in zip(layout.spans, placements):
+        for tier, numel in placement.optimizer:
+            if tier is Tier.DISK and not span.is_whole:
+                slabs += -(-numel // sizes.slab_numel)
+                largest = max(largest, disk_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors))
         compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
         below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
         if span.spec.compute_dtype == span.spec.master_dtype or not below:
@@ -539,35 +470,16 @@ def scratch_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
         if placement.parameters is Tier.DEVICE:
             blocks += sum(-(-numel // sizes.block_numel) for numel in below)
             lanes = max(lanes, sizes.block_numel * compute)
-    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes
+    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, slabs) * largest
 
 
-def ring_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: the slabs under way of the disk tier."""
-    sizes = setup.sizes
-    count = largest = 0
-    for span, placement in zip(layout.spans, placements):
-        for tier, numel in placement.optimizer:
-            if tier is Tier.DISK and not span.is_whole:
-                count += -(-numel // sizes.slab_numel)
-                slab = disk_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors)
-                largest = max(largest, slab)
-    return min(sizes.slabs, count) * largest
+def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> tuple[int, int, int]:
+    """What parameters that are stepped over whole, and do not rest on the device, pass through.
 
-
-@dataclass(slots=True)
-class WholeBuffers:
-    """What parameters that are stepped over whole, and do not rest on the device, pass through."""
-
-    host: int = 0
-    """One is read, one updated, one written."""
-    cast: int = 0
-    """Host: a gradient that is cast, in the pool's scratch memory."""
-    device: int = 0
-    """Master, gradient and state of one, where the step is made there."""
-
-
-def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> WholeBuffers:
+    Returns:
+        On the host: one is read, one updated, one written. There, too, in the pool's scratch memory: a gradient that is cast.
+        On the device, where the step is made there: master, gradient and state of one.
+    """
     reads, cast, device = [], 0, 0
     for span, placement in zip(layout.spans, placements):
         master = itemsize(span.spec.master_dtype)
@@ -580,7 +492,7 @@ def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup)
                     reads.append(padded(nbytes) + sum(padded(each) for each in states))
                 cast = max(cast, nbytes) if is_narrow and setup.is_cpu else cast
                 device = device if setup.is_cpu else max(device, 2 * nbytes + sum(states))
-    return WholeBuffers(min(3, len(reads)) * max(reads, default=0), cast, device)
+    return min(3, len(reads)) * max(reads, default=0), cast, device
 
 
 def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
@@ -604,31 +516,18 @@ def memory_of(
         for (tier, kind), value in state_bytes(span, placement, setup).items():
             rest[tier][kind] += value
     high = passing_bytes(layout, placements, setup)
-    blocks = scratch_bytes(layout, placements, setup) + ring_bytes(layout, placements, setup)
-    wholes = whole_buffers(layout, placements, setup)
-    rest[Tier.HOST]["staging"] = blocks + wholes.host + max(high.resting_scratch, wholes.cast)
+    blocks = block_bytes(layout, placements, setup)
+    whole, cast, on_device = whole_buffers(layout, placements, setup)
+    rest[Tier.HOST]["staging"] = blocks + whole + max(high.resting_scratch, cast)
     peak = {tier: dict(kinds) for tier, kinds in rest.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
-    host["staging"] = blocks + wholes.host + high.scratch + wholes.cast
-    device["staging"] = wholes.device
+    host["staging"] = blocks + whole + high.scratch + cast
+    device["staging"] = on_device
     device["activations"], host["activations"] = activations
     most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
     highest = dict(most)
     most[Tier.DEVICE] += high.moment - high.gathered - high.communication
-    alone = high.device + device["activations"], wholes.device  # between passes, or as they begin
+    alone = high.device + device["activations"], on_device  # between passes, or as they begin
     highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + max(alone)
     return Memory(rest, peak, highest, most)
-
-
-def paper_states_bytes(parameters: int, policy: StagePolicy, ranks: int, optimizer_bytes: int = 12) -> float:
-    """Bytes of model states per rank as Rajbhandari et al. (arXiv 1910.02054, figure 1) count them, to compare with them.
-
-    fp16 parameters and gradients, 2 bytes each, and `optimizer_bytes` (K = 12: fp32 master, momentum, variance). This library's
-    own figures differ: gradients rest at their owner alone, in float32, at stages 1, 2 and 3.
-    """
-    return parameters * (
-        2 / (1 if policy.keep_full else ranks)
-        + 2 / (ranks if policy.reduce_each_backward else 1)
-        + optimizer_bytes / (ranks if policy.shard else 1)
-    )

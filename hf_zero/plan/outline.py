@@ -2,18 +2,300 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.safetensors import read_header
 from ..core.layout import ParamSpec, Visit, itemsize
 from ..core.precision import Precision, dtype_name
 from ..core.units import LIMITS
 from ..errors import ConfigError
-from .shapes import Shape, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes of a transformer that activations depend on."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocab: int
+    key_value_heads: int | None = None
+    """None: as many as heads."""
+    is_gated: bool = False
+    """Whether the MLP multiplies two projections (SwiGLU)."""
+
+    @staticmethod
+    def of(config: Any, names: Iterable[str] = ()) -> Architecture | None:
+        """From a transformers config and the model's parameter names; None where a size is not to be found."""
+        config = getattr(config, "text_config", None) or config
+
+        def find(*keys: str) -> int | None:
+            values = (getattr(config, key, None) for key in keys)
+            return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+        hidden, layers = find("hidden_size", "n_embd", "d_model"), find("num_hidden_layers", "n_layer", "num_layers")
+        heads, vocab = find("num_attention_heads", "n_head", "num_heads"), find("vocab_size")
+        if hidden is None or layers is None or heads is None or vocab is None:
+            return None
+        wide = find("intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+        is_gated = any("gate_proj" in name or "gate_up_proj" in name for name in names)
+        return Architecture(hidden, layers, heads, wide, vocab, find("num_key_value_heads"), is_gated)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one rank puts through the model at a time: `rows` sequences of `sequence` tokens.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    rows: int
+    sequence: int
+    checkpointing: bool = False
+    """transformers' gradient checkpointing: only the layers' inputs stay, one layer is computed again at a time."""
+    offloads_checkpoints: bool = False
+    """Whether the kept inputs rest in host memory."""
+    architecture: Architecture | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.sequence < 1:
+            raise ConfigError(f"a batch needs at least one row and one token, found {self.rows} x {self.sequence}")
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+
+def layer_bytes(architecture: Architecture, size: int, residual_size: int) -> int:
+    """One layer and token, `size` bytes per element inside matrices' products, `residual_size` in the residual stream.
+
+    After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section
+    4.1: 34 bytes per token, layer and hidden element in 16 bits, less the attention scores (5 a s / h), which torch's
+    scaled_dot_product_attention does not keep. Here with the MLP's true width, grouped keys and values, gated MLPs, and types.
+
+    Attention keeps its input, queries, keys, values and output; the MLP its input, and 2 (gated: 4) arrays of its width; the
+    two norms their inputs; the two dropouts a byte per element.
+    """
+    hidden, heads = architecture.hidden, architecture.heads
+    kv = 2 * hidden * (architecture.key_value_heads or heads) // heads
+    wide = (4 if architecture.is_gated else 2) * architecture.intermediate
+    return size * (4 * hidden + kv + wide) + residual_size * 2 * hidden + 2 * hidden
+
+
+def logits_bytes(architecture: Architecture, size: int) -> int:
+    """One token: the logits, a float32 copy of them, their logarithm of the softmax, and the gradient."""
+    return architecture.vocab * (size + 3 * 4)
+
+
+def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]:
+    """Estimated bytes on the device and, of offloaded checkpoints, on the host; (0, 0) where the architecture is not known.
+
+    Args:
+        size: bytes per element of the compute dtype.
+        is_mixed: under autocast the residual stream stays float32.
+    """
+    architecture = batch.architecture
+    if architecture is None:
+        return 0, 0
+    residual = 4 if is_mixed else size
+    layer = layer_bytes(architecture, size, residual)
+    head = logits_bytes(architecture, size)
+    if not batch.checkpointing:
+        return batch.tokens * (architecture.layers * layer + head), 0
+    kept = batch.tokens * architecture.layers * architecture.hidden * residual
+    # Backward starts with the logits; they are gone when the last layer is computed again.
+    moment = batch.tokens * max(layer, head)
+    return (moment, kept) if batch.offloads_checkpoints else (moment + kept, 0)
+
+
+# Activations ----------------------------------------------------------------------------------------------------------
+
+
+_GPT2 = "Radford et al. 2019, table 2"
+_BERT = "arXiv 1810.04805, section 3"
+_PYTHIA = "arXiv 2304.01373, table 1"
+_TINYLLAMA = "arXiv 2401.02385, table 1"
+_LLAMA = "arXiv 2302.13971, table 2"
+_LLAMA2 = "arXiv 2307.09288, section 2.2"
+_LLAMA3 = "arXiv 2407.21783, table 3"
+_MEGATRON = "arXiv 2104.04473, table 1"
+_SCRIPTS = "scripts/finetune_models.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape(Architecture):
+    """One transformer. `kind` says which tensors a block has: gpt (GPT-2), llama or bert."""
+
+    name: str = field(kw_only=True)
+    kind: str = field(kw_only=True)
+    source: str = field(kw_only=True)
+    positions: int = 0
+    """Of a learned embedding; 0: none."""
+    is_tied: bool = True
+    """The embedding is the head, too."""
+    extra: int = 0
+    """Elements beside the tensors that a model of this kind has, for a number of parameters that is exact."""
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for _, shape in tensors(self))
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the same sizes, whatever it is called."""
+        return Architecture(*(getattr(self, item.name) for item in fields(Architecture)))
+
+
+def _gpt(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    source: str,
+    vocab: int = 50257,
+    positions: int = 1024,
+    kind: str = "gpt",
+) -> Shape:
+    return Shape(hidden, layers, heads, 4 * hidden, vocab, name=name, kind=kind, source=source, positions=positions)
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    wide: int,
+    vocab: int,
+    source: str,
+    kv: int | None = None,
+    tied: bool = False,
+) -> Shape:
+    return Shape(hidden, layers, heads, wide, vocab, kv, True, name=name, kind="llama", source=source, is_tied=tied)
+
+
+_bert = partial(_gpt, kind="bert")
+
+
+PUBLISHED = (
+    _gpt("gpt2-tiny", 4, 192, 6, _SCRIPTS, vocab=4096, positions=256),
+    _gpt("gpt2-124m", 12, 768, 12, _GPT2),
+    _gpt("gpt2", 12, 768, 12, _GPT2),
+    _gpt("gpt2-medium", 24, 1024, 16, _GPT2),
+    _gpt("gpt2-large", 36, 1280, 20, _GPT2),
+    _gpt("gpt2-xl", 48, 1600, 25, _GPT2),
+    _gpt("gpt3-175b", 96, 12288, 96, "arXiv 2005.14165, table 2.1", positions=2048),
+    _bert("bert-tiny", 4, 192, 6, _SCRIPTS, vocab=4096, positions=256),
+    _bert("bert-110m", 12, 768, 12, _BERT, vocab=30522, positions=512),
+    _bert("bert-base-uncased", 12, 768, 12, _BERT, vocab=30522, positions=512),
+    _llama("tinyllama-1.1b", 22, 2048, 32, 5632, 32000, _TINYLLAMA, kv=4),
+    _llama("llama-7b", 32, 4096, 32, 11008, 32000, _LLAMA),
+    _llama("llama-13b", 40, 5120, 40, 13824, 32000, _LLAMA),
+    _llama("llama-30b", 60, 6656, 52, 17920, 32000, _LLAMA),
+    _llama("llama-65b", 80, 8192, 64, 22016, 32000, _LLAMA),
+    _llama("llama-2-70b", 80, 8192, 64, 28672, 32000, _LLAMA2, kv=8),
+    _llama("llama-3-8b", 32, 4096, 32, 14336, 128256, _LLAMA3, kv=8),
+    _llama("llama-3-70b", 80, 8192, 64, 28672, 128256, _LLAMA3, kv=8),
+    _llama("llama-3-405b", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
+)
+BUILT_IN = {shape.name: shape for shape in PUBLISHED}
+_LADDER = (
+    # What a number of parameters is taken for: the nearest of these, its width and its MLP changed until the number is right.
+    _gpt("Pythia 70M", 6, 512, 8, _PYTHIA, vocab=50304, positions=2048),
+    *(replace(BUILT_IN[name], name=label) for name, label in (
+        ("gpt2", "GPT-2 small"), ("gpt2-medium", "GPT-2 medium"), ("gpt2-large", "GPT-2 large"),
+        ("tinyllama-1.1b", "TinyLlama 1.1B"),
+    )),
+    _llama("Llama 3.2 3B", 28, 3072, 24, 8192, 128256, "its config.json", kv=8, tied=True),
+    *(replace(BUILT_IN[name], name=label) for name, label in (
+        ("llama-7b", "LLaMA 7B"), ("llama-13b", "LLaMA 13B"), ("llama-30b", "LLaMA 33B"), ("llama-2-70b", "Llama 2 70B"),
+    )),
+    _gpt("GPT-3", 96, 12288, 96, "arXiv 2005.14165, table 2.1", positions=2048),
+    _llama("Llama 3 405B", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
+    _gpt("Megatron 1T", 128, 25600, 160, _MEGATRON, vocab=51200, positions=2048),
+)  # fmt: skip
+_STEPS = (128, 64, 16)
+"""Widths are multiples of the first of these with which the blocks' MLP is about as wide as published."""
+
+
+def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters, tied ones once."""
+    hidden, wide = shape.hidden, shape.intermediate
+    kv = hidden * (shape.key_value_heads or shape.heads) // shape.heads
+    yield "embeddings.word_embeddings.weight", (shape.vocab, hidden)
+    if shape.positions:
+        yield "embeddings.position_embeddings.weight", (shape.positions, hidden)
+    if shape.kind == "bert":
+        yield "embeddings.token_type_embeddings.weight", (2, hidden)
+        yield from _layer("embeddings.norm", (hidden,), True)
+    is_biased = shape.kind != "llama"
+    for layer in range(shape.layers):
+        at = f"layers.{layer}"
+        yield from _layer(f"{at}.attention_norm", (hidden,), is_biased)
+        for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            yield from _layer(f"{at}.attention.{name}", (out, hidden), is_biased)
+        yield from _layer(f"{at}.mlp_norm", (hidden,), is_biased)
+        for name in ("gate", "up") if shape.kind == "llama" else ("up",):
+            yield from _layer(f"{at}.mlp.{name}", (wide, hidden), is_biased)
+        yield from _layer(f"{at}.mlp.down", (hidden, wide), is_biased)
+    if shape.kind == "bert":  # the head of masked language modelling
+        yield from _layer("head.dense", (hidden, hidden), True)
+        yield from _layer("head.norm", (hidden,), True)
+        yield "head.bias", (shape.vocab,)
+    else:
+        yield from _layer("norm", (hidden,), is_biased)
+    if shape.extra:
+        yield "norm.extra", (shape.extra,)
+    if not shape.is_tied:
+        yield "lm_head.weight", (shape.vocab, hidden)
+
+
+def _layer(name: str, shape: tuple[int, ...], is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", shape
+    if is_biased:
+        yield f"{name}.bias", shape[:1]
+
+
+def of_size(parameters: int) -> Shape | None:
+    """A transformer of exactly so many parameters: the depth and the ratios of the nearest published one.
+
+    None where they are too few for a vocabulary and blocks.
+    """
+    nearest = min(_LADDER, key=lambda shape: abs(math.log(shape.numel / parameters)))
+    group = nearest.heads // (nearest.key_value_heads or nearest.heads)
+    scaled = nearest.hidden * math.sqrt(parameters / nearest.numel)
+    for step in _STEPS:
+        found = []
+        for width in range(step, round(1.5 * scaled) + step, step):
+            heads = max(1, round(width * nearest.heads / nearest.hidden / group)) * group
+            shape = replace(nearest, hidden=width, heads=heads, key_value_heads=heads // group)
+            found.append(replace(shape, intermediate=_wide(shape, parameters)))
+        best = min(found, key=lambda shape: abs(math.log((shape.intermediate + 1) / shape.hidden / _ratio(nearest))))
+        if best.intermediate >= 0.5 * _ratio(nearest) * best.hidden:
+            return replace(best, extra=parameters - best.numel)
+    return None
+
+
+def _ratio(shape: Shape) -> float:
+    return shape.intermediate / shape.hidden
+
+
+def _wide(shape: Shape, parameters: int) -> int:
+    """The widest MLP with which there are not more than `parameters`."""
+    none, one = (replace(shape, intermediate=wide).numel for wide in (0, 1))
+    return max(0, (parameters - none) // (one - none))
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
 
 Units = list[tuple[str, list[ParamSpec]]]
 

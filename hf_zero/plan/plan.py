@@ -6,7 +6,7 @@ A plan is a layout, a tier for every state, and the bytes and seconds that follo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,85 @@ from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
-from .activations import Batch
-from .costs import KINDS, TIERS, Memory, Placement, memory_of
-from .keeping import candidates, keeps, room_for
+from .costs import KINDS, TIERS, Memory, Placement, Setup, memory_of, stays
 from .machine import Machine
+from .outline import Batch
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
 from .work import Traffic, across_in_total, node_in_total, seconds, step_seconds, work_in_total
+
+
+def keeps(config: ZeroConfig, world_size: int) -> bool:
+    """Whether there may be kept units: a budget is given, and parameters come and go.
+
+    Under `auto` the budget is for what it places, and the monitor moves that when batches grow: there is none to spare.
+    """
+    return config.device_memory is not None and not config.is_auto and not config.policy_for(world_size).keep_full
+
+
+def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) -> list[int]:
+    """Places in the layout of units that a pass brings in twice, those used last first; the same on every rank."""
+    return [
+        at
+        for at in layout.brought_in_twice()
+        if not all(stays(span, placements[span.index], setup.policy) for span in layout.units[at].spans)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of the candidates, in their order: the first `whole` stay gathered; of the others up to `count` parts are kept."""
+
+    whole: int = 0
+    count: int = 0
+
+    def into(self, setup: Setup, order: Sequence[int]) -> Setup:
+        """`setup` with these, of the candidates in `order`."""
+        return replace(
+            setup, kept=frozenset(order[: self.whole]), parts=frozenset(order[self.whole : max(self.whole, self.count)])
+        )
+
+
+def room_for(inputs: PlanInputs, placements: Sequence[Placement]) -> Kept:
+    """As many candidates as the budgets have room for beside all else, activations of `inputs.batch` too.
+
+    A kept unit takes its gathered bytes from its forward to its backward, and is brought in once a pass instead of twice: stage
+    3 sends 2 bytes instead of 3. What a byte of memory saves is the same for all units; those used last wait least, and are
+    gone when gradients have added up. So the last ones are kept, one after another, as long as the plan fits: how many is all
+    that ranks have to agree on.
+
+    Where parameters are sharded over several nodes: first parts of as many as there is room for, since a part saves the bytes
+    between nodes, which are the slow ones, for a node's share of the memory (Wang et al., "ZeRO++", arXiv 2306.10209, section
+    3.2); then as many of these whole.
+    """
+    if not keeps(inputs.config, inputs.world_size):
+        return Kept()
+    order = candidates(inputs.layout, placements, inputs.setup)
+    count = 0
+
+    def fits(kept: Kept) -> bool:
+        memory = memory_of(inputs.layout, placements, kept.into(inputs.setup, order), inputs.activations)
+        return not inputs.budgets.excess(memory)
+
+    spans = [span for at in order for span in inputs.layout.units[at].spans]
+    # What one rank has whole is not gathered, and so not cut.
+    are_cut = all(span.shards > 1 or stays(span, placements[span.index], inputs.setup.policy) for span in spans)
+    if inputs.setup.node_ranks > 1 and are_cut:
+        count = _most(len(order), lambda count: fits(Kept(0, count)))
+    whole = _most(len(order), lambda whole: fits(Kept(whole, count)))
+    return Kept(whole, max(whole, count))
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits; memory grows with every unit."""
+    low, high = 0, limit
+    while low < high:
+        count = (low + high + 1) // 2
+        low, high = (count, high) if fits(count) else (low, count - 1)
+    return low
+
+
+# Units that stay ------------------------------------------------------------------------------------------------------
+
 
 MORE_RANKS = (2, 4, 8, 16, 64, 256)
 """How many times as many ranks are tried where a plan does not fit."""

@@ -5,10 +5,13 @@ Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from ..config import size_text
 from ..core.layout import Layout, Span, itemsize
 
 _MIB = 1 << 20
@@ -110,6 +113,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def ranks(self) -> str:
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
     def __str__(self) -> str:
         return "\n".join([*self._head(), *self._of_tiers(), *self._of_roads(), "", *self._of_units()])
 
@@ -119,7 +126,7 @@ class Report:
 
     def _head(self) -> list[str]:
         lines = [
-            f"ZeRO stage {self.stage} on {self.world_size} rank{'s' if self.world_size > 1 else ''}: "
+            f"ZeRO stage {self.stage} on {self.ranks}: "
             f"{self.parameters:,} parameters ({self.trainable:,} trained) in {len(self.units)} units",
             self.precision,
             "",
@@ -170,8 +177,9 @@ class Report:
 
     def _of_units(self) -> list[str]:
         lines = [f"{'unit':<32}{'parameters':>14}{'flat tensors':>14}{'MiB gathered':>14}"]
-        for row, count in _collapse(self.units):
-            name = row.name if count == 1 else f"{row.name} and {count - 1} alike"
+        for _, alike in groupby(self.units, key=lambda row: (row.numel, row.spans)):
+            row, *others = alike
+            name = f"{row.name} and {len(others)} alike" if others else row.name
             lines.append(f"{name:<32}{row.numel:>14,}{row.spans:>14}{row.gathered_bytes / _MIB:>14.2f}")
         return lines
 
@@ -199,12 +207,145 @@ def unit_rows(layout: Layout) -> tuple[UnitRow, ...]:
     return tuple(UnitRow(unit.name, unit.numel, len(unit.spans), unit.gathered_bytes) for unit in layout.units)
 
 
-def _collapse(rows: tuple[UnitRow, ...]) -> list[tuple[UnitRow, int]]:
-    """Runs of equal units as one line."""
-    out: list[tuple[UnitRow, int]] = []
-    for row in rows:
-        if out and (out[-1][0].numel, out[-1][0].spans) == (row.numel, row.spans):
-            out[-1] = (out[-1][0], out[-1][1] + 1)
-        else:
-            out.append((row, 1))
-    return out
+# One screen -----------------------------------------------------------------------------------------------------------
+
+
+LEAST_WIDTH, MOST_WIDTH = 40, 100
+_LABEL = 12
+_LEAST_BAR = 8
+_SHARDED = {
+    0: "nothing sharded: plain data parallel",
+    1: "optimizer state sharded",
+    2: "gradients and optimizer state sharded",
+    3: "parameters, gradients and optimizer state sharded",
+}
+
+
+def start(
+    report: Report, model: str, limits: Sequence[Limit], about: Mapping[str, str], columns: int, marks: str
+) -> str:
+    """One screen: what is sharded how, and what each tier will hold at its peak against what it may hold.
+
+    Args:
+        model: what it is called.
+        limits: of this rank; see `runtime.usage.limits`.
+        about: further rows, label and text, after the model.
+        columns: of the terminal.
+        marks: for the full and the empty part of a bar.
+    """
+    width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
+    trained = "" if report.trainable == report.parameters else f", {report.trainable:,} of them trained"
+    rows = [("model", f"{model}, {report.parameters:,} parameters{trained}, {len(report.units)} units"), *about.items()]
+    states = report.predicted.total
+    share = f" ({states / report.data_parallel.total:.0%})" if report.data_parallel.total else ""
+    rows.append(
+        (
+            "states",
+            f"{size_text(states)} per rank; plain data parallel {size_text(report.data_parallel.total)}{share}",
+        )
+    )
+    if sent := sum(row.predicted_bytes or 0 for row in report.roads if row.road in ("gather", "reduce")):
+        rows.append(("sent", f"{size_text(sent)} per step and rank"))
+    lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}", f"  {_SHARDED[report.stage]}"]
+    lines += _folded(rows, width)
+    lines.append("  memory per rank at its peak, planned (activations not counted)")
+    lines += _bars(report, limits, width, marks)
+    return "\n".join(lines)
+
+
+def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
+    """`label text`, broken between words where the terminal ends."""
+    for label, text in rows:
+        line = f"  {label:<{_LABEL - 2}}"
+        for word in text.split(" "):
+            if len(line) + len(word) > width and line.strip():
+                yield line.rstrip()
+                line = " " * _LABEL
+            line += word + " "
+        yield line.rstrip()
+
+
+def _bars(report: Report, limits: Sequence[Limit], width: int, marks: str) -> Iterator[str]:
+    """One line per tier that holds something: a bar where its limit is known."""
+    for row in report.tiers:
+        if row.kind != "all" or not row.predicted_peak:
+            continue
+        limit = next((limit for limit in limits if row.tier in limit.tiers), None)
+        label = f"  {row.tier:<{_LABEL - 2}}"
+        if limit is None or not limit.limit_bytes:
+            yield f"{label}{size_text(row.predicted_peak)}"
+            continue
+        share = row.predicted_peak / limit.limit_bytes
+        told = f"{size_text(row.predicted_peak)} of {size_text(limit.limit_bytes)}"
+        told += f" {'budget' if limit.is_budget else 'free'}, {share:.1%}"
+        told += " DOES NOT FIT" if share > 1 else ""
+        room = width - len(label) - len(told) - 3
+        if room < _LEAST_BAR:
+            yield f"{label}{told}"
+            continue
+        length = min(30, room)
+        filled = min(length, max(1, round(share * length)))
+        yield f"{label}{marks[0] * filled}{marks[1] * (length - filled)} {told}"
+
+
+def end(
+    report: Report,
+    steps: int,
+    seconds: float,
+    throughput: tuple[float, float],
+    folder: Path | None,
+    saved: Path | None,
+    columns: int,
+) -> str:
+    """The verdict in a few lines: time and throughput, memory counted against planned, where the time went, where to look.
+
+    Args:
+        report: taken while the recorder was still there.
+        steps: optimizer steps of this start of training, which took `seconds`.
+        throughput: samples and tokens per second, of all ranks; 0 where there are none.
+        folder: where the steps are recorded, for `hf-zero report`.
+        saved: where the model is.
+        columns: of the terminal.
+    """
+    width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
+    samples_per_s, tokens_per_s = throughput
+    rate = f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
+    rate = rate or (f", {samples_per_s:,.1f} samples/s" if samples_per_s else "")
+    each = "" if report.step_s is None else f", {report.step_s:.3g} s each (median)"
+    made = f"{steps:,} step{'s' if steps != 1 else ''}"
+    rows = [("time", f"{made} in {duration(seconds)}{each}{rate}")]
+    for row in report.tiers:
+        if row.kind == "all" and row.measured_peak is not None:
+            off = f" ({row.measured_peak / row.predicted_peak - 1:+.1%})" if row.predicted_peak else ""
+            text = f"{size_text(row.measured_peak)} counted at peak, planned {size_text(row.predicted_peak)}{off}"
+            rows.append((row.tier, text))
+    if outside := outside_text(report.process):
+        rows.append(("process", outside))
+    waited = sorted(((row.wait_s or 0.0, row.road) for row in report.roads), reverse=True)
+    if report.step_s and waited and waited[0][0] > 0:
+        total = sum(wait_s for wait_s, _ in waited) / report.step_s
+        rows.append(("waiting", f"{total:.0%} of a step, most for {waited[0][1]} ({waited[0][0] / report.step_s:.0%})"))
+    if saved:
+        rows.append(("model", str(saved)))
+    lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}, done", *_folded(rows, width)]
+    if folder:
+        lines.append(f"  {'more':<{_LABEL - 2}}hf-zero report {folder}")  # to be copied: never broken
+    return "\n".join(lines)
+
+
+def outside_text(process: Mapping[str, int]) -> str:
+    """Of figures that are the system's and torch's, not the engine's counts."""
+    parts = []
+    if peak := process.get("device allocated peak"):
+        parts.append(f"{size_text(peak)} allocated by torch on the device at peak")
+    if peak := process.get("rss peak"):
+        parts.append(f"{size_text(peak)} resident at peak, Python and libraries included")
+    return "; ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`1 h 02 min`, `4 min 53 s`, `7.3 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -14,7 +14,7 @@ the same solution for the same program.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import product
@@ -28,9 +28,9 @@ from ..core.layout import ALIGN_NUMEL, Layout, Span, itemsize
 from ..core.precision import Precision, dtype_name
 from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
-from .activations import Batch, activation_bytes
-from .costs import STATES, TIERS, Memory, Placement, Setup, is_over_nodes, memory_of, state_bytes, together
+from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
 from .machine import Machine
+from .outline import Batch, activation_bytes
 from .work import PASSES, PHASES, compute_flops, phase_of, resource, speed, uses, work_of
 
 Mode = tuple[Tier, Tier]
@@ -148,6 +148,8 @@ class PlanInputs:
     @cached_property
     def setup(self) -> Setup:
         """What the formulas of `costs` need of it."""
+        shards = self.layout.shards
+        is_over_nodes = 1 < self.node_ranks < shards and shards % self.node_ranks == 0
         return Setup(
             self.config.policy_for(self.world_size),
             self.world_size,
@@ -159,7 +161,7 @@ class PlanInputs:
             self.in_files,
             self.sizes,
             self.config.wire,
-            node_ranks=self.node_ranks if is_over_nodes(self.layout.shards, self.node_ranks) else 1,
+            node_ranks=self.node_ranks if is_over_nodes else 1,
         )
 
     @property
@@ -279,7 +281,8 @@ class _Program:
         times: dict[tuple[str, str], _Array] = {}
         compute = (PASSES, "processor" if machine.shares_memory else "compute")
         times[compute] = np.zeros(self._size)
-        speeds = replace(machine, **{name: getattr(machine, name) or getattr(NOMINAL, name) for name in _SPEEDS})
+        nominal: dict[str, Any] = {name: rate for name, rate in asdict(NOMINAL).items() if isinstance(rate, float)}
+        speeds = replace(machine, **{name: getattr(machine, name) or rate for name, rate in nominal.items()})
         examples = [members[0] for members in kinds.values()]
         for column, (kind, mode) in enumerate(self._columns):
             span, used = examples[kind]
@@ -316,7 +319,8 @@ class _Program:
         """Within the budgets, in the least time; or, if any will do, the first that is found."""
         budgets = self._inputs.budgets
         found = self._best(budgets, self._cost, (), any_will_do)
-        if found is not None or self._solution(budgets, self._cost, self._slowest[-1], self._least(), {}) is None:
+        least = self._reserve(self._slowest[0])
+        if found is not None or self._solution(budgets, self._cost, self._slowest[-1], least, {}) is None:
             return found
         for name, tiers, _ in budgets.rows():  # in whole blocks the fastest ones are too large: does another one fit?
             found = self.smallest(name, tiers)
@@ -357,7 +361,7 @@ class _Program:
             return x is not None
 
         for place in range(len(self._slowest)):
-            note(place, self._least(), is_bound=True)
+            note(place, self._reserve(self._slowest[0]), is_bound=True)
         while ahead:
             _, is_bound, place = heappop(ahead)
             fits_so = not is_bound or note(place, self._reserve(self._slowest[place]), is_bound=False)
@@ -381,9 +385,6 @@ class _Program:
             # Whole blocks and pages take a little more than the program knew: leave that much free.
             spare |= {name: 2 * (spare.get(name, 0) + value) for name, value in over.items()}
         return None
-
-    def _least(self) -> Mapping[Tier, int]:
-        return self._reserve(self._slowest[0])
 
     def _reserve(self, slowest: Slowest) -> Mapping[Tier, int]:
         """What is there whichever spans use these tiers: everything but states, as with all spans in the slowest ones."""
@@ -463,9 +464,6 @@ def _cut(
                 start = end
         cut = tuple(stretches) if span.is_updated else ()
         yield span.index, Placement(together(parameters, span, cut), cut)
-
-
-_SPEEDS = ("device_bandwidth", "host_bandwidth", "link_down", "link_up", "disk_read", "disk_write", "collective")
 
 
 def _modes(span: Span, parameters: Sequence[Tier], optimizer: Sequence[Tier]) -> tuple[Mode, ...]:

@@ -18,7 +18,6 @@ from .costs import (
     stays,
     stored_itemsize,
     tensors_bytes,
-    uses_of,
     wire_dtype,
 )
 from .machine import Machine
@@ -108,16 +107,11 @@ WAITS = (*COLLECTIVES, *LINKS, "optimizer")
 
 
 def uses(layout: Layout, setup: Setup) -> list[int]:
-    """How often a step brings each unit in, where it is released between its uses.
-
-    As a pass needs them: most units once forward and once backward; what ends the forward is still there when backward
-    begins, as are those that are kept, whole or by parts (`node_in_total`), and an embedding's backward needs no weights.
+    """How often a step brings each unit in, where it is released between its uses: once forward, and once backward where it is
+    not kept, whole or by parts (`node_in_total`).
     """
-    of = uses_of(layout)
-    end = max((use.last for use in of), default=0)
-    there = setup.kept | setup.parts
-    again = [use.is_reached and use.last < end and at not in there for at, use in enumerate(of)]
-    return [setup.backward_per_step * (1 + more) if use.first else 0 for use, more in zip(of, again)]
+    again = {*layout.brought_in_twice()} - setup.kept - setup.parts
+    return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]
 
 
 def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:

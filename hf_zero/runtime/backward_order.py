@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..comm.wire import SoloWire
-from ..plan.keeping import Kept
+from ..plan.plan import Kept
 from .preemption import Preemption
 from .replicas import Options
 from .spare_room import SpareRoom

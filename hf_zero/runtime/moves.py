@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..config import size_text
 from ..errors import ConfigError, TierError
-from ..plan.activations import activation_bytes
 from ..plan.machine import MARGIN, free_device_bytes, free_disk_bytes
+from ..plan.outline import activation_bytes
 from ..tiers.tier import Tier
 from .flat_param import Flat
 from .optimizer import state_tensors

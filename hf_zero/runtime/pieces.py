@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.pieces import MASTER, Held, ParameterState
+from ..checkpoint.ranges import MASTER, Held, ParameterState
 from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_name, dtype_of
@@ -38,7 +38,7 @@ def _held(piece: Extent[Slot], values: Values) -> Held:
 
 
 class ParameterPieces:
-    """The masters of a model's units, as `checkpoint.pieces.Parameters`."""
+    """The masters of a model's units, as `checkpoint.ranges.Parameters`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -68,7 +68,7 @@ class ParameterPieces:
 
 
 class OptimizerPieces:
-    """The state of an optimizer that is bound to a model, as `checkpoint.pieces.OptimizerState`.
+    """The state of an optimizer that is bound to a model, as `checkpoint.ranges.OptimizerState`.
 
     Args:
         flats: the spans of its groups.

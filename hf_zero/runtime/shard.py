@@ -10,14 +10,12 @@ from torch import nn
 
 from ..comm import agree
 from ..comm.codec import CODECS
-from ..comm.hybrid import in_replicas
-from ..comm.nodes import open_node
+from ..comm.hybrid import in_replicas, open_node
 from ..config import ZeroConfig
 from ..core.precision import Precision, gathered_as
 from ..errors import ConfigError, RankMismatchError
-from ..plan.keeping import keeps
 from ..plan.machine import Machine
-from ..plan.plan import Drafter
+from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
 from ..tiers.host import keep_freed
 from ..tiers.tier import Tier

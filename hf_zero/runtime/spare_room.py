@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..plan.activations import Architecture, Batch
-from ..plan.keeping import Kept, candidates, room_for
-from ..plan.plan import Plan
+from ..plan.outline import Architecture, Batch
+from ..plan.plan import Kept, Plan, candidates, room_for
 from .sharded import Sharded
 
 
@@ -41,7 +40,7 @@ class BatchWatch:
 
 
 class SpareRoom:
-    """Of one sharded model for which `plan.keeping.keeps` is true."""
+    """Of one sharded model for which `plan.plan.keeps` is true."""
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..comm.places import AFTER_STEP, NO_GRAD
 from ..errors import LayoutError, StallError, StateError
-from ..plan.keeping import keeps
+from ..plan.plan import keeps
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides

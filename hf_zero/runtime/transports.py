@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.group_wire import open_wire
-from ..comm.nodes import host_names
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, host_names
 from ..core.units import LIMITS, Limits
 from ..plan.machine import free_host_bytes
 from ..plan.plan import Plan, plan
@@ -32,7 +31,7 @@ class Roads:
         plan: what is to rest in which tier; the same spans in the same units as it was asked for.
         free_host_bytes: what the monitor of `auto` finds free in host memory, by the number of ranks that share it.
         node_names: of the machine that each rank runs on, the same on every rank; those with the same name share one, see
-            `comm.nodes`. A collective, which is asked for where the answer matters.
+            `comm.hybrid`. A collective, which is asked for where the answer matters.
     """
 
     wire: Callable[[torch.device], SoloWire] = open_wire

@@ -78,7 +78,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def mixed_sums(tensor: Tensor) -> Tensor:
     """`fingerprint` by torch's own kernels: each word is mixed with its place, not linearly, before it is added up."""
-    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(_word(tensor))
+    words_by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    word = words_by_size.get(tensor.element_size(), torch.uint8)
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(word)
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), _PIECE_NUMEL):
         words = bits[start : start + _PIECE_NUMEL].to(torch.int64)
@@ -92,7 +94,3 @@ def mixed_sums(tensor: Tensor) -> Tensor:
 
 _PIECE_NUMEL = 1 << 22
 _ODD = (-7046029254386353131, -4417276706812531889)  # 64-bit primes of XXH64, as int64; products wrap
-
-
-def _word(tensor: Tensor) -> Any:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)

@@ -141,9 +141,7 @@ class Storage:
 
     @property
     def disk(self) -> Disk:
-        """Raises:
-        ConfigError: the folder cannot be used.
-        """
+        """Raises ConfigError: the folder cannot be used."""
         if self._disk is None:
             self._disk = Disk(self._folder, self._rank, self.meter)
         return self._disk
@@ -160,29 +158,23 @@ class Storage:
         Raises:
             OutOfMemoryError: there is none.
         """
-        try:
-            made = make()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self.make_room(bytes_)
-            made = self._allocate_again(what, bytes_, make)
+        for is_last in (False, True):
+            try:
+                made = make()
+                break
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if is_last:
+                    text = f"{what}: {bytes_} bytes could not be had on {self.device}. {self.explain()}"
+                    raise OutOfMemoryError(text) from error
+                self.make_room(bytes_)
         if bytes_ >= HUGE_BYTES and self.device.type == "cpu":
             use_huge_pages(made.data_ptr(), bytes_)
         account = self.ledger.device
         account.now[kind] += bytes_
         account.look()
         return made
-
-    def _allocate_again(self, what: str, bytes_: int, make: Callable[[], T]) -> T:
-        try:
-            return make()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"{what}: {bytes_} bytes could not be had on {self.device}. {self.explain()}"
-            ) from error
 
     def land(self, shard: Landing | None) -> None:
         """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""

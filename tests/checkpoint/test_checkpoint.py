@@ -18,8 +18,7 @@ from torch.nn import functional as F
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import FileDigest
-from hf_zero.checkpoint.pieces import Held
-from hf_zero.checkpoint.ranges import ranges_of
+from hf_zero.checkpoint.ranges import Held, ranges_of
 from hf_zero.checkpoint.safetensors import build_header
 from hf_zero.checkpoint.save import places_of
 from hf_zero.checkpoint.weights import Entry, WeightFile, split_files

@@ -28,7 +28,7 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST
-from hf_zero.checkpoint.pieces import Held
+from hf_zero.checkpoint.ranges import Held
 from hf_zero.checkpoint.save import Saving
 from hf_zero.checkpoint.weights import format_of
 from hf_zero.runtime.checkpoints import put_weights

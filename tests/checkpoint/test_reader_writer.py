@@ -15,8 +15,7 @@ from torch import Tensor
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import SEGMENT_BYTES, Manifest
-from hf_zero.checkpoint.pieces import Held
-from hf_zero.checkpoint.ranges import Range, Reader
+from hf_zero.checkpoint.ranges import Held, Range, Reader
 from hf_zero.checkpoint.save import Saving
 from hf_zero.checkpoint.weights import Drawing, Entry, WeightFile, find_weights
 from hf_zero.comm.wire import SoloWire

@@ -15,9 +15,20 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from hf_zero.cli.commands import USAGE, WRONG, Options, add, typed
+from hf_zero.cli.commands import (
+    USAGE,
+    WRONG,
+    DoctorOptions,
+    ExportOptions,
+    MigrateOptions,
+    Options,
+    PlanOptions,
+    ProbeOptions,
+    VerifyOptions,
+    add,
+    typed,
+)
 from hf_zero.cli.main import main
-from hf_zero.cli.options import DoctorOptions, ExportOptions, MigrateOptions, PlanOptions, ProbeOptions, VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("plan", "probe", "verify", "export", "report", "migrate", "doctor")

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser
 
 import hf_zero as zero
 from hf_zero.cli.main import main
-from hf_zero.cli.migrations import DEEPSPEED, FSDP
+from hf_zero.cli.migrate import DEEPSPEED, FSDP
 
 # transformers' documentation, "ZeRO-3 with CPU offload", and what its parts become.
 ZERO3: dict[str, Any] = {

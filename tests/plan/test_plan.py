@@ -12,13 +12,13 @@ import transformers
 from torch import nn
 
 import hf_zero as zero
+from hf_zero.cli.plan import paper_states_bytes
 from hf_zero.config import STAGES, ZeroConfig
 from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.core.precision import Precision
-from hf_zero.plan.activations import Architecture, Batch, activation_bytes, layer_bytes, logits_bytes
-from hf_zero.plan.costs import TIERS, Placement, paper_states_bytes
+from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
-from hf_zero.plan.outline import from_number
+from hf_zero.plan.outline import Architecture, Batch, activation_bytes, from_number, layer_bytes, logits_bytes
 from hf_zero.plan.plan import Drafter, Plan, plan
 from hf_zero.plan.solve import PlanInputs
 from hf_zero.plan.work import compute_flops

@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from hf_zero.cli.models import find_model
 from hf_zero.core.layout import Layout
 from hf_zero.core.precision import Precision
-from hf_zero.plan.activations import Architecture
 from hf_zero.plan.configs import CONFIGS
-from hf_zero.plan.outline import from_shape, visits_by_name
-from hf_zero.plan.shapes import BUILT_IN, Shape, of_size
+from hf_zero.plan.outline import BUILT_IN, Architecture, Shape, from_shape, of_size, visits_by_name
 
 BF16 = Precision.of("bf16", None)
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

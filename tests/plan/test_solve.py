@@ -15,9 +15,9 @@ import pytest
 import hf_zero as zero
 from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.core.precision import Precision
-from hf_zero.plan.activations import Batch
 from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
+from hf_zero.plan.outline import Batch
 from hf_zero.plan.plan import plan
 from hf_zero.plan.solve import GAP, TIE, PlanInputs, fits, needed_bytes, solve
 from hf_zero.plan.work import compute_flops, seconds, step_seconds, work_in_total

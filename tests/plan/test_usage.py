@@ -16,9 +16,9 @@ import transformers
 
 import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
-from hf_zero.plan.activations import Architecture, Batch
 from hf_zero.plan.costs import STATES, TIERS, memory_of
-from hf_zero.plan.keeping import candidates
+from hf_zero.plan.outline import Architecture, Batch
+from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import ROADS
 from hf_zero.runtime import usage
 from hf_zero.runtime.transports import Roads

@@ -8,7 +8,7 @@ import torch
 import hf_zero as zero
 from hf_zero.comm.group_wire import open_wire
 from hf_zero.comm.wire import SoloWire
-from hf_zero.plan.wire_speed import SIZES, fitted, hidden_share, measure
+from hf_zero.plan.machine import SIZES, fitted, hidden_share, measure
 
 
 def test_the_fit_finds_what_the_points_were_made_of():
