@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -20,8 +20,8 @@ from ..comm.wire import SoloWire
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
 from .deferred import Birth, birth_of, no_pickle, opening_mode
+from .sharded import Sharded
 from .state_dict import StateDictHooks
-from .unit import Unit
 
 RESIZE = "resize_token_embeddings"
 _PACKAGE = __name__.partition(".")[0]
@@ -61,11 +61,11 @@ def put_on(
         settle: returns when nothing is gathered or on the move.
     """
     patches.method(model, "zero_grad", zero_grad)
-    patches.method(model, "_apply", partial(_apply, model, assembly.sharded.units, model._apply))
     for module in model.modules():
         if hasattr(type(module), RESIZE):
             patches.method(module, RESIZE, _refuse_resize)
         if next(module.parameters(), None) is not None:
+            patches.method(module, "_apply", partial(_apply, module, assembly.sharded))
             patches.method(module, "__deepcopy__", partial(_plain_copy, module, assembly, settle))
             patches.method(module, "__reduce_ex__", _refuse_pickle)
 
@@ -124,32 +124,39 @@ def around_own_methods(
             patches.method(optimizer, name, told)
 
 
-def _apply(
-    model: nn.Module,
-    units: Sequence[Unit],
-    plain: Callable[..., nn.Module],
-    fn: Callable[[Tensor], Tensor],
-    recurse: bool = True,
-) -> nn.Module:
-    """`.to()`, `.half()`, `.cpu()` and the like: only what leaves every parameter as it is."""
-    for unit in units:
-        for flat in unit.flats:
-            probe = torch.zeros((), dtype=flat.compute_dtype, device=flat.device)
-            moved = fn(probe)
-            if moved.dtype != probe.dtype or moved.device != probe.device:
-                raise LayoutError(
-                    f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} on "
-                    f"{moved.device}): do it before it is sharded, or call engine.detach() first"
-                )
-    move_buffers(model, fn)
-    return model
+def _apply(module: nn.Module, sharded: Sharded, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`.to()`, `.half()`, `.cpu()` and the like, of the model or a part of it: only what leaves every parameter as it is.
+
+    Parameters that were added since are no part of the model that was sharded: they follow.
+    """
+    asked = set(module.parameters())
+    for flat in sharded.flats:
+        if asked.isdisjoint(flat.params):
+            continue
+        probe = torch.zeros((), dtype=flat.compute_dtype, device=flat.device)
+        moved = fn(probe)
+        if moved.dtype != probe.dtype or moved.device != probe.device:
+            raise LayoutError(
+                f"a sharded model cannot be moved or cast, nor can a part of it (from {probe.dtype} on {probe.device} to "
+                f"{moved.dtype} on {moved.device}): do it before it is sharded, or call engine.detach() first"
+            )
+    for each in module.modules() if recurse else (module,):
+        if any(param in sharded.names for param in each._parameters.values()):
+            _move_own_buffers(each, fn)
+        else:
+            nn.Module._apply(each, fn, recurse=False)
+    return module
 
 
 def move_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fn(buffer)
+        _move_own_buffers(module, fn)
+
+
+def _move_own_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:

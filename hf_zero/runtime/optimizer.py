@@ -439,7 +439,8 @@ def _originals_of(
             if param not in names:
                 raise LayoutError(
                     f"the optimizer's group {index} holds a parameter (number {place}, shape {tuple(param.shape)}) that "
-                    "the model does not have: build the optimizer over this model's parameters only"
+                    "the model does not have: build the optimizer over this model's parameters only. One over several models "
+                    "needs them in one (nn.ModuleList([a, b])), which is sharded; what was added to a model since is not in it"
                 )
     return groups
 

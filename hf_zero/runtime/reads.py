@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from ..errors import StateError
+
 DESCRIPTIONS = frozenset(
     ("device", "dim", "dtype", "element_size", "is_floating_point", "ndim", "numel", "shape", "size")
 )
@@ -146,6 +148,13 @@ class ReleasedParameter(nn.Parameter):
                 owners = wanted.setdefault(type(param).lender, [])
                 if type(param).owner not in owners:
                     owners.append(type(param).owner)
+            if name == "detach" and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                with AsTheyAre():
+                    shape = tuple(args[0].shape)
+                raise StateError(
+                    f"nn.Parameter(p) of a sharded model's parameter (of shape {shape}) would share its memory, which is "
+                    "given back after each use: take a copy, nn.Parameter(p.detach().clone())"
+                )
             for lender, owners in wanted.items():
                 lender.lend(owners, graph=torch.is_grad_enabled() and name not in _WITHOUT_GRAPH)
         # Not `AsTheyAre`: what runs in there must not lose its torch functions.

@@ -255,8 +255,9 @@ def kind_of(tensor: Tensor) -> str | None:
     """`NaN` or `inf`, where one is in the tensor; None where all is finite, or nobody can look."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `torch.func`: there is no one value
-        return None
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
+        return None  # inside `torch.func`, or of `is_grads_batched=True`: there is no one value
     with torch.no_grad():
         values = tensor.detach()
         if values.layout is torch.sparse_coo:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _DEPTH = 4
 """How deep unknown objects are looked into: a cache holds layers, which hold lists of tensors."""
 _DEEPEST = 32
@@ -155,7 +156,7 @@ class SavedTensors:
         if tensor.requires_grad:
             # An operation's own output would keep the operation, and that the output, for ever.
             tensor = tensor.detach()
-        owner = self._owner_of.get(tensor.untyped_storage()._cdata)
+        owner = self._owner_of.get(_memory_of(tensor))
         if owner is not None and owner() is None:  # the unit is no more, and its address is another storage's
             owner = None
         return tensor, tensor._version, owner
@@ -177,7 +178,7 @@ class SavedTensors:
         owners = self._owner_of
 
         def packed(tensor: Tensor) -> Any:
-            if tensor.untyped_storage()._cdata in owners:
+            if _memory_of(tensor) in owners:
                 return True, self._pack(tensor)
             return False, pack(tensor)
 
@@ -186,6 +187,16 @@ class SavedTensors:
             return self._unpack(value) if is_parameter else unpack(value)
 
         return packed, unpacked
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """The address of the storage that its elements lie in; 0 where it has none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse: its elements may be a weight; or opaque (MKL-DNN)
+        if tensor.layout is torch.sparse_coo:
+            return tensor._values().untyped_storage()._cdata
+        return tensor.values().untyped_storage()._cdata if tensor.layout in _COMPRESSED else 0
 
 
 def _is_left(pack: Any) -> bool:

@@ -530,6 +530,7 @@ CHECKS = [
     "save fails",
     "clip",
     "sync",
+    "no_sync of the model",
     "uneven 0",
     "uneven 1",
     "uneven 3",

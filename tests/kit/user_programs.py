@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hf_zero as zero
 
@@ -269,6 +271,21 @@ def jacrev(run: Run) -> None:
 
 
 @program
+def jacobian_at_once(run: Run) -> None:
+    """All rows in one backward, whose gradients are tensors of `vmap`'s."""
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 2, 16).requires_grad_()
+        rows = torch.eye(32).view(32, 2, 16)
+        (g,) = torch.autograd.grad(model(x), x, rows, create_graph=True, is_grads_batched=True)
+        return g.square().mean()
+
+    run.loop(loss)
+
+
+@program
 def gradient_penalty(run: Run) -> None:
     model = mlp()
     run.wrap(model, sgd(model))
@@ -302,6 +319,30 @@ def embedding_sparse(run: Run) -> None:
         .square()
         .mean()
     )
+
+
+@program
+def sparse_matrices(run: Run) -> None:
+    """Trained elements of a sparse matrix, which has no storage: the tensor of its elements has."""
+
+    class Net(nn.Module):
+        def __init__(self, layout: torch.layout) -> None:
+            super().__init__()
+            self.layout = layout
+            self.weight = nn.Parameter(torch.randn(16))
+            self.dense = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.layout is torch.sparse_coo:
+                places = torch.stack([torch.arange(16), torch.arange(16).roll(3)])
+                matrix = torch.sparse_coo_tensor(places, self.weight, (16, 16))
+            else:
+                matrix = torch.sparse_csr_tensor(torch.arange(17), torch.arange(16).roll(3), self.weight, (16, 16))
+            return self.dense((matrix @ x.T).T)
+
+    model = nn.Sequential(Net(torch.sparse_coo), nn.Tanh(), Net(torch.sparse_csr), Net(torch.sparse_coo))
+    run.wrap(model, sgd(model))
+    run.loop(run.plain)
 
 
 @program
@@ -1130,3 +1171,84 @@ def reset_by_rank(run: Run) -> None:
     torch.manual_seed(rank_here())
     model[2].reset_parameters()
     run.step(1)
+
+
+@program
+def parametrized_later(run: Run) -> None:
+    """A parametrization comes and goes in mid-training; the parameter stays the same object."""
+
+    class Symmetric(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + x.T) / 2
+
+        def right_inverse(self, x: Tensor) -> Tensor:
+            return x
+
+    model = mlp()
+    run.wrap(model, sgd(model))
+    run.step(0)
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    run.step(1)
+    run.step(2)
+    parametrize.remove_parametrizations(model[0], "weight")
+    run.step(3)
+
+
+@program
+def selective_checkpoints(run: Run) -> None:
+    """Products are kept, the rest of a block is computed anew in backward."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    model = nn.ModuleList(mlp(depth=1) for _ in range(3))
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 4, 16)
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+    run.loop(loss)
+
+
+@program
+def inner_steps(run: Run) -> None:
+    """Second-order meta-learning by hand."""
+    model = mlp()
+    run.wrap(model, sgd(model))
+
+    def loss(t: int) -> Tensor:
+        fast = {name: param.clone() for name, param in model.named_parameters()}
+        for inner in range(2):
+            inside = torch.func.functional_call(model, fast, (inputs(9 * t + inner, 4, 16),)).square().mean()
+            grads = torch.autograd.grad(inside, list(fast.values()), create_graph=True)
+            fast = {name: param - 0.1 * grad for (name, param), grad in zip(fast.items(), grads)}
+        return torch.func.functional_call(model, fast, (inputs(t, 4, 16),)).square().mean()
+
+    run.loop(loss)
+
+
+@program
+def bad_batches(run: Run) -> None:
+    """A forward that raises is passed over."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp(depth=4)
+
+        def forward(self, x: Tensor, is_bad: bool) -> Tensor:
+            for number, layer in enumerate(self.layers):
+                if is_bad and number == 4:
+                    raise ValueError("a bad batch")
+                x = layer(x)
+            return x
+
+    model = Net()
+    run.wrap(model, sgd(model))
+    for t in range(5):
+        try:
+            model(inputs(t, 4, 16), t in (1, 2)).square().mean().backward()
+        except ValueError:
+            continue
+        run.optimizer.step()
+        run.optimizer.zero_grad()

@@ -101,7 +101,12 @@ def released(rank: int, world: int) -> None:
         assert (model.blocks[1].up.weight == 0.5).all()
     with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
         model.half()
+    with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
+        model.blocks[0].double()
     assert model.to("cpu") is model
+    assert model.blocks[0].to("cpu", torch.float32) is model.blocks[0]
+    with pytest.raises(zero.StateError, match="would share its memory"):
+        nn.Parameter(model.head.weight)
     with pytest.raises(zero.ConfigError, match="sharded already"):
         zero.shard(model)
     opt.step()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration
 from harness import (
     OUT,
@@ -441,6 +442,28 @@ def sync_triggers() -> None:
     assert out == pytest.approx(dict.fromkeys(out, out["ddp"]), rel=1e-6), out
 
 
+def no_sync_of_the_model() -> None:
+    """As DDP has it; steps inside, by which ranks go apart, are refused."""
+    losses = {}
+    for name, stage in (("ddp", None), ("1", 1), ("3", 3)):
+        run = start(stage)
+        for number, batch in zip(range(4), run.loader):
+            with contextlib.nullcontext() if number % 2 else run.model.no_sync():
+                loss = run.model(**batch).loss
+                run.accelerator.backward(loss)
+            if number % 2:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        losses[name] = loss.item()
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["ddp"]), rel=1e-6), losses
+    with LocalSGD(accelerator=run.accelerator, model=run.model, local_sgd_steps=2):
+        run.accelerator.backward(run.model(**batch).loss)
+        message = raised(run.optimizer.step)
+    assert message.startswith("StateError: optimizer.step() inside model.no_sync()"), message
+    run.optimizer.zero_grad()
+    assert train(run)["losses"]
+
+
 def uneven_run(stage: int | None, rows: int, **data: Any) -> Run:
     """Plain descent over `rows` rows in batches of 2 (4 where they are split), dealt to the ranks."""
     fresh()
@@ -645,6 +668,7 @@ def main() -> None:
     check("save fails", save_fails_on_every_rank)
     check("clip", clip_choices)
     check("sync", sync_triggers)
+    check("no_sync of the model", no_sync_of_the_model)
     for stage in (0, 1, 3):
         check(f"uneven {stage}", partial(uneven_inputs, stage))
     for stage in (1, 3):
