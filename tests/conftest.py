@@ -24,7 +24,7 @@ from tests.kit.pool import RankPool  # noqa: E402
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
-LONG = ("runtime", "scripts")
+LONG = ("torture", "scripts", "huggingface", "runtime", "checkpoint")
 """Folders with the longest files. They come first, so that several pytest processes end at about the same time."""
 
 
@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("wide")
     if config.args == config.getini("testpaths") and (stale := sorted({*beginnings} - used)):
         raise pytest.UsageError(f"{WIDE.name} names tests that are not there: {', '.join(stale)}")
-    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
+    places = {folder: place for place, folder in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(LONG)))
 
 
 def pytest_collection_finish() -> None:

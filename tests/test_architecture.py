@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 import sys
@@ -115,7 +116,12 @@ def name_of(path: Path) -> str:
 SOURCES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 MODULES = {name: path for name, path in SOURCES.items() if path.name not in ("__init__.py", "__main__.py")}
 IMPORTABLE = {"hf_zero", *(f"hf_zero.{name.removesuffix('.__init__')}" for name in SOURCES)}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """By module. Not while pytest collects: every process of it would parse all sources."""
+    return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
 
 
 def imports(module: str, tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
@@ -147,10 +153,11 @@ def rank_of(module: str) -> int:
     return FOLDERS.index(folder_of(module))
 
 
-GRAPH = {
-    module: set(own_imports(module, tree)) for module, tree in TREES.items() if module not in ("__init__", "__main__")
-}
-"""By module, what it imports of this package: at the top, inside functions, and for type checkers."""
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """By module, what it imports of this package: at the top, inside functions, and for type checkers."""
+    chosen = {module: tree for module, tree in trees().items() if module not in ("__init__", "__main__")}
+    return {module: set(own_imports(module, tree)) for module, tree in chosen.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -197,7 +204,10 @@ def test_every_module_is_in_a_folder() -> None:
 
 def test_imports_point_down() -> None:
     up = {
-        (module, target) for module, targets in GRAPH.items() for target in targets if rank_of(target) > rank_of(module)
+        (module, target)
+        for module, targets in graph().items()
+        for target in targets
+        if rank_of(target) > rank_of(module)
     }
     assert not up - UPWARD, "imports of folders further up"
     assert not UPWARD - up, "these imports are gone: take them out of the list"
@@ -206,7 +216,7 @@ def test_imports_point_down() -> None:
 def test_no_circles() -> None:
     within = {
         module: {target for target in targets if folder_of(target) == folder_of(module)}
-        for module, targets in GRAPH.items()
+        for module, targets in graph().items()
     }
     found = circles(within)
     assert sorted(map(sorted, found)) == sorted(map(sorted, CIRCLES)), "files that import each other in a circle"
@@ -214,15 +224,15 @@ def test_no_circles() -> None:
 
 def test_the_graph_is_seen() -> None:
     """The rules above are not passed by being blind."""
-    assert "runtime.unit" in GRAPH["runtime.schedule"]
-    assert "huggingface.from_pretrained" in GRAPH["huggingface.__init__"]  # inside a function
+    assert "runtime.unit" in graph()["runtime.schedule"]
+    assert "huggingface.from_pretrained" in graph()["huggingface.__init__"]  # inside a function
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
 @pytest.mark.parametrize("name", ONLY_HERE)
 def test_used_only_here(name: str) -> None:
     found = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if any(is_under(module, place) for place in ONLY_HERE[name]):
             continue
         found += [at(module, node) for imported, node in imports(module, tree) if is_under(imported, name)]
@@ -249,13 +259,15 @@ def test_what_is_imported_of_this_package_is_there(folder: str) -> None:
 
 def test_torch_distributed_is_found() -> None:
     """The rule above is not passed by being blind."""
-    assert any(is_under(name, "torch.distributed") for name, _ in imports("comm.group_wire", TREES["comm.group_wire"]))
+    assert any(
+        is_under(name, "torch.distributed") for name, _ in imports("comm.group_wire", trees()["comm.group_wire"])
+    )
 
 
 def test_streams_only_where_bytes_move() -> None:
     found = [
         at(module, node)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if module not in STREAMS
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
@@ -273,7 +285,7 @@ def test_stages_are_compared_only_in_config() -> None:
 
     found = [
         at(module, node)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if module != "config"
         for node in ast.walk(tree)
         if isinstance(node, ast.Compare)
@@ -285,7 +297,7 @@ def test_stages_are_compared_only_in_config() -> None:
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_house_rules(module: str) -> None:
-    tree = TREES[module]
+    tree = trees()[module]
     assert ast.get_docstring(tree), f"{at(module, tree)}: say in a docstring what the file is for"
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Assert), (
@@ -324,7 +336,7 @@ def test_nothing_is_dead() -> None:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 read.add(node.value)  # getattr
     found = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in used | {"__getattr__", "__dir__"}:
                 found.append(f"{at(module, node)} {node.name}")
@@ -361,7 +373,7 @@ def test_tests_reach_for_no_private_name() -> None:
     """Of this package's; a test that does breaks with what nobody else sees. What torch's modules have is torch's."""
     ours = {
         name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if private(name := getattr(node, "name", "") or (node.attr if isinstance(node, ast.Attribute) else ""))
         and (not isinstance(node, ast.Attribute) or owner(node) in ("self", "cls"))
@@ -427,7 +439,7 @@ def test_requirements_are_what_is_imported() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.S | re.M)
     required = set(re.findall(r'^ *"([A-Za-z0-9_-]+)', listed[1], re.M)) if listed else set()
-    found = {name.partition(".")[0] for module, tree in TREES.items() for name, _ in imports(module, tree)}
+    found = {name.partition(".")[0] for module, tree in trees().items() for name, _ in imports(module, tree)}
     found -= {"hf_zero", *sys.stdlib_module_names}
     assert found - {"matplotlib", "peft", "plotly"} == {"yaml" if name == "pyyaml" else name for name in required}
 

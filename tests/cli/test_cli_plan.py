@@ -16,7 +16,7 @@ import hf_zero as zero
 from hf_zero.cli import main as cli
 from hf_zero.core.precision import Precision
 from hf_zero.plan.outline import from_files
-from tests.kit.common import batch, gpt2, optimizer_for
+from tests.kit.common import gpt2, optimizer_for, take_steps
 
 GB = 10**9
 
@@ -223,10 +223,7 @@ def sent(rank: int, world: int, folder: str, settings: dict[str, object]) -> dic
     engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings))
     for step in range(2):
         engine.traffic.reset()
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, rank, step)
     found = {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
     engine.detach()
     return found

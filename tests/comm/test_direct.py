@@ -22,7 +22,7 @@ from hf_zero.comm.direct import PIECE_BYTES, SPANS
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.wire import average_in_order
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import Case, Sockets, batch, differences, gpt2, optimizer_for, train_engine, train_reference
+from tests.kit.common import Case, Sockets, differences, gpt2, loss_of, optimizer_for, train_engine, train_reference
 from tests.kit.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.gloo
@@ -198,8 +198,7 @@ def threads_of(rank: int, world: int) -> int:
         model = gpt2()
         optimizer = optimizer_for(model, 1)
         engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
-        ids = batch(0, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(model, rank, 0).backward()
         optimizer.step()
         engine.detach()
     return sum(thread.name == "hf_zero reader" for thread in threading.enumerate())

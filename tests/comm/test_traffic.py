@@ -9,7 +9,7 @@ import torch
 
 import hf_zero as zero
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import Sockets, batch, bert, gpt2, optimizer_for
+from tests.kit.common import Sockets, batch, bert, gpt2, loss_of, optimizer_for
 
 pytestmark = pytest.mark.gloo
 
@@ -86,8 +86,7 @@ def frozen_base(rank: int, world: int, stage: int) -> None:
     trained = [span for span in engine.layout.spans if span.is_updated]
     assert len(trained) < len(list(engine.layout.spans))
     for step in range(3):
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(model, rank, step).backward()
         engine.traffic.reset()
         optimizer.step()
         optimizer.zero_grad()

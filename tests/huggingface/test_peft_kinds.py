@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.common import autocast, batch, gpt2
+from tests.kit.common import autocast, batch, gpt2, loss_of
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -84,8 +84,7 @@ def trained(rank: int, world: int, kind: str, stage: int, folder: str) -> None:
     run = accelerator(stage)
     model, optimizer = run.prepare(model, optimizer_of(model))
     for step in range(3):
-        ids = batch(step, 0, rank)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, rank, step)
         run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -133,8 +132,7 @@ def on_bfloat16(rank: int, world: int, stage: int, precision: str) -> None:
     plain_optimizer, optimizer = optimizer_of(plain), optimizer_of(model)
     zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision=precision)
     for step in range(3):
-        ids = batch(step, 0, rank)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

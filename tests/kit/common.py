@@ -58,6 +58,30 @@ def bert(frozen: bool = True, **changes: Any) -> nn.Module:
 MODELS = {"gpt2": gpt2, "bert": bert}
 
 
+def twins(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
+    """Two models with the same values."""
+    torch.manual_seed(0)
+    one, other = build(), build()
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+class EachParameter(torch.optim.Optimizer):
+    """As users write them: parameters one after another, each by `update(p, group)`."""
+
+    update: Callable[[nn.Parameter, dict[str, Any]], None]
+
+    def __init__(self, params: Any, lr: float = 1e-2, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+
+
 class Sockets(PairWire):
     """As between machines."""
 
@@ -167,6 +191,18 @@ class Result:
     params: dict[str, Tensor]
     state: dict[int, dict[str, Any]]
     scale: float
+
+
+def loss_of(model: Any, rank: int, step: int, micro: int = 0) -> Tensor:
+    ids = batch(step, micro, rank)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *steps: int) -> None:
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train_engine(

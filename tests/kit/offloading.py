@@ -12,7 +12,7 @@ import torch
 import hf_zero as zero
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Sizes
-from tests.kit.common import MODELS, Case, Result, batch, optimizer_for
+from tests.kit.common import MODELS, Case, Result, loss_of, optimizer_for
 
 SMALL = Sizes(block_numel=1536, loop_numel=512, plain_numel=3072, slab_numel=2048)
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
@@ -95,8 +95,7 @@ class Run:
     def train(self, *steps: int) -> list[float]:
         losses = []
         for step in steps:
-            ids = batch(step, 0, self.rank)
-            loss = self.model(input_ids=ids, labels=ids).loss
+            loss = loss_of(self.model, self.rank, step)
             loss.backward()
             self.engine.clip_grad_norm_(0.5)
             self.optimizer.step()

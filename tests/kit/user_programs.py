@@ -2,15 +2,18 @@
 
 A program builds a model and an optimizer, wraps them (`Run.wrap`) and trains a few steps in a way of its own. `seen` is what it
 looked at. As the reference it runs without hf_zero: `Run` averages its gradients over the ranks before they are used.
+
+Most are the usual loop with one thing of their own: the model (`MODELS`), the loss (`trained_on`), what is done with gradients
+before a step (`before_steps`) or with the model after it (`after_steps`, `after_two_steps`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hf_zero as zero
+
+Build = Callable[[], nn.Module]
+Optimize = Callable[[nn.Module], torch.optim.Optimizer]
+Loss = Callable[["Run", int], Tensor]
+Act = Callable[["Run", int], Any]
 
 PROGRAMS: dict[str, Callable[[Run], None]] = {}
 
@@ -39,13 +47,19 @@ class Run:
         self.seen: Any = None
         self._averaged = False
 
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def wrap(self, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        self.model: Any = model
+        self.optimizer = optimizer
         if self.settings is not None:
             self.engine = zero.shard(model, optimizer, zero.ZeroConfig(**self.settings))
-            return
+            return model
         optimizer.register_step_pre_hook(lambda *_: self.sync())
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_averaged", False))
+        return model
+
+    def mlp(self, optimizer: Optimize | None = None, depth: int = 3) -> Any:
+        model = mlp(depth=depth)
+        return self.wrap(model, (optimizer or sgd)(model))
 
     def sync(self) -> None:
         """Before gradients are looked at or used: those of the reference are averaged."""
@@ -69,19 +83,24 @@ class Run:
             return self.engine.clip_grad_norm_(norm)
         return nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
+    def see(self, value: Any, digits: int = 4) -> None:
+        self.seen = [*(self.seen or ()), round(float(value), digits)]
+
     def plain(self, step: int) -> Tensor:
         return self.model(inputs(step, 4, 16)).square().mean()
 
+    def update(self, set_to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none)
+
     def step(self, step: int) -> None:
         self.plain(step).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update()
 
-    def loop(self, loss: Callable[[int], Tensor], steps: int = 4) -> None:
+    def loop(self, loss: Callable[[int], Tensor] | None = None, steps: int = 4) -> None:
         for step in range(steps):
-            loss(step).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            (loss or self.plain)(step).backward()
+            self.update()
 
 
 def program(function: Callable[[Run], None]) -> Callable[[Run], None]:
@@ -89,185 +108,852 @@ def program(function: Callable[[Run], None]) -> Callable[[Run], None]:
     return function
 
 
+def looped(run: Run, build: Build, optimizer: Optimize, loss: Loss, steps: int) -> None:
+    model = build()
+    run.wrap(model, optimizer(model))
+    run.loop(lambda t: loss(run, t), steps)
+
+
+def trained_on(build: Build | None = None, optimizer: Optimize | None = None, steps: int = 4) -> Callable[[Loss], None]:
+    """The usual loop with this loss; with `mlp` and `sgd` where nothing else is said."""
+
+    def register(loss: Loss) -> None:
+        PROGRAMS[loss.__name__] = functools.partial(
+            looped, build=build or mlp, optimizer=optimizer or sgd, loss=loss, steps=steps
+        )
+
+    return register
+
+
+def before_steps(act: Act) -> None:
+    def run(run: Run) -> None:
+        run.mlp()
+        for t in range(3):
+            run.plain(t).backward()
+            act(run, t)
+            run.update()
+
+    PROGRAMS[act.__name__] = run
+
+
+def after_steps(steps: int, optimizer: Optimize | None = None) -> Callable[[Act], None]:
+    def register(act: Act) -> None:
+        def run(run: Run) -> None:
+            run.mlp(optimizer)
+            for t in range(steps):
+                run.step(t)
+                act(run, t)
+
+        PROGRAMS[act.__name__] = run
+
+    return register
+
+
+def after_two_steps(act: Callable[[Any], None]) -> None:
+    """What is done with the model then, before a third."""
+
+    @after_steps(3)
+    @functools.wraps(act)
+    def run(run: Run, t: int) -> None:
+        if t == 1:
+            act(run.model)
+
+
 def rank_here() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def inputs(step: int, *shape: int) -> Tensor:
     """Other ones on each rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank_here()))
+    return torch.randn(*shape, generator=generator(1000 * step + rank_here()))
+
+
+def bags(step: int) -> Tensor:
+    return torch.randint(0, 20, (4, 5), generator=generator(step * 7 + rank_here()))
 
 
 def mlp(width: int = 16, depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*[module for _ in range(depth) for module in (nn.Linear(width, width), nn.Tanh())])
 
 
+def deep() -> nn.Sequential:
+    return mlp(depth=4)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@program
-def lstm(run: Run) -> None:
-    model = nn.ModuleDict({"r": nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), "h": nn.Linear(32, 3)})
-    run.wrap(model, adam(model))
-    run.loop(lambda t: model.h(model.r(inputs(t, 2, 5, 8))[0]).square().mean())
+# Models -----------------------------------------------------------------------------------------------------------------
 
 
-@program
-def lstm_cell(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c = nn.LSTMCell(8, 16)
-            self.h = nn.Linear(16, 8)
-
-        def forward(self, x):
-            h = None
-            for _ in range(4):
-                h = self.c(x, h)
-                x = self.h(h[0])
-            return x
-
-    model = Net()
-    run.wrap(model, adam(model))
-    run.loop(lambda t: model(inputs(t, 3, 8)).square().mean())
-
-
-@program
-def layers_left_out(run: Run) -> None:
+class LayersLeftOut(nn.Module):
     """Lists with None where a layer is optional, as x-transformers has them."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.ModuleList([None if n else nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), None])
-                for n in range(3)
-            )
-            self.heads = nn.ModuleDict({"one": nn.Linear(16, 4), "other": None})
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([None if n else nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), None])
+            for n in range(3)
+        )
+        self.heads = nn.ModuleDict({"one": nn.Linear(16, 4), "other": None})
 
-        def forward(self, x: Tensor) -> Tensor:
-            for norm, layer, _ in self.layers:
-                x = x + layer(x if norm is None else norm(x))
-            return self.heads["one"](x)
-
-    net = Net()
-    run.wrap(net, adam(net))
-    run.loop(lambda t: net(inputs(t, 4, 16)).square().mean())
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer, _ in self.layers:
+            x = x + layer(x if norm is None else norm(x))
+        return self.heads["one"](x)
 
 
-@program
-def spectral(run: Run) -> None:
-    model = nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
-        nn.Tanh(),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
-    )
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: model(inputs(0, 4, 16) * 0 + 1).square().mean())
+class TransposedTie(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 8, bias=False)
+        self.b = mlp(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.b(self.a(x)), self.a.weight.t())
 
 
-@program
-def spectral_old(run: Run) -> None:
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 16))
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: model(inputs(0, 4, 16) * 0 + 1).square().mean())
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = mlp()
+        self.m[0].double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m[1:](self.m[0](x.double()).float())
 
 
-@program
-def weightnorm(run: Run) -> None:
-    model = nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
-        nn.Tanh(),
-        nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
-    )
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
+class KeepsInContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.w = w
+        ctx.x = x
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        return g @ ctx.w, g.t() @ ctx.x
 
 
-@program
-def weightnorm_old(run: Run) -> None:
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 16)), nn.Tanh(), nn.utils.weight_norm(nn.Linear(16, 16)))
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
+class CustomFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(KeepsInContext.apply(x, part.weight))
+        return x
 
 
-@program
-def orthogonal(run: Run) -> None:
-    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4))
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
+class CompiledInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = mlp()
+        self.f = None
+        self.b = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.f is None:
+            self.f = torch.compile(lambda y: torch.tanh(self.b(y)) * 2, backend="eager")
+        return self.f(self.a(x))
 
 
-@program
-def functional_call(run: Run) -> None:
+def with_views_of_one_tensor() -> nn.Module:
+    base = torch.randn(2, 16, 16) * 0.1
     model = mlp()
-    run.wrap(model, sgd(model))
+    model[0].weight = nn.Parameter(base[0])
+    model[2].weight = nn.Parameter(base[1])
+    return model
+
+
+def pruned() -> nn.Module:
+    model = mlp()
+    torch.manual_seed(1)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    return model
+
+
+def between(first: nn.Module, last: nn.Module) -> nn.Module:
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+MODELS: dict[str, tuple[Build, Optimize]] = {
+    "layers_left_out": (LayersLeftOut, adam),
+    "transposed_tie": (TransposedTie, adam),
+    "mixed_dtypes": (Doubles, adam),
+    "custom_fn_ctx_attr": (CustomFunctions, sgd),
+    "compile_in_module": (CompiledInside, sgd),
+    "view_param": (with_views_of_one_tensor, sgd),
+    "share_memory": (lambda: mlp().share_memory(), sgd),
+    "pruned": (pruned, sgd),
+    "jit_script_sub": (lambda: between(torch.jit.script(nn.Linear(16, 16)), nn.Linear(16, 16)), sgd),
+    "weightnorm": (lambda: between(*(parametrizations.weight_norm(nn.Linear(16, 16)) for _ in range(2))), sgd),
+    "weightnorm_old": (lambda: between(*(nn.utils.weight_norm(nn.Linear(16, 16)) for _ in range(2))), sgd),
+    "orthogonal": (lambda: between(parametrizations.orthogonal(nn.Linear(16, 16)), nn.Linear(16, 4)), sgd),
+}
+PROGRAMS.update(
+    (name, functools.partial(looped, build=build, optimizer=optimizer, loss=Run.plain, steps=4))
+    for name, (build, optimizer) in MODELS.items()
+)
+
+# Losses -----------------------------------------------------------------------------------------------------------------
+
+
+@trained_on(
+    lambda: nn.ModuleDict({"r": nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), "h": nn.Linear(32, 3)}), adam
+)
+def lstm(run: Run, t: int) -> Tensor:
+    return run.model.h(run.model.r(inputs(t, 2, 5, 8))[0]).square().mean()
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.LSTMCell(8, 16)
+        self.h = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = None
+        for _ in range(4):
+            h = self.c(x, h)
+            x = self.h(h[0])
+        return x
+
+
+@trained_on(Cells, adam)
+def lstm_cell(run: Run, t: int) -> Tensor:
+    return run.model(inputs(t, 3, 8)).square().mean()
+
+
+@trained_on(lambda: between(*(parametrizations.spectral_norm(nn.Linear(16, 16)) for _ in range(2))))
+def spectral(run: Run, t: int) -> Tensor:
+    return run.model(torch.ones(4, 16)).square().mean()
+
+
+@trained_on(lambda: between(nn.utils.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 16)))
+def spectral_old(run: Run, t: int) -> Tensor:
+    return run.model(torch.ones(4, 16)).square().mean()
+
+
+@trained_on()
+def functional_call(run: Run, t: int) -> Tensor:
+    params = dict(run.model.named_parameters())
+    return torch.func.functional_call(run.model, params, (inputs(t, 4, 16),)).square().mean()
+
+
+@trained_on()
+def functional_scaled(run: Run, t: int) -> Tensor:
+    params = {k: v * 1.5 for k, v in run.model.named_parameters()}
+    return torch.func.functional_call(run.model, params, (inputs(t, 4, 16),)).square().mean()
+
+
+@trained_on()
+def vmap_forward(run: Run, t: int) -> Tensor:
+    return torch.vmap(run.model)(inputs(t, 4, 3, 16)).square().mean()
+
+
+@trained_on()
+def func_grad(run: Run, t: int) -> Tensor:
+    x = inputs(t, 4, 16)
+    g = torch.func.grad(lambda y: run.model(y).square().sum())(x)
+    return (g**2).mean() + run.model(x).square().mean()
+
+
+@trained_on()
+def jvp(run: Run, t: int) -> Tensor:
+    x = inputs(t, 4, 16)
+    o, j = torch.func.jvp(run.model, (x,), (torch.ones_like(x),))
+    return o.square().mean() + j.square().mean()
+
+
+@trained_on()
+def jacrev(run: Run, t: int) -> Tensor:
+    jacobian = torch.autograd.functional.jacobian(lambda x: run.model(x).sum(0), inputs(t, 4, 16), create_graph=True)
+    return jacobian.square().mean()
+
+
+@trained_on()
+def gradient_penalty(run: Run, t: int) -> Tensor:
+    x = inputs(t, 4, 16).requires_grad_()
+    loss = run.model(x).square().mean()
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + g.square().sum()
+
+
+@trained_on()
+def forward_mode(run: Run, t: int) -> Tensor:
+    x = inputs(t, 4, 16)
+    with forward_ad.dual_level():
+        o = run.model(forward_ad.make_dual(x, torch.ones_like(x)))
+        v, tg = forward_ad.unpack_dual(o)
+        return v.square().mean() + (0 if tg is None else tg.square().mean())
+
+
+@trained_on(lambda: nn.Sequential(nn.EmbeddingBag(20, 16), nn.Linear(16, 4)), adam)
+def embedding_bag(run: Run, t: int) -> Tensor:
+    return run.model(bags(t)).square().mean()
+
+
+@trained_on(lambda: nn.Sequential(nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4)), plain_sgd)
+def embedding_sparse(run: Run, t: int) -> Tensor:
+    return run.model(bags(t)).square().mean()
+
+
+@trained_on(lambda: nn.Sequential(nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 4)), plain_sgd)
+def embedding_maxnorm(run: Run, t: int) -> Tensor:
+    return run.model(torch.arange(20)).square().mean()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat) * 0.1)
+        self.parts = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts((x.to(torch.cfloat) @ self.w).abs())
+
+
+@trained_on(Complex, adam)
+def complex_params(run: Run, t: int) -> Tensor:
+    return run.model(inputs(t, 4, 8)).square().mean()
+
+
+def with_empty_ones() -> nn.Module:
+    model = mlp()
+    model.register_parameter("e", nn.Parameter(torch.zeros(0, 4)))
+    model.register_parameter("none", None)
+    return model
+
+
+@trained_on(with_empty_ones)
+def zero_size(run: Run, t: int) -> Tensor:
+    return nn.Sequential.forward(run.model, inputs(t, 4, 16)).square().mean()
+
+
+@trained_on()
+def save_on_cpu(run: Run, t: int) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return run.plain(t)
+
+
+@trained_on(deep)
+def sub_call(run: Run, t: int) -> Tensor:
+    return run.model[:2](inputs(t, 4, 16)).square().mean() + run.model[4](inputs(t + 1, 4, 16)).square().mean()
+
+
+@trained_on(deep)
+def a_part_after_a_look(run: Run, t: int) -> Tensor:
+    with torch.no_grad():
+        run.model[0].weight.mul_(0.99)
+    return run.model[:2](inputs(t, 4, 16)).square().mean() + run.model[2](inputs(t + 1, 4, 16)).square().mean()
+
+
+@trained_on(deep)
+def weight_reads(run: Run, t: int) -> Tensor:
+    return run.plain(t) + 0.1 * sum(p.square().sum() for p in run.model.parameters())
+
+
+@trained_on(deep)
+def weight_reads_before(run: Run, t: int) -> Tensor:
+    return 0.1 * sum(p.abs().sum() for p in run.model.parameters()) + run.plain(t)
+
+
+@trained_on(deep)
+def loss_weights_only(run: Run, t: int) -> Tensor:
+    return 0.1 * sum(p.abs().sum() for p in run.model.parameters())
+
+
+@trained_on()
+def views_in_a_graph(run: Run, t: int) -> Tensor:
+    return run.plain(t) + sum((p.view(-1) * p.detach().view(-1)).sum() for p in run.model.parameters())
+
+
+@trained_on()
+def attributes_in_a_graph(run: Run, t: int) -> Tensor:
+    return 0.1 * sum((p.T @ p).sum() for p in run.model.parameters() if p.dim() == 2) + run.plain(t)
+
+
+@trained_on()
+def looks_then_graphs(run: Run, t: int) -> Tensor:
+    """What was gathered for a look is there for the graph that is made next, before the forward that comes between."""
+    with torch.no_grad():
+        for p in run.model.parameters():
+            run.see(p.norm(), 3)
+    last = list(run.model.parameters())[-2]
+    penalty = last.square().sum() + (last.T @ last).sum()
+    return run.plain(t) + 0.1 * penalty
+
+
+class PenaltyInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = deep()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).square().mean() + 0.01 * sum(p.abs().sum() for p in self.parameters())
+
+
+@trained_on(PenaltyInForward)
+def l1_in_forward(run: Run, t: int) -> Tensor:
+    return run.model(inputs(t, 4, 16))
+
+
+class Adjoint(torch.autograd.Function):
+    """Backward runs the model again and differentiates it, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.field = field
+        with torch.no_grad():
+            x = x + 0.1 * field(x)
+        ctx.save_for_backward(x, *params)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            mine, *others = torch.autograd.grad(ctx.field(x), [x, *params], 0.1 * grad)
+        return None, grad + mine, *others
+
+
+@trained_on(lambda: nn.ModuleDict({"field": mlp(depth=2), "head": nn.Linear(16, 2)}))
+def adjoint(run: Run, t: int) -> Tensor:
+    field = run.model.field
+    return run.model.head(Adjoint.apply(field, inputs(t, 4, 16), *field.parameters())).square().mean()
+
+
+# Gradients --------------------------------------------------------------------------------------------------------------
+
+
+@before_steps
+def grad_edit(run: Run, t: int) -> None:
+    for p in run.model.parameters():
+        p.grad.mul_(0.5)
+
+
+@before_steps
+def grad_assign(run: Run, t: int) -> None:
+    for p in run.model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+@before_steps
+def clip_foreach_value(run: Run, t: int) -> None:
+    run.sync()
+    nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+
+
+# Weights ----------------------------------------------------------------------------------------------------------------
+
+
+@after_two_steps
+def init_again(model: Any) -> None:
+    torch.manual_seed(5)
+    model[0].reset_parameters()
+    nn.init.ones_(model[2].bias)
+
+
+@after_two_steps
+def data_assign(model: Any) -> None:
+    model[0].weight.data = torch.eye(16)
+
+
+@after_two_steps
+def param_replaced(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.eye(16))
+
+
+@after_two_steps
+def module_replaced(model: Any) -> None:
+    torch.manual_seed(3)
+    model[2] = nn.Linear(16, 16)
+
+
+@after_two_steps
+def assigned_by_rank(model: Any) -> None:
+    model[2].weight.data = inputs(7, 16, 16)
+
+
+@after_two_steps
+def reset_by_rank(model: Any) -> None:
+    torch.manual_seed(rank_here())
+    model[2].reset_parameters()
+
+
+@after_steps(3)
+def vector(run: Run, t: int) -> None:
+    v = nn.utils.parameters_to_vector(run.model.parameters())
+    nn.utils.vector_to_parameters(v * 0.9, run.model.parameters())
+
+
+@after_steps(3)
+def foreach_decay(run: Run, t: int) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(run.model.parameters()), 0.9)
+
+
+@after_steps(4, adam)
+def weight_clip(run: Run, t: int) -> None:
+    for p in run.model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+@after_steps(3, adam)
+def item_reads(run: Run, t: int) -> None:
+    run.see(run.model[0].weight[0, 0].item())
+    run.see(list(run.model.parameters())[2].norm(), 3)
+    run.see(run.model[2].bias.detach().numpy()[1])
+    run.see(len(run.model[0].weight.tolist()))
+
+
+@after_steps(3, adam)
+def evaluates_with_old_weights(run: Run, t: int) -> None:
+    """Weights kept by value, written back by `copy_`, in two programs' ways."""
+    kept = [p.detach().clone() for p in run.model.parameters()]
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.copy_(torch.full_like(p, 0.01))
+        run.see(run.model(torch.ones(2, 16)).sum())
+        for p, value in zip(run.model.parameters(), kept):
+            p.data.copy_(value)
+
+
+@after_steps(3)
+def state_by_parameter(run: Run, t: int) -> None:
+    """A mask over momentum, found by the model's own parameter."""
+    state = run.optimizer.state[run.model[0].weight]
+    if "momentum_buffer" in state:
+        state["momentum_buffer"][::2] = 0
+
+
+@after_steps(6, adam)
+def states_cleared(run: Run, t: int) -> None:
+    if t == 1:
+        run.optimizer.state.clear()
+    if t == 3:
+        run.optimizer.state = defaultdict(dict)
+
+
+# Loops of their own -----------------------------------------------------------------------------------------------------
+
+
+@program
+def post_acc_hook(run: Run) -> None:
+    seen = []
+    for p in run.mlp().parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.grad.shape)))
+    run.loop()
+    run.seen = len(seen)
+
+
+@program
+def param_hook_scales(run: Run) -> None:
+    for p in run.mlp().parameters():
+        p.register_hook(lambda g: g * 0.5)
+    run.loop()
+
+
+@program
+def multigrad_hook(run: Run) -> None:
+    run.seen = []
+    params = list(run.mlp().parameters())
+    torch.autograd.graph.register_multi_grad_hook(params, lambda gs: run.seen.append(len(gs)))
+    run.loop()
+
+
+@program
+def only_features(run: Run) -> None:
+    kept = []
+    model = run.mlp()
+    model[2].register_forward_hook(lambda mod, i, o: kept.append(o))
 
     def loss(t: int) -> Tensor:
-        return torch.func.functional_call(model, dict(model.named_parameters()), (inputs(t, 4, 16),)).square().mean()
+        kept.clear()
+        model(inputs(t, 4, 16))
+        return kept[0].abs().mean()
 
     run.loop(loss)
 
 
 @program
-def functional_scaled(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
+def early_exit(run: Run) -> None:
+    class Stop(Exception):
+        pass
+
+    model = run.mlp(depth=4)
+
+    def hook(mod: nn.Module, i: Any, o: Tensor) -> None:
+        hook.o = o
+        raise Stop
 
     def loss(t: int) -> Tensor:
-        ps = {k: v * 1.5 for k, v in model.named_parameters()}
-        return torch.func.functional_call(model, ps, (inputs(t, 4, 16),)).square().mean()
+        h = model[4].register_forward_hook(hook) if t % 2 else None
+        try:
+            o = model(inputs(t, 4, 16))
+        except Stop:
+            o = hook.o
+        if h:
+            h.remove()
+        return o.square().mean()
 
     run.loop(loss)
 
 
 @program
-def vmap_forward(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: torch.vmap(model)(inputs(t, 4, 3, 16)).square().mean())
+def in_a_thread(run: Run) -> None:
+    run.mlp()
+    with ThreadPoolExecutor(1) as thread:
+        run.loop(lambda t: thread.submit(run.plain, t).result())
 
 
 @program
-def func_grad(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-
-    def loss(t: int) -> Tensor:
-        x = inputs(t, 4, 16)
-        g = torch.func.grad(lambda y: model(y).square().sum())(x)
-        return (g**2).mean() + model(x).square().mean()
-
-    run.loop(loss)
+def backward_in_thread(run: Run) -> None:
+    run.mlp()
+    with ThreadPoolExecutor(1) as thread:
+        for t in range(4):
+            thread.submit(run.plain(t).backward).result()
+            run.update()
 
 
 @program
-def jvp(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-
-    def loss(t: int) -> Tensor:
-        x = inputs(t, 4, 16)
-        o, j = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-        return o.square().mean() + j.square().mean()
-
-    run.loop(loss)
+def partial_inputs_backward(run: Run) -> None:
+    model = run.mlp()
+    for t in range(4):
+        run.plain(t).backward(inputs=list(model[0].parameters()) + list(model[2].parameters()))
+        run.update()
 
 
 @program
-def jacrev(run: Run) -> None:
-    model = mlp()
+def state_dict_cycle(run: Run) -> None:
+    model = run.mlp()
+    for t in range(5):
+        run.step(t)
+        if t == 1:
+            sd = {k: v.clone() for k, v in model.state_dict().items()}
+            osd = copy.deepcopy(run.optimizer.state_dict())
+        if t == 3:
+            model.load_state_dict(sd)
+            run.optimizer.load_state_dict(osd)
+
+
+@program
+def averaged_model(run: Run) -> None:
+    model = run.mlp()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for t in range(4):
+        run.step(t)
+        average.update_parameters(model)
+    with torch.no_grad():
+        run.see(average(torch.ones(2, 16)).sum())
+
+
+@program
+def set_to_zero(run: Run) -> None:
+    run.mlp()
+    for t in range(4):
+        run.plain(t).backward()
+        run.update(set_to_none=False)
+
+
+@program
+def lr_tensor(run: Run) -> None:
+    run.mlp(lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, total_steps=6)
+    for t in range(4):
+        run.step(t)
+        schedule.step()
+
+
+@program
+def compile_whole(run: Run) -> None:
+    f = torch.compile(run.mlp(), backend="aot_eager")
+    run.loop(lambda t: f(inputs(t, 4, 16)).square().mean(), 3)
+
+
+@program
+def tbptt(run: Run) -> None:
+    model = nn.ModuleDict({"c": nn.GRUCell(8, 16), "o": nn.Linear(16, 2)})
     run.wrap(model, sgd(model))
-    run.loop(
-        lambda t: torch.autograd.functional.jacobian(lambda x: model(x).sum(0), inputs(t, 4, 16), create_graph=True)
-        .square()
-        .mean()
-    )
+    h = torch.zeros(3, 16)
+    for t in range(4):
+        for k in range(3):
+            h = model.c(inputs(t * 3 + k, 3, 8), h)
+        model.o(h).square().mean().backward()
+        h = h.detach()
+        run.update()
+
+
+@program
+def grad_twice_zero_none(run: Run) -> None:
+    run.mlp(adam)
+    for t in range(4):
+        for k in range(2):
+            run.plain(t + k).backward()
+        run.clip(0.1)
+        run.update(set_to_none=t % 2 == 0)
+
+
+@program
+def ema_detach(run: Run) -> None:
+    model = run.mlp()
+    ema = [torch.zeros_like(p) for p in model.parameters()]
+    for t in range(4):
+        run.step(t)
+        for e, p in zip(ema, model.parameters()):
+            e.lerp_(p.detach(), 0.5)
+    run.see(sum(float(e.sum()) for e in ema))
+
+
+@program
+def ema_swap(run: Run) -> None:
+    model = run.mlp()
+    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
+    for t in range(4):
+        run.step(t)
+        for n, p in model.named_parameters():
+            shadow[n] = 0.5 * shadow[n] + 0.5 * p.data
+        backup = {n: p.data.clone() for n, p in model.named_parameters()}
+        for n, p in model.named_parameters():
+            p.data = shadow[n].clone()
+        with torch.no_grad():
+            run.see(model(torch.ones(2, 16)).sum(), 3)
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+
+
+@program
+def ema_swap_alias(run: Run) -> None:
+    model = run.mlp()
+    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
+    for t in range(4):
+        run.step(t)
+        backup = {}
+        for n, p in model.named_parameters():
+            backup[n] = p.data
+            p.data = shadow[n]
+        with torch.no_grad():
+            run.see(model(torch.ones(2, 16)).sum(), 3)
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+
+
+@program
+def keeps_views(run: Run) -> None:
+    kept = [p.detach() for p in run.mlp().parameters()]
+    run.loop()
+    run.see(sum(k.sum() for k in kept), 3)
+
+
+@program
+def fisher_ewc(run: Run) -> None:
+    model = run.mlp()
+    for t in range(2):
+        run.step(t)
+    old = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run.loop(lambda t: run.plain(t) + sum((((p - old[n]) ** 2).sum() for n, p in model.named_parameters())))
+
+
+@program
+def perturb(run: Run) -> None:
+    model = run.mlp(adam)
+    for t in range(4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01)
+        run.plain(t).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.01)
+        run.update()
+
+
+@program
+def looks_between_forward_and_backward(run: Run) -> None:
+    model = run.mlp()
+    for t in range(4):
+        loss = run.plain(t)
+        with torch.no_grad():
+            largest = max(float(p.abs().max()) for p in model.parameters())
+        (loss * (1.0 if largest < 100 else 0.0)).backward()
+        run.update()
+
+
+@program
+def sam(run: Run) -> None:
+    """Sharpness-aware: weights move along the gradient, and back before the step."""
+    model = run.mlp()
+    for step in range(3):
+        run.plain(step).backward()
+        run.sync()
+        run.forget_sync()
+        with torch.no_grad():
+            norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+            moves = [param.grad * (0.05 / norm) for param in model.parameters()]
+            for param, move in zip(model.parameters(), moves):
+                param.add_(move)
+        model.zero_grad()
+        run.plain(step).backward()
+        with torch.no_grad():
+            for param, move in zip(model.parameters(), moves):
+                param.sub_(move)
+        run.update()
+
+
+@program
+def merged(run: Run) -> None:
+    """A frozen weight takes a trained product in for an evaluation, and gives it back."""
+    base, down, up = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+    base.requires_grad_(False)
+    model = nn.ModuleDict({"base": base, "down": down, "up": up})
+    run.wrap(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    for step in range(3):
+        x = inputs(step, 4, 16)
+        (base(x) + up(down(x))).square().mean().backward()
+        run.update()
+        base.weight.data += up.weight.data @ down.weight.data
+        with torch.no_grad():
+            run.see(base(torch.ones(1, 16)).sum(), 3)
+        base.weight.data -= up.weight.data @ down.weight.data
+
+
+@program
+def clipped_doubles(run: Run) -> None:
+    """The norm has the gradients' digits."""
+    model = mlp().double()
+    run.wrap(model, sgd(model))
+    run.seen = []
+    for step in range(3):
+        model(inputs(step, 4, 16).double()).square().mean().backward()
+        run.seen.append(float(f"{run.clip(1e-3).item():.11e}"))
+        run.update()
+
+
+@program
+def noise_by_rank(run: Run) -> None:
+    """Each rank moves its weights elsewhere: right under data parallel training, of no meaning where each has a part."""
+    model = run.mlp()
+    for step in range(2):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(inputs(step, *param.shape))
+        run.step(step)
 
 
 @program
@@ -283,42 +969,6 @@ def jacobian_at_once(run: Run) -> None:
         return g.square().mean()
 
     run.loop(loss)
-
-
-@program
-def gradient_penalty(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-
-    def loss(t: int) -> Tensor:
-        x = inputs(t, 4, 16).requires_grad_()
-        loss = model(x).square().mean()
-        (g,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + g.square().sum()
-
-    run.loop(loss)
-
-
-@program
-def embedding_bag(run: Run) -> None:
-    model = nn.Sequential(nn.EmbeddingBag(20, 16), nn.Linear(16, 4))
-    run.wrap(model, adam(model))
-    run.loop(
-        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + rank_here())))
-        .square()
-        .mean()
-    )
-
-
-@program
-def embedding_sparse(run: Run) -> None:
-    model = nn.Sequential(nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4))
-    run.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.loop(
-        lambda t: model(torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(t * 7 + rank_here())))
-        .square()
-        .mean()
-    )
 
 
 @program
@@ -346,834 +996,6 @@ def sparse_matrices(run: Run) -> None:
 
 
 @program
-def embedding_maxnorm(run: Run) -> None:
-    model = nn.Sequential(nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 4))
-    run.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.loop(lambda t: model(torch.arange(20)).square().mean())
-
-
-@program
-def post_acc_hook(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    seen = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.grad.shape)))
-    run.loop(run.plain)
-    run.seen = len(seen)
-
-
-@program
-def param_hook_scales(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for p in model.parameters():
-        p.register_hook(lambda g: g * 0.5)
-    run.loop(run.plain)
-
-
-@program
-def multigrad_hook(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    n = []
-    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda gs: n.append(len(gs)))
-    run.loop(run.plain)
-    run.seen = n
-
-
-@program
-def vector(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.step(t)
-        v = nn.utils.parameters_to_vector(model.parameters())
-        nn.utils.vector_to_parameters(v * 0.9, model.parameters())
-
-
-@program
-def foreach_decay(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.step(t)
-        with torch.no_grad():
-            torch._foreach_mul_(list(model.parameters()), 0.9)
-
-
-@program
-def grad_edit(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.plain(t).backward()
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def grad_assign(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.plain(t).backward()
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def init_again(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.step(t)
-        if t == 1:
-            torch.manual_seed(5)
-            model[0].reset_parameters()
-            nn.init.ones_(model[2].bias)
-
-
-@program
-def data_assign(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.step(t)
-        if t == 1:
-            model[0].weight.data = torch.eye(16)
-
-
-@program
-def param_replaced(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.step(t)
-        if t == 1:
-            model[0].weight = nn.Parameter(torch.eye(16))
-
-
-@program
-def module_replaced(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.step(t)
-        if t == 1:
-            torch.manual_seed(3)
-            model[2] = nn.Linear(16, 16)
-
-
-@program
-def transposed_tie(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(16, 8, bias=False)
-            self.b = mlp(8)
-
-        def forward(self, x):
-            return F.linear(self.b(self.a(x)), self.a.weight.t())
-
-    model = Net()
-    run.wrap(model, adam(model))
-    run.loop(run.plain)
-
-
-@program
-def complex_params(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat) * 0.1)
-            self.parts = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.parts((x.to(torch.cfloat) @ self.w).abs())
-
-    model = Net()
-    run.wrap(model, adam(model))
-    run.loop(lambda t: model(inputs(t, 4, 8)).square().mean())
-
-
-@program
-def mixed_dtypes(run: Run) -> None:
-    model = mlp()
-    model[0].double()
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.m = model
-
-        def forward(self, x):
-            return self.m[1:](self.m[0](x.double()).float())
-
-    n = Net()
-    run.wrap(n, adam(n))
-    run.loop(lambda t: n(inputs(t, 4, 16)).square().mean())
-
-
-@program
-def custom_fn_ctx_attr(run: Run) -> None:
-    class Lin(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.w = w
-            ctx.x = x
-            return x @ w.t()
-
-        @staticmethod
-        def backward(ctx, g):
-            return (g @ ctx.w, g.t() @ ctx.x)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
-
-        def forward(self, x):
-            for part in self.parts:
-                x = torch.tanh(Lin.apply(x, part.weight))
-            return x
-
-    model = Net()
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
-
-
-@program
-def only_features(run: Run) -> None:
-    model = mlp()
-    kept = []
-    run.wrap(model, sgd(model))
-    model[2].register_forward_hook(lambda mod, i, o: kept.append(o))
-
-    def loss(t: int) -> Tensor:
-        kept.clear()
-        model(inputs(t, 4, 16))
-        return kept[0].abs().mean()
-
-    run.loop(loss)
-
-
-@program
-def early_exit(run: Run) -> None:
-    class Stop(Exception):
-        pass
-
-    model = mlp(depth=4)
-    run.wrap(model, sgd(model))
-
-    def hook(mod, i, o):
-        hook.o = o
-        raise Stop
-
-    for t in range(4):
-        h = model[4].register_forward_hook(hook) if t % 2 else None
-        try:
-            o = model(inputs(t, 4, 16))
-        except Stop:
-            o = hook.o
-        if h:
-            h.remove()
-        o.square().mean().backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def in_a_thread(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    ex = ThreadPoolExecutor(1)
-    run.loop(lambda t: ex.submit(lambda: run.plain(t)).result())
-
-
-@program
-def backward_in_thread(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    ex = ThreadPoolExecutor(1)
-    for t in range(4):
-        loss = run.plain(t)
-        ex.submit(loss.backward).result()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def partial_inputs_backward(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(4):
-        o = run.plain(t)
-        o.backward(inputs=list(model[0].parameters()) + list(model[2].parameters()))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def state_dict_cycle(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    sd = None
-    for t in range(5):
-        run.step(t)
-        if t == 1:
-            sd = {k: v.clone() for k, v in model.state_dict().items()}
-            osd = copy.deepcopy(run.optimizer.state_dict())
-        if t == 3:
-            model.load_state_dict(sd)
-            run.optimizer.load_state_dict(osd)
-
-
-@program
-def averaged_model(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    average = torch.optim.swa_utils.AveragedModel(model)
-    for t in range(4):
-        run.step(t)
-        average.update_parameters(model)
-    with torch.no_grad():
-        run.seen = round(float(average(torch.ones(2, 16)).sum()), 4)
-
-
-@program
-def jit_script_sub(run: Run) -> None:
-    model = nn.Sequential(torch.jit.script(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 16))
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
-
-
-@program
-def save_on_cpu(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-
-    def loss(t: int) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return run.plain(t)
-
-    run.loop(loss)
-
-
-@program
-def view_param(run: Run) -> None:
-    base = torch.randn(2, 16, 16) * 0.1
-    model = mlp()
-    model[0].weight = nn.Parameter(base[0])
-    model[2].weight = nn.Parameter(base[1])
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
-
-
-@program
-def zero_size(run: Run) -> None:
-    model = mlp()
-    model.register_parameter("e", nn.Parameter(torch.zeros(0, 4)))
-    model.register_parameter("none", None)
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: nn.Sequential.forward(model, inputs(t, 4, 16)).square().mean())
-
-
-@program
-def set_to_zero(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(4):
-        run.plain(t).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=False)
-
-
-@program
-def lr_tensor(run: Run) -> None:
-    model = mlp()
-    o = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
-    run.wrap(model, o)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=6)
-    for t in range(4):
-        run.plain(t).backward()
-        o.step()
-        o.zero_grad()
-        schedule.step()
-
-
-@program
-def sub_call(run: Run) -> None:
-    model = mlp(depth=4)
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: model[:2](inputs(t, 4, 16)).square().mean() + model[4](inputs(t + 1, 4, 16)).square().mean())
-
-
-@program
-def weight_reads(run: Run) -> None:
-    model = mlp(depth=4)
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: run.plain(t) + 0.1 * sum(p.square().sum() for p in model.parameters()))
-
-
-@program
-def weight_reads_before(run: Run) -> None:
-    model = mlp(depth=4)
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: 0.1 * sum(p.abs().sum() for p in model.parameters()) + run.plain(t))
-
-
-@program
-def loss_weights_only(run: Run) -> None:
-    model = mlp(depth=4)
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: 0.1 * sum(p.abs().sum() for p in model.parameters()))
-
-
-@program
-def share_memory(run: Run) -> None:
-    model = mlp()
-    model.share_memory()
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
-
-
-@program
-def clip_foreach_value(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(3):
-        run.plain(t).backward()
-        run.sync()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def pruned(run: Run) -> None:
-    model = mlp()
-    torch.manual_seed(1)
-    prune.l1_unstructured(model[0], "weight", 0.5)
-    run.wrap(model, sgd(model))
-    run.loop(run.plain)
-
-
-@program
-def compile_whole(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    f = torch.compile(model, backend="aot_eager")
-    run.loop(lambda t: f(inputs(t, 4, 16)).square().mean(), 3)
-
-
-@program
-def tbptt(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c = nn.GRUCell(8, 16)
-            self.o = nn.Linear(16, 2)
-
-    model = Net()
-    run.wrap(model, sgd(model))
-    h = torch.zeros(3, 16)
-    for t in range(4):
-        for k in range(3):
-            h = model.c(inputs(t * 3 + k, 3, 8), h)
-        model.o(h).square().mean().backward()
-        h = h.detach()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def forward_mode(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-
-    def loss(t: int) -> Tensor:
-        x = inputs(t, 4, 16)
-        with forward_ad.dual_level():
-            o = model(forward_ad.make_dual(x, torch.ones_like(x)))
-            v, tg = forward_ad.unpack_dual(o)
-            return v.square().mean() + (0 if tg is None else tg.square().mean())
-
-    run.loop(loss)
-
-
-@program
-def grad_twice_zero_none(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, adam(model))
-    for t in range(4):
-        for k in range(2):
-            model(inputs(t + k, 4, 16)).square().mean().backward()
-        run.clip(0.1)
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=t % 2 == 0)
-
-
-@program
-def compile_in_module(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = mlp()
-            self.f = None
-            self.b = mlp()
-
-        def forward(self, x):
-            if self.f is None:
-                self.f = torch.compile(lambda y: torch.tanh(self.b(y)) * 2, backend="eager")
-            return self.f(self.a(x))
-
-    model = Net()
-    run.wrap(model, sgd(model))
-    run.loop(run.plain, 4)
-
-
-@program
-def ema_detach(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    ema = [torch.zeros_like(p) for p in model.parameters()]
-    for t in range(4):
-        run.step(t)
-        for e, p in zip(ema, model.parameters()):
-            e.lerp_(p.detach(), 0.5)
-    run.seen = round(sum(float(e.sum()) for e in ema), 4)
-
-
-@program
-def ema_swap(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
-    run.seen = []
-    for t in range(4):
-        run.step(t)
-        for n, p in model.named_parameters():
-            shadow[n] = 0.5 * shadow[n] + 0.5 * p.data
-        backup = {n: p.data.clone() for n, p in model.named_parameters()}
-        for n, p in model.named_parameters():
-            p.data = shadow[n].clone()
-        with torch.no_grad():
-            run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 3))
-        for n, p in model.named_parameters():
-            p.data = backup[n]
-
-
-@program
-def ema_swap_alias(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
-    run.seen = []
-    for t in range(4):
-        run.step(t)
-        backup = {}
-        for n, p in model.named_parameters():
-            backup[n] = p.data
-            p.data = shadow[n]
-        with torch.no_grad():
-            run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 3))
-        for n, p in model.named_parameters():
-            p.data = backup[n]
-
-
-@program
-def keeps_views(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    kept = [p.detach() for p in model.parameters()]
-    run.loop(run.plain)
-    run.seen = round(float(sum(k.sum() for k in kept)), 3)
-
-
-@program
-def l1_in_forward(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = mlp(depth=4)
-
-        def forward(self, x):
-            return self.a(x).square().mean() + 0.01 * sum(p.abs().sum() for p in self.parameters())
-
-    model = Net()
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: model(inputs(t, 4, 16)))
-
-
-@program
-def fisher_ewc(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(2):
-        run.step(t)
-    old = {n: p.detach().clone() for n, p in model.named_parameters()}
-    run.loop(lambda t: run.plain(t) + sum((((p - old[n]) ** 2).sum() for n, p in model.named_parameters())))
-
-
-@program
-def weight_clip(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, adam(model))
-    for t in range(4):
-        run.step(t)
-        for p in model.parameters():
-            p.data.clamp_(-0.1, 0.1)
-
-
-@program
-def perturb(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, adam(model))
-    for t in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.01)
-        run.plain(t).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(0.01)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def item_reads(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, adam(model))
-    run.seen = []
-    for t in range(3):
-        run.step(t)
-        run.seen += [
-            round(model[0].weight[0, 0].item(), 4),
-            round(float(list(model.parameters())[2].norm()), 3),
-            round(float(model[2].bias.detach().numpy()[1]), 4),
-            len(model[0].weight.tolist()),
-        ]
-
-
-@program
-def looks_then_graphs(run: Run) -> None:
-    """What was gathered for a look is there for the graph that is made next, before the forward that comes between."""
-    model = mlp()
-    run.wrap(model, sgd(model))
-    run.seen = []
-
-    def loss(t: int) -> Tensor:
-        with torch.no_grad():
-            run.seen += [round(float(p.norm()), 3) for p in model.parameters()]
-        last = list(model.parameters())[-2]
-        penalty = last.square().sum() + (last.T @ last).sum()
-        return run.plain(t) + 0.1 * penalty
-
-    run.loop(loss)
-
-
-@program
-def looks_between_forward_and_backward(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for t in range(4):
-        loss = run.plain(t)
-        with torch.no_grad():
-            largest = max(float(p.abs().max()) for p in model.parameters())
-        (loss * (1.0 if largest < 100 else 0.0)).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def a_part_after_a_look(run: Run) -> None:
-    model = mlp(depth=4)
-    run.wrap(model, sgd(model))
-
-    def loss(t: int) -> Tensor:
-        with torch.no_grad():
-            model[0].weight.mul_(0.99)
-        return model[:2](inputs(t, 4, 16)).square().mean() + model[2](inputs(t + 1, 4, 16)).square().mean()
-
-    run.loop(loss)
-
-
-@program
-def views_in_a_graph(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: run.plain(t) + sum((p.view(-1) * p.detach().view(-1)).sum() for p in model.parameters()))
-
-
-@program
-def evaluates_with_old_weights(run: Run) -> None:
-    """Weights kept by value, written back by `copy_`, in two programs' ways."""
-    model = mlp()
-    run.wrap(model, adam(model))
-    run.seen = []
-    for t in range(3):
-        run.step(t)
-        kept = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.full_like(p, 0.01))
-            run.seen.append(round(float(model(torch.ones(2, 16)).sum()), 4))
-            for p, value in zip(model.parameters(), kept):
-                p.data.copy_(value)
-
-
-@program
-def attributes_in_a_graph(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    run.loop(lambda t: 0.1 * sum((p.T @ p).sum() for p in model.parameters() if p.dim() == 2) + run.plain(t))
-
-
-@program
-def sam(run: Run) -> None:
-    """Sharpness-aware: weights move along the gradient, and back before the step."""
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for step in range(3):
-        run.plain(step).backward()
-        run.sync()
-        run.forget_sync()
-        with torch.no_grad():
-            norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
-            moves = [param.grad * (0.05 / norm) for param in model.parameters()]
-            for param, move in zip(model.parameters(), moves):
-                param.add_(move)
-        model.zero_grad()
-        run.plain(step).backward()
-        with torch.no_grad():
-            for param, move in zip(model.parameters(), moves):
-                param.sub_(move)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-class _Adjoint(torch.autograd.Function):
-    """Backward runs the model again and differentiates it, as solvers of differential equations do."""
-
-    @staticmethod
-    def forward(ctx: Any, field: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.field = field
-        with torch.no_grad():
-            x = x + 0.1 * field(x)
-        ctx.save_for_backward(x, *params)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, *params = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            mine, *others = torch.autograd.grad(ctx.field(x), [x, *params], 0.1 * grad)
-        return None, grad + mine, *others
-
-
-@program
-def adjoint(run: Run) -> None:
-    field, head = mlp(depth=2), nn.Linear(16, 2)
-    model = nn.ModuleDict({"field": field, "head": head})
-    run.wrap(model, sgd(model))
-    run.loop(lambda step: head(_Adjoint.apply(field, inputs(step, 4, 16), *field.parameters())).square().mean())
-
-
-@program
-def merged(run: Run) -> None:
-    """A frozen weight takes a trained product in for an evaluation, and gives it back."""
-    base, down, up = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
-    base.requires_grad_(False)
-    model = nn.ModuleDict({"base": base, "down": down, "up": up})
-    run.wrap(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
-    run.seen = []
-    for step in range(3):
-        x = inputs(step, 4, 16)
-        (base(x) + up(down(x))).square().mean().backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        base.weight.data += up.weight.data @ down.weight.data
-        with torch.no_grad():
-            run.seen.append(round(base(torch.ones(1, 16)).sum().item(), 3))
-        base.weight.data -= up.weight.data @ down.weight.data
-
-
-@program
-def state_by_parameter(run: Run) -> None:
-    """A mask over momentum, found by the model's own parameter."""
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for step in range(3):
-        run.step(step)
-        state = run.optimizer.state[model[0].weight]
-        if "momentum_buffer" in state:
-            state["momentum_buffer"][::2] = 0
-
-
-@program
-def states_cleared(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, adam(model))
-    for step in range(6):
-        run.step(step)
-        if step == 1:
-            run.optimizer.state.clear()
-        if step == 3:
-            run.optimizer.state = defaultdict(dict)
-
-
-@program
-def clipped_doubles(run: Run) -> None:
-    """The norm has the gradients' digits."""
-    model = mlp().double()
-    run.wrap(model, sgd(model))
-    run.seen = []
-    for step in range(3):
-        model(inputs(step, 4, 16).double()).square().mean().backward()
-        run.seen.append(float(f"{run.clip(1e-3).item():.11e}"))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@program
-def noise_by_rank(run: Run) -> None:
-    """Each rank moves its weights elsewhere: right under data parallel training, of no meaning where each has a part."""
-    model = mlp()
-    run.wrap(model, sgd(model))
-    for step in range(2):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(inputs(step, *param.shape))
-        run.step(step)
-
-
-@program
-def assigned_by_rank(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    run.step(0)
-    model[2].weight.data = inputs(7, 16, 16)
-    run.step(1)
-
-
-@program
-def reset_by_rank(run: Run) -> None:
-    model = mlp()
-    run.wrap(model, sgd(model))
-    run.step(0)
-    torch.manual_seed(rank_here())
-    model[2].reset_parameters()
-    run.step(1)
-
-
-@program
 def parametrized_later(run: Run) -> None:
     """A parametrization comes and goes in mid-training; the parameter stays the same object."""
 
@@ -1197,7 +1019,7 @@ def parametrized_later(run: Run) -> None:
 @program
 def selective_checkpoints(run: Run) -> None:
     """Products are kept, the rest of a block is computed anew in backward."""
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
     model = nn.ModuleList(mlp(depth=1) for _ in range(3))
     run.wrap(model, sgd(model))
 

@@ -13,7 +13,7 @@ from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
 from hf_zero.runtime.deferred import birth_of
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import MODELS, Case, batch, differences, gpt2, optimizer_for
+from tests.kit.common import MODELS, Case, batch, differences, gpt2, loss_of, optimizer_for
 from tests.kit.common import Result as Trained
 from tests.kit.pool import RankPool
 
@@ -38,8 +38,7 @@ def sharded(stage: int, precision: str = "no", dtype: torch.dtype = torch.float3
 
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> Tensor:
-    ids = batch(step, 0, rank)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = loss_of(model, rank, step)
     loss.backward()
     return loss.detach()
 

@@ -21,51 +21,16 @@ import hf_zero as zero
 from hf_zero.params import EXTENSIONS
 from hf_zero.params.init import entered
 from hf_zero.runtime.deferred import birth_of, born, slice_bounds
-from tests.kit.common import VOCAB, batch, gpt2, optimizer_for
+from tests.kit.common import VOCAB, batch, gpt2, loss_of, optimizer_for
+from tests.kit.families import SMALL, bert, llama, qwen3_moe, resnet, t5, vit
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
-
-SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-}  # fmt: skip
-
-
-def llama(**changes: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=1, **changes))
 
 
 def tied_bf16() -> nn.Module:
     config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, max_position_embeddings=16))
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def qwen3_moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        **SMALL, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def resnet() -> nn.Module:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
-    return transformers.ResNetForImageClassification(config)
 
 
 class Odd(nn.Module):
@@ -183,8 +148,7 @@ def trains(rank: int, world: int, stage: int) -> None:
         assert [weakref.ref(p) for p in model.parameters()] == params
         losses = []
         for step in range(3):
-            ids = batch(step, 0, rank)
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = loss_of(model, rank, step)
             loss.backward()
             engine.clip_grad_norm_(1.0)
             optimizer.step()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.common import autocast, batch, gpt2, optimizer_for
+from tests.kit.common import autocast, batch, gpt2, loss_of, optimizer_for
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -41,8 +41,7 @@ def made(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
-    ids = batch(step, 0, rank)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = loss_of(model, rank, step)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -25,7 +25,6 @@ from hf_zero.plan.work import compute_flops
 from hf_zero.tiers.tier import SIZES, Tier, padded
 
 DEVICE, HOST, DISK = TIERS
-GIB = 1 << 30
 MB = 10**6
 FP32, BF16 = Precision.of("no", None), Precision.of("bf16", None)
 

@@ -6,13 +6,13 @@ import contextlib
 import gc
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
@@ -22,7 +22,8 @@ from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import ROADS
 from hf_zero.runtime import usage
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import batch, gpt2, is_on_the_bar, optimizer_for
+from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
+from tests.kit.families import mixtral, t5, vit
 
 pytestmark = pytest.mark.gloo
 
@@ -38,8 +39,7 @@ def build(**settings: Any) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
 def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int = 1, *, defer: bool = False) -> None:
     for micro in range(micros):
         with contextlib.nullcontext() if micro == micros - 1 else engine.no_sync(defer=defer):
-            ids = batch(step, micro, rank)
-            model(input_ids=ids, labels=ids).loss.backward()
+            loss_of(model, rank, step, micro).backward()
 
 
 def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[str, Any]:
@@ -237,47 +237,18 @@ def test_units_that_are_never_released_are_seen(two) -> None:
         assert not is_on_the_bar("gathered", planned, highest, unit)
 
 
-def t5() -> Any:
-    options = {"vocab_size": 97, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**options, decoder_start_token_id=0, use_cache=False)
-    )
-
-
-def vit() -> Any:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            intermediate_size=64,
-            image_size=16,
-            patch_size=4,
-        )
-    )
-
-
-def moe() -> Any:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            use_cache=False,
-        )  # fmt: skip
-    )
-
-
 def lora() -> Any:
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(gpt2(n_embd=64, n_layer=3), peft.LoraConfig(r=8, target_modules=["c_attn"]))
 
 
-MODELS = {"t5": t5, "vit": vit, "moe": moe, "lora": lora}
+T5 = {"num_layers": 3, "d_ff": 64, "decoder_start_token_id": 0, "use_cache": False}
+MODELS: dict[str, Callable[[], Any]] = {
+    "t5": lambda: t5(**T5),
+    "vit": lambda: vit(num_hidden_layers=4, intermediate_size=64, patch_size=4),
+    "moe": lambda: mixtral(num_hidden_layers=3, use_cache=False),
+    "lora": lora,
+}
 
 
 def peaks(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[tuple[str, str, int, int, int]]:
@@ -319,7 +290,7 @@ def test_peaks_of_other_models(two, name: str, settings: dict[str, Any]) -> None
 def handed_on(rank: int, world: int) -> dict[str, tuple[int | None, int | None]]:
     """T5's blocks hand on what the first has made of positions: no block is needed again for its gradient."""
     torch.manual_seed(0)
-    model = t5()
+    model = t5(**T5)
     engine = zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=3))
     engine.record()
     for step in range(3):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.comm.codec import CODECS
 from hf_zero.tiers.tier import Sizes
-from tests.kit.common import Case, batch, gpt2, optimizer_for, train_engine
+from tests.kit.common import Case, batch, gpt2, loss_of, optimizer_for, train_engine
 from tests.kit.deferred_wire import Mode, Watch
 
 pytestmark = pytest.mark.gloo
@@ -26,8 +26,7 @@ def sharded(stage: int, name: str, dtype: str = "no", replicas: int = 1, **setti
 
 
 def step(engine: zero.Engine, number: int, rank: int) -> float:
-    ids = batch(number, 0, rank)
-    loss = engine.model(input_ids=ids, labels=ids).loss
+    loss = loss_of(engine.model, rank, number)
     loss.backward()
     engine.optimizer.step()
     engine.optimizer.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from tests.kit.common import batch, gpt2, optimizer_for
+from tests.kit.common import gpt2, loss_of, optimizer_for
 
 
 def losses(rank: int, stage: int, way: str) -> list[float]:
@@ -23,8 +23,7 @@ def losses(rank: int, stage: int, way: str) -> list[float]:
     assert engine.is_compiled == (way != "plain")
     found = []
     for step in range(3):
-        ids = batch(step, 0, rank)
-        loss = used(input_ids=ids, labels=ids).loss
+        loss = loss_of(used, rank, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -75,8 +74,7 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is():
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         model.compile(backend=backend)
-        ids = batch(0, 0, 0)
-        found = [model(input_ids=ids, labels=ids).loss.item() for _ in range(2)]
+        found = [loss_of(model, 0, 0).item() for _ in range(2)]
     engine.detach()
     torch._dynamo.reset()
     assert found == [pytest.approx(expected[0], rel=1e-6)] * 2

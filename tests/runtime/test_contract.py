@@ -86,41 +86,43 @@ def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), ids.flatten())
 
 
-Run = Callable[[Any, int, int], list[Tensor]]
+Run = Callable[[Any, int, int], Tensor | list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Program:
     build: Callable[[], nn.Module]
     run: Run
-    """(model, rank, step) -> losses; it has called backward."""
+    """(model, rank, step) -> the loss, or losses whose backward it has called."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     steps: int = 4
     dtype: str = "no"
     tolerance: float = 2e-5
 
+    def losses(self, model: Any, rank: int, step: int) -> list[Tensor]:
+        found = self.run(model, rank, step)
+        if isinstance(found, list):
+            return found
+        found.backward()
+        return [found]
 
-def plain(model: Any, rank: int, step: int) -> list[Tensor]:
+
+def plain(model: Any, rank: int, step: int) -> Tensor:
     ids = ids_of(rank, step)
-    loss = token_loss(model(ids), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(model(ids), ids)
 
 
-def two_forwards(model: Any, rank: int, step: int) -> list[Tensor]:
+def two_forwards(model: Any, rank: int, step: int) -> Tensor:
     one, two = ids_of(rank, step), ids_of(rank, step, 1)
-    loss = token_loss(model(one), one) + token_loss(model(two), two).square()
-    loss.backward()
-    return [loss]
+    return token_loss(model(one), one) + token_loss(model(two), two).square()
 
 
-def forgotten_forward(model: Any, rank: int, step: int) -> list[Tensor]:
-    ids = ids_of(rank, step)
+def forgotten_forward(model: Any, rank: int, step: int) -> Tensor:
     model(ids_of(rank, step, 1))
     if step == 1:
         kept = model(ids_of(rank, step, 2))  # its graph is alive during the backward
         del kept
-    return plain(model, rank, step) if ids.numel() else []
+    return plain(model, rank, step)
 
 
 def two_backwards(model: Any, rank: int, step: int) -> list[Tensor]:
@@ -140,7 +142,7 @@ def retained(model: Any, rank: int, step: int) -> list[Tensor]:
     return [loss]
 
 
-def penalty(model: Any, rank: int, step: int) -> list[Tensor]:
+def penalty(model: Any, rank: int, step: int) -> Tensor:
     """A gradient penalty with respect to what goes into the blocks."""
     ids = ids_of(rank, step)
     x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(step * 7 + rank)).requires_grad_()
@@ -149,19 +151,15 @@ def penalty(model: Any, rank: int, step: int) -> list[Tensor]:
         hidden = block(hidden)
     loss = token_loss(model.heads[0](hidden), ids)
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    total = loss + 0.1 * grad.square().sum()
-    total.backward()
-    return [total]
+    return loss + 0.1 * grad.square().sum()
 
 
-def root_penalty(model: Any, rank: int, step: int) -> list[Tensor]:
+def root_penalty(model: Any, rank: int, step: int) -> Tensor:
     ids = ids_of(rank, step)
     loss = token_loss(model(ids), ids)
     params = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-    total = loss + 0.01 * sum(g.square().sum() for g in grads if g is not None)
-    total.backward()
-    return [total]
+    return loss + 0.01 * sum(g.square().sum() for g in grads if g is not None)
 
 
 def grad_function(model: Any, rank: int, step: int) -> list[Tensor]:
@@ -175,25 +173,20 @@ def grad_function(model: Any, rank: int, step: int) -> list[Tensor]:
     return [loss, total]
 
 
-def recorded(model: Any, rank: int, step: int) -> list[Tensor]:
+def recorded(model: Any, rank: int, step: int) -> Tensor:
     """The loss is on tensors recorded inside blocks; nobody uses the output."""
     model(ids_of(rank, step))
-    loss = model.body.blocks[1].seen.square().mean()
-    loss.backward()
-    return [loss]
+    return model.body.blocks[1].seen.square().mean()
 
 
-def recorded_at_the_start(model: Any, rank: int, step: int) -> list[Tensor]:
+def recorded_at_the_start(model: Any, rank: int, step: int) -> Tensor:
     """Behind a frozen embedding: the first block has no input that needs a gradient. Other steps leave it out."""
     model.body.embed.requires_grad_(False)
     ids = ids_of(rank, step)
     if step % 2:
         model(ids)
-        loss = model.body.blocks[0].seen.square().mean()
-    else:
-        loss = token_loss(model.heads[0](model.body.norm(model.body.blocks[1](model.body.embed(ids)))), ids)
-    loss.backward()
-    return [loss]
+        return model.body.blocks[0].seen.square().mean()
+    return token_loss(model.heads[0](model.body.norm(model.body.blocks[1](model.body.embed(ids)))), ids)
 
 
 def frozen_front() -> nn.Module:
@@ -202,14 +195,12 @@ def frozen_front() -> nn.Module:
     return model
 
 
-def recorded_too(model: Any, rank: int, step: int) -> list[Tensor]:
+def recorded_too(model: Any, rank: int, step: int) -> Tensor:
     ids = ids_of(rank, step)
-    loss = token_loss(model(ids), ids) + sum(block.seen.square().mean() for block in model.body.blocks)
-    loss.backward()
-    return [loss]
+    return token_loss(model(ids), ids) + sum(block.seen.square().mean() for block in model.body.blocks)
 
 
-def hidden_only(model: Any, rank: int, step: int) -> list[Tensor]:
+def hidden_only(model: Any, rank: int, step: int) -> Tensor:
     """Ranks run the same forward and take the loss from different depths."""
     outputs: list[Tensor] = []
     hooks = [block.register_forward_hook(lambda m, a, out: outputs.append(out)) for block in model.body.blocks]
@@ -217,74 +208,59 @@ def hidden_only(model: Any, rank: int, step: int) -> list[Tensor]:
     logits = model(ids)
     for hook in hooks:
         hook.remove()
-    loss = token_loss(logits, ids) if (rank + step) % 2 else outputs[(rank + step) % 3].square().mean()
-    loss.backward()
-    return [loss]
+    return token_loss(logits, ids) if (rank + step) % 2 else outputs[(rank + step) % 3].square().mean()
 
 
-def alternating(model: Any, rank: int, step: int) -> list[Tensor]:
+def alternating(model: Any, rank: int, step: int) -> Tensor:
     ids = ids_of(rank, step)
-    loss = token_loss(model(ids, head=step % 2), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(model(ids, head=step % 2), ids)
 
 
-def other_heads(model: Any, rank: int, step: int) -> list[Tensor]:
+def other_heads(model: Any, rank: int, step: int) -> Tensor:
     ids = ids_of(rank, step)
-    loss = token_loss(model(ids, head=(rank + step) % 2), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(model(ids, head=(rank + step) % 2), ids)
 
 
-def skipping(model: Any, rank: int, step: int) -> list[Tensor]:
+def skipping(model: Any, rank: int, step: int) -> Tensor:
     """Layer drop: other blocks on every rank."""
     ids = ids_of(rank, step)
     x = model.body.embed(ids)
     for index, block in enumerate(model.body.blocks):
         if (index + rank + step) % 3:
             x = block(x)
-    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(model.heads[0](model.body.norm(x)), ids)
 
 
-def uneven_forwards(model: Any, rank: int, step: int) -> list[Tensor]:
+def uneven_forwards(model: Any, rank: int, step: int) -> Tensor:
     total = torch.zeros(())
     for micro in range(1 + (rank + step) % 3):
         ids = ids_of(rank, step, micro)
         total = total + token_loss(model(ids), ids)
-    total.backward()
-    return [total]
+    return total
 
 
-def read_in_loss(model: Any, rank: int, step: int) -> list[Tensor]:
+def read_in_loss(model: Any, rank: int, step: int) -> Tensor:
     """A loss function outside of forward takes the head's weight."""
     ids = ids_of(rank, step)
     hidden = model.body(ids)
-    loss = token_loss(F.linear(hidden, model.heads[0].weight, model.heads[0].bias), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(F.linear(hidden, model.heads[0].weight, model.heads[0].bias), ids)
 
 
-def around_blocks(model: Any, rank: int, step: int) -> list[Tensor]:
+def around_blocks(model: Any, rank: int, step: int) -> Tensor:
     """The blocks' modules are called, the blocks are not."""
     ids = ids_of(rank, step)
     x = model.body.embed(ids)
     for block in model.body.blocks:
         x = x + block.down(torch.tanh(block.up(block.norm(x))))
-    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(model.heads[0](model.body.norm(x)), ids)
 
 
-def checkpointed(model: Any, rank: int, step: int, use_reentrant: bool) -> list[Tensor]:
+def checkpointed(model: Any, rank: int, step: int, use_reentrant: bool) -> Tensor:
     ids = ids_of(rank, step)
     x = model.body.embed(ids)
     for block in model.body.blocks:
         x = checkpoint(block, x, use_reentrant=use_reentrant)
-    loss = token_loss(model.heads[0](model.body.norm(x)), ids)
-    loss.backward()
-    return [loss]
+    return token_loss(model.heads[0](model.body.norm(x)), ids)
 
 
 class Box:
@@ -411,7 +387,7 @@ def reference(name: str, world: int) -> tuple[list[list[float]], dict[str, Tenso
         found: list[list[Tensor | None]] = []
         for rank in range(world):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=program.dtype == "bf16"):
-                values = program.run(model, rank, step)
+                values = program.losses(model, rank, step)
             found.append([p.grad for p in params])
             for p in params:
                 p.grad = None
@@ -432,7 +408,7 @@ def compare(name: str, stage: int, rank: int, world: int, **settings: Any) -> No
     zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, **settings), mixed_precision=program.dtype)
     losses = []
     for step in range(program.steps):
-        values = program.run(model, rank, step)
+        values = program.losses(model, rank, step)
         losses.append([value.item() for value in values])
         del values
         optimizer.step()
@@ -460,8 +436,8 @@ def worker(rank: int, world: int, stage: int, name: str) -> None:
     compare(name, stage, rank, world)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_as_plain_data_parallel(two, name: str, stage: int):
     if stage not in PROGRAMS[name].stages:
         pytest.skip("ranks that run other modules in a forward: not at stage 3")

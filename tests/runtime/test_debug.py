@@ -21,7 +21,7 @@ import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import Case, train_engine
+from tests.kit.common import Case, EachParameter, train_engine
 
 pytestmark = pytest.mark.gloo
 STAGES = (0, 1, 2, 3)
@@ -412,20 +412,12 @@ class Experts(nn.Module):
         return self.head(torch.relu(x))
 
 
-class Signs(torch.optim.Optimizer):
+class Signs(EachParameter):
     """An element-wise optimizer that nobody knows."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    mean = state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.2)
-                    param.sub_(mean.sign(), alpha=group["lr"])
+    def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.2)
+        p.sub_(mean.sign(), alpha=group["lr"])
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {

@@ -12,7 +12,18 @@ import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.common import Case, batch, bert, differences, gpt2, optimizer_for, train_engine, train_reference
+from tests.kit.common import (
+    Case,
+    batch,
+    bert,
+    differences,
+    gpt2,
+    loss_of,
+    optimizer_for,
+    take_steps,
+    train_engine,
+    train_reference,
+)
 from tests.kit.deferred_wire import Mode, Watch
 from tests.kit.pool import RankFailure, RankPool
 from tests.kit.random_calls import Case as Program
@@ -97,8 +108,7 @@ def send(rank: int, world: int, stage: int, replicas: int) -> list[Any]:
     spans = [(span.slice_numel, span.used_numel, len(span.slots), span.shards) for span in engine.layout.spans]
     for step in range(4):
         engine.traffic.reset()
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(model, rank, step).backward()
         engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -153,10 +163,7 @@ def saves(rank: int, world: int, folder: str, stage: int, replicas: int) -> tupl
         if step == 2:
             engine.save(folder)
             half = look(model, optimizer)
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, rank, step)
     end = look(model, optimizer)
     engine.detach()
     return half, end
@@ -168,11 +175,7 @@ def goes_on(rank: int, world: int, folder: str, stage: int, replicas: int) -> tu
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, replicas=replicas))
     engine.load(folder)
     half = look(model, optimizer)
-    for step in (2, 3):
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, rank, 2, 3)
     end = look(model, optimizer)
     engine.detach()
     return half, end
@@ -252,11 +255,7 @@ def whole_matrices(rank: int, world: int, stage: int, replicas: int) -> torch.Te
     model = gpt2()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, replicas=replicas))
-    for step in range(3):
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, rank, *range(3))
     engine.detach()
     return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
 
@@ -361,10 +360,7 @@ def drifts(rank: int, world: int, stage: int) -> str:
         for step in range(3):
             if step == 2 and rank == 3:
                 engine.units[1].trained[0].shards[0].master.data.view(-1)[5] += 1.0
-            ids = batch(step, 0, rank)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(model, optimizer, rank, step)
     except zero.RankMismatchError as error:
         return str(error)
     finally:
@@ -390,10 +386,7 @@ def stalls(rank: int, world: int, stage: int, absent: tuple[int, ...]) -> str:
         for step in range(3):
             if step == 2 and rank in absent:
                 model.transformer.h[0].register_full_backward_pre_hook(lambda *_: engine.exchange(None))
-            ids = batch(step, 0, rank)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(model, optimizer, rank, step)
     except zero.StallError as error:
         return str(error)
     return ""

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.runtime.moves import CALM_STEPS, MOVES_PER_STEP
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Tier
-from tests.kit.common import batch, gpt2, optimizer_for
+from tests.kit.common import batch, gpt2, loss_of, optimizer_for
 from tests.kit.injection import instead
 from tests.kit.offloading import SMALL_ROADS, equal
 
@@ -46,8 +46,7 @@ def made(
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, engine: zero.Engine, number: int, rank: int) -> float:
-    ids = batch(number, 0, rank)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = loss_of(model, rank, number)
     loss.backward()
     engine.clip_grad_norm_(0.5)
     optimizer.step()

@@ -14,7 +14,9 @@ from hf_zero.runtime import usage
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Tier
-from tests.kit.common import batch, gpt2, is_on_the_bar, optimizer_for
+from tests.kit.common import gpt2, is_on_the_bar, optimizer_for
+from tests.runtime import test_spare_room
+from tests.runtime.test_spare_room import programs
 
 pytestmark = pytest.mark.gloo
 
@@ -23,7 +25,7 @@ ROOM = 400_000
 """For parts of some units, and for some whole."""
 
 
-class Loop:
+class Loop(test_spare_room.Loop):
     def __init__(self, rank: int, device_memory: int | None = None, **settings: Any) -> None:
         self.model = gpt2(n_layer=4, n_embd=64, tie_word_embeddings=settings.pop("tied", True))
         if settings.pop("frozen", False):
@@ -35,75 +37,13 @@ class Loop:
         config = zero.ZeroConfig(stage=3, device_memory=device_memory, **settings)
         self.engine = zero.shard(self.model, self.optimizer, config, mixed_precision=dtype, roads=roads)
 
-    def loss(self, rank: int, number: int) -> Tensor:
-        ids = batch(number, 0, rank)
-        return self.model(input_ids=ids, labels=ids).loss
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     @property
     def parted(self) -> int:
         return len(self.engine.schedule.backward.parted)
 
-    @property
-    def planned_bytes(self) -> int:
-        return self.engine.plan.memory.at_most(Tier.DEVICE)
-
-    def gathered_bytes(self) -> int:
-        return self.engine.offload.storage.ledger.device.now["gathered"]
-
     def sent(self, kind: str) -> int:
         kinds = self.engine.traffic.to_dict()
         return kinds[kind]["bytes"] if kind in kinds else 0
-
-    def weights(self) -> list[Tensor]:
-        return [zero.full_parameter(param).clone() for param in self.model.parameters()]
-
-
-def programs(loop: Loop, rank: int) -> list[Tensor]:
-    """What may come between a forward and its backward, and what may not come after it at all."""
-    for number in range(2):
-        loop.loss(rank, number).backward()
-        loop.step()
-    for number in range(2, 5):  # accumulation
-        loop.loss(rank, number).backward()
-    loop.step()
-    for defer in (False, True):
-        with loop.engine.no_sync(defer=defer):
-            loop.loss(rank, 5).backward()
-        loop.loss(rank, 6).backward()
-        loop.step()
-    first, second = loop.loss(rank, 7), loop.loss(rank, 8)  # two forwards, one backward
-    (first + second).backward()
-    loop.step()
-    loss = loop.loss(rank, 9)
-    with torch.no_grad():
-        loop.loss(rank, 10)
-    loop.model.state_dict()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    loop.step()
-    loop.loss(rank, 11)  # without a backward
-    loop.loss(rank, 12).backward()
-    loop.step()
-    loop.loss(rank, 13)  # nor this one: what its parts are of is old after the next step
-    loop.optimizer.step()
-    with torch.no_grad():
-        losses = loop.loss(rank, 14)
-    for reentrant in (True, False):
-        loop.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        loop.loss(rank, 15).backward()
-        loop.step()
-    loop.model.gradient_checkpointing_disable()
-    with contextlib.suppress(IndexError):
-        loop.model(input_ids=torch.full((1, 4), 10**6), labels=torch.zeros(1, 4, dtype=torch.long))
-    loop.loss(rank, 16)
-    loop.model.load_state_dict({name: value.clone() * 0.5 for name, value in loop.model.state_dict().items()})
-    loop.loss(rank, 17).backward()
-    loop.step()
-    return [losses.detach(), *loop.weights()]
 
 
 def in_between(rank: int, world: int, settings: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import hf_zero as zero
 from hf_zero.tiers.tier import SIZES, Tier, padded
-from tests.kit.common import MODELS, Case, Result, batch, optimizer_for, train_engine
+from tests.kit.common import MODELS, Case, Result, batch, loss_of, optimizer_for, train_engine
 from tests.kit.offloading import SMALL, pairwise, same, unequal
 
 pytestmark = pytest.mark.gloo
@@ -156,8 +156,7 @@ def build(case: Case, folder: str, cls: Any = torch.optim.AdamW, **options: Any)
 
 
 def backward(model: Any, rank: int, step: int, micro: int = 0) -> float:
-    ids = batch(step, micro, rank)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = loss_of(model, rank, step, micro)
     loss.backward()
     return loss.item()
 
@@ -194,8 +193,7 @@ def overflow(rank: int, world: int, case: Case, folder: str, which: str) -> list
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     out: list[Any] = []
     for step in range(5):
-        ids = batch(step, 0, rank)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, rank, step)
         scale = float("inf") if step in (0, 3) and rank == world - 1 else 1.0
         scaler.scale(loss * scale).backward()
         if step % 2:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import hf_zero as zero
-from tests.kit.common import batch, holders, nameless_files
+from tests.kit.common import holders, loss_of, nameless_files
 from tests.kit.injection import Answer, fails, instead
 from tests.kit.offloading import Run
 from tests.kit.pool import RankFailure, RankPool
@@ -64,8 +64,7 @@ def attempt(run: Run, step: int) -> tuple[str, str, str] | None:
     """One step. (where it broke, error, message)."""
     where = "forward"
     try:
-        ids = batch(step, 0, run.rank)
-        loss = run.model(input_ids=ids, labels=ids).loss
+        loss = loss_of(run.model, run.rank, step)
         where = "backward"
         loss.backward()
         where = "clip"

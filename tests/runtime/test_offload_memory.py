@@ -33,7 +33,7 @@ from hf_zero.plan.work import ROADS
 from hf_zero.runtime.engine import engine_of
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Tier, padded
-from tests.kit.common import Case, batch, bert, gpt2, is_on_the_bar, nameless_files, optimizer_for, split
+from tests.kit.common import Case, batch, bert, gpt2, is_on_the_bar, loss_of, nameless_files, optimizer_for, split
 from tests.kit.offloading import SMALL, SMALL_ROADS, pairwise
 from tests.kit.pool import RankPool
 
@@ -64,8 +64,7 @@ def train(
         engine.traffic.reset()
         for micro in range(case.accumulation):
             engine.schedule.backward.sync = micro == case.accumulation - 1
-            ids = batch(step, micro, rank)
-            model(input_ids=ids, labels=ids).loss.backward()
+            loss_of(model, rank, step, micro).backward()
         finish(engine, case)
     return engine
 
@@ -166,8 +165,7 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
         meter, gathers = engine.offload.storage.meter, engine.sharded.wire.gathers
         meter.reset()
         gathers.clear()
-        ids = batch(9, 0, rank)
-        engine.model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(engine.model, rank, 9).backward()
         finish(engine, case)
         wanted = dict.fromkeys(("down", "up", "read", "write"), 0)
         for flat in (flat for unit in engine.units for flat in unit.flats):
@@ -249,8 +247,7 @@ def off_plan(rank: int, world: int, cases: list[Case], folder: str) -> list[str]
         for step in range(STEPS):
             for micro in range(case.accumulation):
                 engine.schedule.backward.sync = micro == case.accumulation - 1
-                ids = batch(step, micro, rank)
-                model(input_ids=ids, labels=ids).loss.backward()
+                loss_of(model, rank, step, micro).backward()
             resting = engine.report()
             finish(engine, case)
         last = engine.report()
@@ -308,8 +305,7 @@ def beyond_plan(rank: int, world: int, folder: str) -> None:
         engine = zero.shard(model, adam, case.config(folder), mixed_precision=dtype, roads=SMALL_ROADS)
         engine.record()
         for step in range(STEPS):
-            ids = batch(step, 0, rank)
-            model(input_ids=ids, labels=ids).loss.backward()
+            loss_of(model, rank, step).backward()
             finish(engine, case)
         rows = {(row.tier, row.kind): row for row in engine.report().tiers}
         row = rows["host", "staging"]
@@ -519,8 +515,7 @@ def limited(
         optimizer = optimizer_for(model, 1)
         engine = zero.shard(model, optimizer, case.config(folder))
         for step in range(2):
-            ids = batch(step, 0, rank)
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = loss_of(model, rank, step)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -10,17 +10,17 @@ from torch import nn
 
 import hf_zero as zero
 from hf_zero.runtime.clipping import square_sum, tree_square_sum
-from tests.kit.common import batch, gpt2
+from tests.kit.common import EachParameter, gpt2, loss_of, twins
 from tests.runtime.test_models import Stack, check, sgd, token_loss
 
 pytestmark = pytest.mark.gloo
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(EachParameter):
     """A user's element-wise optimizer, with methods of every kind."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99)):
-        super().__init__(params, {"lr": lr, "betas": betas})
+        super().__init__(params, lr, betas=betas)
 
     @staticmethod
     def direction(momentum, grad, beta):
@@ -30,16 +30,11 @@ class Lion(torch.optim.Optimizer):
     def moved(cls, momentum, grad, betas):
         return cls.direction(momentum, grad, betas[0])
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                p.add_(self.moved(m, p.grad, group["betas"]), alpha=-group["lr"])
-                p.add_(self.direction(m, p.grad, group["betas"][1]), alpha=-group["lr"])
-                m.lerp_(p.grad, 1 - group["betas"][1])
+    def update(self, p, group):
+        m = self.state[p].setdefault("m", torch.zeros_like(p))
+        p.add_(self.moved(m, p.grad, group["betas"]), alpha=-group["lr"])
+        p.add_(self.direction(m, p.grad, group["betas"][1]), alpha=-group["lr"])
+        m.lerp_(p.grad, 1 - group["betas"][1])
 
 
 class Begins(torch.optim.Optimizer):
@@ -265,9 +260,7 @@ def test_schedulers_and_add_param_group(two, stage):
 
 
 def clip(rank: int, world: int, stage: int) -> None:
-    torch.manual_seed(0)
-    plain, model = Stack(), Stack()
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(Stack)
     for r in range(world):
         token_loss(plain, r, 0).backward()
     for p in plain.parameters():
@@ -317,8 +310,7 @@ def overflow(rank: int, world: int, stage: int) -> list[float]:
     scales = []
     for step, bad in enumerate([(), (), (1,), (), (0, 1), (0,), (), ()]):
         before = opt.param_groups[0]["params"][0].detach().clone()
-        ids = batch(step, 0, rank)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, rank, step)
         scaler.scale(loss * (float("inf") if rank in bad else 1.0)).backward()
         if step % 2:
             scaler.unscale_(opt)

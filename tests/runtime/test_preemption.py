@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.common import batch, gpt2, optimizer_for
+from tests.kit.common import gpt2, loss_of, optimizer_for
 
 STEPS = 5
 
@@ -25,8 +25,7 @@ class Loop:
         self.engine = zero.shard(self.model, self.optimizer, config)
 
     def backward(self, step: int, micro: int, rank: int) -> None:
-        ids = batch(step, micro, rank)
-        self.model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(self.model, rank, step, micro).backward()
 
     def train(self, step: int, rank: int) -> None:
         with self.engine.no_sync():

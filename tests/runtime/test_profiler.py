@@ -9,7 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 import hf_zero as zero
-from tests.kit.common import batch, gpt2, optimizer_for
+from tests.kit.common import gpt2, optimizer_for, take_steps
 
 pytestmark = pytest.mark.gloo
 
@@ -21,10 +21,7 @@ def named(rank: int, world: int) -> tuple[list[str], dict[str, int]]:
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
 
     def step(number: int) -> None:
-        ids = batch(number, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, rank, number)
 
     step(0)
     with profile(activities=[ProfilerActivity.CPU]) as seen:

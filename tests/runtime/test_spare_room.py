@@ -34,6 +34,10 @@ class Loop:
     def kept(self) -> int:
         return len(self.engine.schedule.backward.kept)
 
+    @property
+    def planned_bytes(self) -> int:
+        return self.engine.plan.memory.at_most(Tier.DEVICE)
+
     def gathered_bytes(self) -> int:
         return self.engine.offload.storage.ledger.device.now["gathered"]
 
@@ -46,38 +50,48 @@ def programs(loop: Loop, rank: int) -> list[Tensor]:
     for number in range(2):
         loop.loss(rank, number).backward()
         loop.step()
-    first, second = loop.loss(rank, 2), loop.loss(rank, 3)  # two forwards, one backward
+    for number in range(2, 5):  # accumulation
+        loop.loss(rank, number).backward()
+    loop.step()
+    for defer in (False, True):
+        with loop.engine.no_sync(defer=defer):
+            loop.loss(rank, 5).backward()
+        loop.loss(rank, 6).backward()
+        loop.step()
+    first, second = loop.loss(rank, 7), loop.loss(rank, 8)  # two forwards, one backward
     (first + second).backward()
     loop.step()
-    loss = loop.loss(rank, 4)
+    loss = loop.loss(rank, 9)
     with torch.no_grad():
-        loop.loss(rank, 5)
+        loop.loss(rank, 10)
     loop.model.state_dict()
     loss.backward(retain_graph=True)
     loss.backward()
     loop.step()
-    loop.loss(rank, 6)  # without a backward
-    loop.loss(rank, 7).backward()
+    loop.loss(rank, 11)  # without a backward
+    loop.loss(rank, 12).backward()
     loop.step()
-    loop.loss(rank, 8)  # nor this one: what it has gathered is old after the next step
+    loop.loss(rank, 13)  # nor this one: what it has gathered is old after the next step
     loop.optimizer.step()
     with torch.no_grad():
-        losses = loop.loss(rank, 9)
+        losses = loop.loss(rank, 14)
     for reentrant in (True, False):
         loop.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        loop.loss(rank, 10).backward()
+        loop.loss(rank, 15).backward()
         loop.step()
     loop.model.gradient_checkpointing_disable()
     with contextlib.suppress(IndexError):
         loop.model(input_ids=torch.full((1, 4), 10**6), labels=torch.zeros(1, 4, dtype=torch.long))
-    loop.loss(rank, 11).backward()
+    loop.loss(rank, 16)
+    loop.model.load_state_dict({name: value.clone() * 0.5 for name, value in loop.model.state_dict().items()})
+    loop.loss(rank, 17).backward()
     loop.step()
-    return [losses, *loop.weights()]
+    return [losses.detach(), *loop.weights()]
 
 
 def in_between(rank: int, world: int) -> None:
     plain = Loop()
-    memory = plain.engine.plan.memory.at_most(Tier.DEVICE)
+    memory = plain.planned_bytes
     expected = programs(plain, rank)
     plain.engine.detach()
     for room in (400_000, 1 << 30):
@@ -120,6 +134,6 @@ def test_ranks_keep_what_the_one_with_the_largest_batch_has_room_for(two) -> Non
 
 def planned_bytes(rank: int, world: int) -> int:
     loop = Loop()
-    found = loop.engine.plan.memory.at_most(Tier.DEVICE)
+    found = loop.planned_bytes
     loop.engine.detach()
     return found

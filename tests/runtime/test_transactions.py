@@ -190,19 +190,13 @@ def in_second_backward(run: Run) -> None:
 
 def in_a_gradient_hook(run: Run) -> None:
     """After some units' gradients have been sent."""
-    handle = run.model.blocks[0].down.weight.register_hook(throws(Failed()))
-    try:
+    with run.model.blocks[0].down.weight.register_hook(throws(Failed())):
         run.step(99)
-    finally:
-        handle.remove()
 
 
 def in_a_pre_hook(run: Run) -> None:
-    handle = run.optimizer.register_step_pre_hook(throws(Failed()))
-    try:
+    with run.optimizer.register_step_pre_hook(throws(Failed())):
         run.step(99)
-    finally:
-        handle.remove()
 
 
 def in_the_closure(run: Run) -> None:
@@ -248,19 +242,13 @@ def in_an_early_post_hook(run: Run) -> None:
 
 
 def in_a_late_post_hook(run: Run) -> None:
-    handle = run.optimizer.register_step_post_hook(throws(Failed()))
-    try:
+    with run.optimizer.register_step_post_hook(throws(Failed())):
         run.step(99)
-    finally:
-        handle.remove()
 
 
 def interrupted_in_a_pre_hook(run: Run) -> None:
-    handle = run.optimizer.register_step_pre_hook(interrupt)
-    try:
+    with run.optimizer.register_step_pre_hook(interrupt):
         run.step(99)
-    finally:
-        handle.remove()
 
 
 def interrupted_in_a_post_hook(run: Run) -> None:

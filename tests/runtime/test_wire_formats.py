@@ -14,7 +14,7 @@ from hf_zero.comm.codec import CODECS
 from hf_zero.comm.group_wire import CollectiveWire, PairWire
 from hf_zero.comm.hybrid import in_replicas
 from hf_zero.comm.wire import SoloWire
-from tests.kit.common import Case, Sockets, batch, gpt2, optimizer_for, train_engine
+from tests.kit.common import Case, Sockets, gpt2, loss_of, optimizer_for, take_steps, train_engine
 from tests.kit.deferred_wire import Mode, Watch
 
 pytestmark = pytest.mark.gloo
@@ -132,8 +132,7 @@ def overflows(rank: int, world: int) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=True)
     scales = []
     for step in range(3):
-        ids = batch(step, 0, rank)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, rank, step)
         scaler.scale(loss * (math.inf if (step, rank) == (1, 1) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -156,10 +155,7 @@ def sent(rank: int, world: int, name: str, replicas: int) -> tuple[list[int], li
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2, wire=name, replicas=replicas))
     for step in range(2):
         engine.traffic.reset()
-        ids = batch(step, 0, rank)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, rank, step)
     spans = [span.slice_numel for span in engine.layout.spans]
     matrices = [span.slice_numel for span in engine.layout.spans if all(len(s.spec.shape) > 1 for s in span.slots)]
     counted = {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
