@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.tiers.fingerprint import fingerprint, mixed_sums
+from tests.kit.common import twins
 from tests.runtime.test_models import Stack, sgd, token_loss
 
 pytestmark = pytest.mark.gloo
@@ -327,9 +328,7 @@ class GatesStack(Stack):
 
 def small_neighbours(rank: int, world: int, stage: int, build) -> None:
     for warm in (True, False):
-        torch.manual_seed(0)
-        plain, model = build(), build()
-        model.load_state_dict(plain.state_dict())
+        plain, model = twins(build)
         reference, opt = adamw(plain.parameters()), adamw(model.parameters())
         plainly(plain, reference, world, 0, 1)
         with warnings.catch_warnings():
@@ -357,9 +356,7 @@ def test_small_parameters_keep_their_own_state(pools, world, stage, build):
 
 
 def given_back(rank: int, world: int, stage: int, offload: str, folder: str) -> None:
-    torch.manual_seed(0)
-    plain, model = Stack(tied=True), Stack(tied=True)
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(lambda: Stack(tied=True))
     for each in (plain, model):
         each.blocks[1].requires_grad_(False)
 
@@ -431,9 +428,7 @@ class Normed(Stack):
 
 
 def copied(rank: int, world: int, stage: int, precision: str) -> None:
-    torch.manual_seed(0)
-    plain, model = Normed(), Normed()
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(Normed)
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
     opt = adamw([p for p in model.parameters() if p.requires_grad])
@@ -485,9 +480,7 @@ def test_a_copy_is_plain(pools, world, stage, precision):
 
 
 def averaged(rank: int, world: int, stage: int, precision: str) -> None:
-    torch.manual_seed(0)
-    plain, model = Stack(tied=True), Stack(tied=True)
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(lambda: Stack(tied=True))
     opt, reference = adamw(model.parameters()), adamw(plain.parameters())
     zero.shard(model, opt, zero.ZeroConfig(stage=stage), mixed_precision=precision)
     options = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)}
@@ -533,9 +526,7 @@ class Breaks(torch.optim.AdamW):
 def stepped_twice(rank: int, world: int, offload: str, folder: str) -> None:
     """A step that raises, wherever it does, and is made again is made once."""
     for when in ("hook", "begin"):
-        torch.manual_seed(0)
-        plain, model = Stack(), Stack()
-        model.load_state_dict(plain.state_dict())
+        plain, model = twins(Stack)
         opt, reference = Breaks(model.parameters(), lr=1e-2), adamw(plain.parameters())
         config = zero.ZeroConfig(stage=2, offload_optimizer=offload, offload_dir=folder if offload == "disk" else None)
         engine = zero.shard(model, opt, config)
@@ -584,9 +575,7 @@ def ragged(rank: int, world: int, stage: int, held: bool) -> None:
     def x_of(r: int, step: int) -> Tensor:
         return torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + r))
 
-    torch.manual_seed(0)
-    plain, model = Ragged(), Ragged()
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(Ragged)
     opt, reference = sgd(list(model.parameters())), sgd(list(plain.parameters()))
     engine = zero.shard(model, opt, zero.ZeroConfig(stage=stage), mixed_precision="bf16" if held else "no")
     for step in range(4):
@@ -637,9 +626,7 @@ class Empties(Stack):
 
 
 def empties(rank: int, world: int, stage: int, offload: str, folder: str) -> None:
-    torch.manual_seed(0)
-    plain, model = Empties(), Empties()
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(Empties)
     opt, reference = adamw(model.parameters()), adamw(plain.parameters())
     options = {"offload_optimizer": offload, "offload_params": offload if stage == 3 else "none"}
     config = zero.ZeroConfig(stage=stage, **options, offload_dir=folder if offload == "disk" else None)

@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
 from hf_zero.runtime.supported_optimizers import needs_wholes
+from tests.kit.common import EachParameter, twins
 from tests.kit.injection import calls
 from tests.runtime.test_models import Stack, sgd
 from tests.runtime.test_ownership import adamw, plainly, trained
@@ -40,23 +41,16 @@ class Mixed(Stack):
     block = Odd
 
 
-class Layerwise(torch.optim.Optimizer):
+class Layerwise(EachParameter):
     """LAMB-like: scales by each layer's norm; nothing in its name says so."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
 
     def rate(self, p: Tensor) -> Tensor:
         return p.norm().clamp(min=1e-3) / p.grad.norm().clamp(min=1e-3)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    m = self.state[p].setdefault("m", torch.zeros_like(p))
-                    m.lerp_(p.grad, 0.5)
-                    p.sub_(group["lr"] * self.rate(p) * m)
+    def update(self, p, group):
+        m = self.state[p].setdefault("m", torch.zeros_like(p))
+        m.lerp_(p.grad, 0.5)
+        p.sub_(group["lr"] * self.rate(p) * m)
 
 
 class Projects(Layerwise):
@@ -74,23 +68,15 @@ class Decays(Layerwise):
         super().__init__([{"params": list(params)[:1], "weight_decay": 0.0}, {"params": list(params)[1:]}], lr)
         self.param_groups[1]["weight_decay"] = 0.1
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * (p.grad + (group["weight_decay"] * p if p.dim() > 1 else 0.0)))
+    def update(self, p, group):
+        p.sub_(group["lr"] * (p.grad + (group["weight_decay"] * p if p.dim() > 1 else 0.0)))
 
 
 class Centralizes(Layerwise):
     """Ranger-like, for kernels of convolutions alone."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * (p.grad - p.grad.mean((1, 2, 3), True) if p.dim() == 4 else p.grad))
+    def update(self, p, group):
+        p.sub_(group["lr"] * (p.grad - p.grad.mean((1, 2, 3), True) if p.dim() == 4 else p.grad))
 
 
 class Wide(Layerwise):
@@ -104,14 +90,10 @@ class Wide(Layerwise):
 class Doubled(Layerwise):
     """AdEMAMix-like: two averages in one state. Element-wise otherwise."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    averages = self.state[p].setdefault("averages", torch.zeros(2, *p.shape))
-                    averages.lerp_(p.grad.expand_as(averages), 0.5)
-                    p.sub_(group["lr"] * averages.sum(0).sign())
+    def update(self, p, group):
+        averages = self.state[p].setdefault("averages", torch.zeros(2, *p.shape))
+        averages.lerp_(p.grad.expand_as(averages), 0.5)
+        p.sub_(group["lr"] * averages.sum(0).sign())
 
 
 class Keeps(Layerwise):
@@ -121,13 +103,9 @@ class Keeps(Layerwise):
         super().__init__(params)
         self.held, self.in_group = held, in_group
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    (group if self.in_group else self.state[p])["odd"] = self.held
-                    p.sub_(group["lr"] * p.grad)
+    def update(self, p, group):
+        (group if self.in_group else self.state[p])["odd"] = self.held
+        p.sub_(group["lr"] * p.grad)
 
 
 class Careful(torch.optim.SGD):
@@ -152,33 +130,24 @@ class Global(Layerwise):
 class Blockwise(Layerwise):
     """8-bit-like: states of long parameters are quantised by blocks of 256 elements, with a scale for each."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["codes"] = torch.zeros(p.numel(), dtype=torch.uint8)
-                    state["scales"] = torch.zeros(-(-p.numel() // 256))
-                blocks = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % 256)).view(-1, 256)
-                state["scales"] = blocks.abs().amax(dim=1).clamp(min=1e-8)
-                codes = (blocks / state["scales"][:, None] * 127 + 128).round().to(torch.uint8)
-                state["codes"] = codes.flatten()[: p.numel()].clone()
-                grad = (codes.float() - 128) / 127 * state["scales"][:, None]
-                p.sub_(group["lr"] * grad.flatten()[: p.numel()].view(p.shape))
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["codes"] = torch.zeros(p.numel(), dtype=torch.uint8)
+            state["scales"] = torch.zeros(-(-p.numel() // 256))
+        blocks = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % 256)).view(-1, 256)
+        state["scales"] = blocks.abs().amax(dim=1).clamp(min=1e-8)
+        codes = (blocks / state["scales"][:, None] * 127 + 128).round().to(torch.uint8)
+        state["codes"] = codes.flatten()[: p.numel()].clone()
+        grad = (codes.float() - 128) / 127 * state["scales"][:, None]
+        p.sub_(group["lr"] * grad.flatten()[: p.numel()].view(p.shape))
 
 
 class Replaces(Layerwise):
     """Gives parameters new memory."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = p.data - group["lr"] * self.rate(p) * p.grad
+    def update(self, p, group):
+        p.data = p.data - group["lr"] * self.rate(p) * p.grad
 
 
 class Untried(Layerwise):
@@ -190,38 +159,70 @@ class Untried(Layerwise):
         super().step(closure)
 
 
-class TwoRules(torch.optim.Optimizer):
+class TwoRules(EachParameter):
     """Muon-like for some groups, plain descent for others."""
 
     def __init__(self, groups):
-        super().__init__(groups, {"lr": 1e-2, "whole": False})
+        super().__init__(groups, whole=False)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * (p.grad / p.grad.norm().clamp(min=1e-3) if group["whole"] else p.grad))
+    def update(self, p, group):
+        p.sub_(group["lr"] * (p.grad / p.grad.norm().clamp(min=1e-3) if group["whole"] else p.grad))
 
 
-class Eager(torch.optim.Optimizer):
+class Eager(EachParameter):
     """Schedule-free-like: steps in training mode only. Element-wise."""
 
     def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr, "train_mode": False})
+        super().__init__(params, lr, train_mode=False)
 
     def train(self):
         for group in self.param_groups:
             group["train_mode"] = True
 
+    def update(self, p, group):
+        if not group["train_mode"]:
+            raise RuntimeError("not in train mode")
+        p.sub_(group["lr"] * p.grad)
+
+
+class Shampoo(EachParameter):
+    """Gupta et al. 2018 for matrices, plain descent for the rest: two statistics of other shapes than the parameter's."""
+
+    def update(self, p, group):
+        update = p.grad
+        if p.dim() == 2:
+            state = self.state[p]
+            if not state:
+                state["left"] = torch.eye(p.shape[0]) * 1e-2
+                state["right"] = torch.eye(p.shape[1]) * 1e-2
+            state["left"].add_(p.grad @ p.grad.T)
+            state["right"].add_(p.grad.T @ p.grad)
+            update = inverse_root(state["left"]) @ p.grad @ inverse_root(state["right"])
+        p.sub_(group["lr"] * update)
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+
+
+class Lars(Layerwise):
+    """You et al. 2017: the rate of each layer from its norms, with momentum."""
+
+    def rate(self, p: Tensor) -> Tensor:
+        return 1e-1 * p.norm() / (p.grad.norm() + 1e-3 * p.norm() + 1e-8)
+
+
+class Forces(Layerwise):
+    """As single-device Muons do: a parameter without a gradient is given one."""
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("not in train mode")
             for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad)
+                if p.requires_grad:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    p.mul_(1 - group["lr"] * 0.1).sub_(group["lr"] * self.rate(p) * p.grad)
 
 
 def hf_adafactor(params):
@@ -248,64 +249,30 @@ OPTIMIZERS = {
     "untried": Untried,
     "two rules": two_rules,
 }
+ALONE = {
+    **{
+        name: OPTIMIZERS[name]
+        for name in ("Adafactor", "transformers' Adafactor", "Muon", "layerwise", "blockwise", "replaces", "two rules")
+    },
+    "Shampoo": Shampoo,
+    "LARS": Lars,
+    "forces": Forces,
+}
 PLACES = [(1, 2), (1, 3), (2, 0)]
 
 
-def equals_plain(rank: int, world: int, stage: int, names: list[str], folder: str) -> None:
-    for name in names:
-        build = OPTIMIZERS[name]
-        torch.manual_seed(0)
-        plain, model = Mixed(), Mixed()
-        model.load_state_dict(plain.state_dict())
-        model.blocks[1].line.requires_grad_(False)
-        plain.blocks[1].line.requires_grad_(False)
-        if name == "Muon":  # the rest of the model is another optimizer's business
-            for each in (model, plain):
-                for p in each.parameters():
-                    p.requires_grad_(p.dim() == 2)
-        opt, reference = build(list(model.parameters())), build(list(plain.parameters()))
-        groups = list(opt.param_groups)
-        for step in range(2):  # warm
-            plainly(plain, reference, world, step)
-            plainly(model, opt, world, step)
-        config = zero.ZeroConfig(stage=stage)
-        engine = zero.shard(model, opt, config)
-        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
-        expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.9)
-        for step in (2, 3):
-            trained(model, opt, rank, step)
-            plainly(plain, reference, world, step)
-            scheduler.step()
-            expected.step()
-        same(model, opt, plain, reference, name)
-        # Its state, by torch's own pair of methods, by a checkpoint, and back in a plain optimizer.
-        opt.load_state_dict(opt.state_dict())
-        assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
-        where = f"{folder}/{name}"
-        engine.save(where)
-        trained(model, opt, rank, 9)
-        engine.load(where)
-        trained(model, opt, rank, 4)
-        plainly(plain, reference, world, 4)
-        same(model, opt, plain, reference, name)
-        other = Mixed()
-        for p, q in zip(other.parameters(), model.parameters()):
-            p.requires_grad_(q.requires_grad)
-        fresh = build(list(other.parameters()))
-        again = zero.shard(other, fresh, config)
-        again.load(where)
-        trained(other, fresh, rank, 4)
-        same(other, fresh, plain, reference, name)
-        again.offload_states()
-        again.reload_states()
-        same(other, fresh, plain, reference, name)
-        engine.detach()
-        plainly(model, opt, world, 5)
-        plainly(plain, reference, world, 5)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
+def pair(name: str, tied: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Mixed(tied=tied)
+    model.blocks[1].line.requires_grad_(False)
+    if name == "Muon":  # the rest of the model is another optimizer's business
+        for p in model.parameters():
+            p.requires_grad_(p.requires_grad and p.dim() == 2)
+    return model, {**OPTIMIZERS, **ALONE}[name](list(model.parameters()))
 
 
-def same(model: nn.Module, opt, plain: nn.Module, reference, name: str) -> None:
+def same(model: nn.Module, opt, plain: nn.Module, reference, name: str, rank: int) -> None:
+    """Values; options, and the state's names and shapes; on rank 0 the state's values, which others do not have."""
     for key, p in plain.named_parameters():
         assert torch.equal(zero.full_parameter(model.get_parameter(key)), p), (name, key)
     ours, theirs = opt.state_dict(), reference.state_dict()
@@ -315,18 +282,74 @@ def same(model: nn.Module, opt, plain: nn.Module, reference, name: str) -> None:
         assert set(ours["state"][index]) == set(entries)
         for key, value in entries.items():
             mine = ours["state"][index][key]
-            if isinstance(value, Tensor):
-                assert mine.dtype == value.dtype, (name, key)
-                assert mine.shape == value.shape, (name, key)
-                assert torch.equal(mine, value), (name, key)
-            else:
+            if not isinstance(value, Tensor):
                 assert mine == value, (name, key)
+                continue
+            assert (mine.dtype, mine.shape) == (value.dtype, value.shape), (name, key)
+            if rank == 0 or not value.dim():
+                assert torch.equal(mine, value), (name, key)
+
+
+def equals_plain(
+    rank: int,
+    world: int,
+    config: zero.ZeroConfig,
+    names: list[str],
+    folder: str,
+    elsewhere: zero.ZeroConfig | None = None,
+    tied: bool = True,
+) -> None:
+    """`elsewhere`: settings of a second model, which goes on from the checkpoint of the first."""
+    for name in names:
+        (plain, reference), (model, opt) = pair(name, tied), pair(name, tied)
+        groups = list(opt.param_groups)
+        for step in range(2):  # warm
+            plainly(plain, reference, world, step)
+            plainly(model, opt, world, step)
+        engine = zero.shard(model, opt, config)
+        shown = rank if config.stage else 0  # at stage 0 every rank has all of the state
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
+        expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.9)
+        for step in (2, 3):
+            trained(model, opt, rank, step)
+            plainly(plain, reference, world, step)
+            scheduler.step()
+            expected.step()
+        same(model, opt, plain, reference, name, shown)
+        if world > 1 and config.stage:
+            owned = sum(p.numel() for group in opt.param_groups for p in group["params"])
+            trainable = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+            assert sum(engine.exchange(owned)) == trainable, "one owner each"
+        # Its state, by torch's own pair of methods, by a checkpoint, and back in a plain optimizer.
+        opt.load_state_dict(opt.state_dict())
+        assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
+        where = f"{folder}/{name}"
+        engine.save(where)
+        trained(model, opt, rank, 9)
+        engine.load(where)
+        trained(model, opt, rank, 4)
+        plainly(plain, reference, world, 4)
+        same(model, opt, plain, reference, name, shown)
+        if elsewhere is not None:
+            other, fresh = pair(name, tied)
+            again = zero.shard(other, fresh, elsewhere)
+            again.load(where)
+            trained(other, fresh, rank, 4)
+            same(other, fresh, plain, reference, name, shown)
+            again.offload_states()
+            again.reload_states()
+            same(other, fresh, plain, reference, name, shown)
+        engine.detach()
+        plainly(model, opt, world, 5)
+        plainly(plain, reference, world, 5)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
 
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("world", "stage"), PLACES)
 def test_equals_the_plain_optimizer_where_nothing_is_cut(pools, tmp_path, world, stage, half):
-    pools[world].run(equals_plain, stage, list(OPTIMIZERS)[half::2], str(tmp_path))
+    config = zero.ZeroConfig(stage=stage)
+    pools[world].run(equals_plain, config, list(OPTIMIZERS)[half::2], str(tmp_path), config, False)
 
 
 def refused(rank: int, world: int, folder: str) -> None:
@@ -429,9 +452,7 @@ def test_what_is_element_wise():
 
 def grown(rank: int, world: int, stage: int) -> None:
     """A group added half way, clipping, a loss scaler, accessors; as the plain loop."""
-    torch.manual_seed(0)
-    plain, model = Stack(), Stack()
-    model.load_state_dict(plain.state_dict())
+    plain, model = twins(Stack)
 
     def first(m: nn.Module) -> list[Tensor]:
         return [p for n, p in m.named_parameters() if "blocks.1" not in n]
@@ -445,7 +466,7 @@ def grown(rank: int, world: int, stage: int) -> None:
         trained(model, opt, rank, step)
         plainly(plain, reference, world, step)
         plain.zero_grad()
-    same(model, opt, plain, reference, "grown")
+    same(model, opt, plain, reference, "grown", 0)
     weight = model.head.weight
     assert torch.equal(zero.full_optimizer_state(weight, "m"), reference.state[plain.head.weight]["m"])
     zero.set_full_optimizer_state(weight, "m", torch.ones_like(plain.head.weight))

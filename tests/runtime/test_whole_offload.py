@@ -12,54 +12,10 @@ from hf_zero.tiers.tier import Tier
 from tests.kit.deferred_wire import Mode
 from tests.runtime.test_models import Stack, token_loss
 from tests.runtime.test_ownership import plainly, trained
-from tests.runtime.test_whole_matrix import Layerwise
-from tests.runtime.test_whole_owners import (
-    ALONE,
-    Shampoo,
-    around_the_step,
-    debugged,
-    deferred,
-    life,
-    pair,
-    same,
-    scaled,
-    written,
-)
+from tests.runtime.test_whole_matrix import ALONE, Layerwise, Shampoo, equals_plain, pair, same
+from tests.runtime.test_whole_owners import around_the_step, debugged, deferred, life, scaled, written
 
 pytestmark = pytest.mark.gloo
-
-
-def equals_plain(rank: int, world: int, config: zero.ZeroConfig, names: list[str], folder: str) -> None:
-    for name in names:
-        (plain, reference), (model, opt) = pair(name), pair(name)
-        groups = list(opt.param_groups)
-        for step in range(2):  # warm
-            plainly(plain, reference, world, step)
-            plainly(model, opt, world, step)
-        engine = zero.shard(model, opt, config)
-        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
-        expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.9)
-        for step in (2, 3):
-            trained(model, opt, rank, step)
-            plainly(plain, reference, world, step)
-            scheduler.step()
-            expected.step()
-        same(model, opt, plain, reference, name, rank)
-        # Its state, by torch's own pair of methods, by a checkpoint, and back in a plain optimizer.
-        opt.load_state_dict(opt.state_dict())
-        assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
-        where = f"{folder}/{name}"
-        engine.save(where)
-        trained(model, opt, rank, 9)
-        engine.load(where)
-        trained(model, opt, rank, 4)
-        plainly(plain, reference, world, 4)
-        same(model, opt, plain, reference, name, rank)
-        engine.detach()
-        plainly(model, opt, world, 5)
-        plainly(plain, reference, world, 5)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters())), name
-
 
 NAMES = list(ALONE)
 WHERE = [(2, 1, "cpu", NAMES[::2]), (3, 3, "disk", NAMES[1::2])]
