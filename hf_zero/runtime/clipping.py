@@ -241,8 +241,7 @@ class Overflow:
 
     def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
         """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`: gradients were
-        sent to their owners, of which there are several, and those of all ranks know afterwards. `storage`: where something is
-        offloaded."""
+        sent to their owners, of which there are several, and those of all ranks know afterwards."""
         if not self.possible:
             return
         # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.

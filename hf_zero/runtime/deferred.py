@@ -251,8 +251,7 @@ class Birth:
     # Between closed and open ------------------------------------------------------------------------------------------
 
     def open(self, param: nn.Parameter, fill: bool = True, whole: Tensor | None = None) -> None:
-        """Whole values in `.data`: `whole`, or brought in by a collective; `fill=False`: only the memory, for who overwrites
-        it."""
+        """Whole values in `.data`: `whole`, or brought in by a collective; `fill=False`: only the memory."""
         if self.is_open:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():

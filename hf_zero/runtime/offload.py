@@ -151,8 +151,7 @@ class Offload:
             self._before = None
 
     def step_unit(self, unit: Unit, optimizer: torch.optim.Optimizer | None) -> None:
-        """In backward, of the one optimizer there is: this unit's gradients are final. Refused if they were not, the last
-        time."""
+        """In backward, of the one optimizer there is: this unit's gradients are final. Refused where they were not."""
         if optimizer is None or unit.in_memory:
             return
         if unit in self._stepped:
@@ -221,8 +220,7 @@ class Offload:
             self.stepper.recover()
 
     def agree_on_reads(self) -> None:
-        """Parameters that one rank could not read from disk are a TierError on all of them. A collective where some rest
-        there."""
+        """Parameters that one rank could not read from disk are a TierError on all of them. A collective where `reads`."""
         if not self.reads or not self._on_any_rank(any(unit.failure for unit in self._units)):
             return
         with agree.on_all_ranks(self._wire, "reading parameters from disk", kind=TierError):

@@ -241,8 +241,7 @@ class Binding:
         self._put(saved, state_dict, self._must_spread(saved))
 
     def marks(self, state_dict: dict[str, Any], names: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
-        """Of a full state, by parameter that has some: what of it is one value for the parameter, as text. Raises as
-        `_saved`."""
+        """Of a full state, by parameter that has some: what of it is one value for it, as text. Raises as `_saved`."""
         saved = self._saved(state_dict)
         sliced = self._sliced(saved)
         return {

@@ -62,8 +62,7 @@ def _settled(name: str) -> Any:
 
 class SteppedStates(SliceStates):
     """States that a thread updates behind `optimizer.step()`: who looks at them, or clears them, waits for it (`settle`, at
-    once where nothing is under way, and in that thread). `forget`: on disk there is more of them. Both are methods, held
-    weakly."""
+    once where nothing is under way, and in that thread). `forget`: on disk there is more of them. Both are held weakly."""
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ def owner_of(param: Tensor) -> Owner | None:
 
 
 def adopt(param: nn.Parameter, owner: Owner | weakref.ref[Any], *, shows_nan: bool = True) -> None:
-    """From here on `owner` has the values of `param`. `shows_nan`: copies and files of it, made by who does not know, would be
-    of NaN."""
+    """From here on `owner` has the values of `param`. `shows_nan`: copies and files of it by who does not know would be of
+    NaN."""
     release(param)
     OWNERS[param] = owner
     if shows_nan:

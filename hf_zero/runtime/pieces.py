@@ -183,8 +183,7 @@ class OptimizerPieces:
         return {state: value for state, value in entries.items() if is_sliced(flat, shard, state, value)}
 
     def _whole_states(self, flat: Flat) -> Iterator[tuple[ParamSpec, dict[str, Any]]]:
-        """Parameter -> its state, of an optimizer over parameters of true shape. CheckpointError: a tensor that is no plain
-        array."""
+        """Parameter -> its state, of an optimizer over parameters of true shape. CheckpointError: no plain array."""
         for index, entries in flat.whole_entries(self._optimizer).items():
             slot = flat.span.slots[index]
             for state, value in entries.items():
@@ -264,8 +263,7 @@ class OptimizerPieces:
 
 
 def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
-    """Whether a state has one value per element; else it is one value for the span (`step`). CheckpointError: a tensor that is
-    neither."""
+    """Whether a state has one value per element; else it is one value for the span (`step`). CheckpointError: neither."""
     if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
         return False
     if is_elementwise(state, value, shard.numel):

@@ -146,8 +146,7 @@ class Shard(ABC):
         return torch.empty(self.numel, dtype=dtype, device=self._device)
 
     def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
-        """Replace the optimizer's state; values come from anywhere and rest where the shard does. TierError: there is no
-        room."""
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does. TierError: no room."""
         self._set_state(optimizer, self._at_rest(optimizer, entries))
 
     def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:

@@ -69,8 +69,7 @@ class Unsharded:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Nothing is gathered for a pass, masters are those of one step. A collective. OutOfMemoryError, on every rank: one
-        has not got the memory."""
+        """Nothing is gathered for a pass, masters are those of one step. A collective. OutOfMemoryError: on every rank."""
         wire = self._sharded.wire
         keeps, spans = self._sharded.policy.keep_full, [(u, flat) for u in self._sharded.units for flat in u.flats]
         is_there = {
