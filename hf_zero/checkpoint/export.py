@@ -209,7 +209,11 @@ def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
 
 
 def _weight_sets(folder: Path) -> list[WeightSet]:
-    """The weights of a model folder, headers checked, and that the index and the files hold the same."""
+    """The weights of a model folder, headers checked, and that the index and the files hold the same.
+
+    Raises:
+        CheckpointError: none are there, a file is missing or damaged, or index and files disagree.
+    """
     found: list[WeightSet] = []
     if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
         found.append(find_weights(folder, "model"))
@@ -245,7 +249,11 @@ def _hint(folder: Path) -> str:
 
 
 def _plan(weights: WeightSet, dtype: str | None, limit: int) -> list[_Output]:
-    """The files to write. Those that are there stay as they are where neither types nor `limit` ask for others."""
+    """The files to write. Those that are there stay as they are where neither types nor `limit` ask for others.
+
+    Raises:
+        ConfigError: weights that are quantised, and so cannot be cast.
+    """
     by_file = {
         file: {key: _Source(place, _cast(file, key, place.dtype, dtype)) for key, place in header.tensors.items()}
         for file, header in weights.files.items()
@@ -343,7 +351,12 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
 
 
 def _write_weights(folder: Path, output: _Output, target: Path, done: Callable[[int], None]) -> None:
-    """Write one file to `target`, `done(bytes)` as they come."""
+    """Write one file to `target`, `done(bytes)` as they come.
+
+    Raises:
+        CheckpointError: a file cannot be read or written (disk full).
+        ConfigError: a value is too large for the type.
+    """
     try:
         if output.copied is not None:
             shutil.copyfile(folder / output.copied, target)

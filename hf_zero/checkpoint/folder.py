@@ -297,7 +297,9 @@ def remove_left_overs(folder: str | os.PathLike[str], but: Path | None = None) -
 
 
 def refuse_link(path: Path) -> None:
-    """Raises CheckpointError: `path` is a symbolic link."""
+    """Raises:
+    CheckpointError: `path` is a symbolic link.
+    """
     if path.is_symlink():
         raise CheckpointError(
             f"{path} is a symbolic link (to {os.readlink(path)!r}), where a folder or file of its own is expected: what it "
@@ -312,7 +314,11 @@ def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
 
 
 def _files_of(target: Path) -> set[str]:
-    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one."""
+    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one.
+
+    Raises:
+        OSError: the disk fails: its files would stay beside those of the next one.
+    """
     try:
         return set(Manifest.read(target).files)
     except CheckpointError as error:
@@ -341,6 +347,10 @@ def _lock(
 
     `filelock` would not do: it locks a file beside, which stays or can be removed by others, where here the folder itself is
     what must still be the same one afterwards.
+
+    Raises:
+        CheckpointError: it is a link, or somebody else's.
+        OSError: it cannot be opened.
     """
     refuse_link(path)
     fd = -1

@@ -153,7 +153,9 @@ class Loading:
             }
 
     def _index(self, folder: str) -> tuple[Path, Field]:
-        """Raises CheckpointError: naming the file, and the key of what cannot be."""
+        """Raises:
+        CheckpointError: naming the file, and the key of what cannot be.
+        """
         path = self.folder / folder / OPTIMIZER_INDEX
         body = read_json(path)
         check_version(path, body, 1)
@@ -258,7 +260,11 @@ def _check_kind(path: Path, index: dict[str, Any], optimizer: OptimizerState) ->
 
 
 def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, Any]:
-    """A group's options as they are to be."""
+    """A group's options as they are to be.
+
+    Raises:
+        CheckpointError: names the option that this run's group does not have, or the value that it cannot have.
+    """
     group = optimizer.groups[place]
     options = {}
     for key, entry in saved.entries():
@@ -303,7 +309,12 @@ def _saved(
     is_whole: bool,
     needed: set[str],
 ) -> ParameterState:
-    """What the checkpoint has of one parameter's state and is wanted here."""
+    """What the checkpoint has of one parameter's state and is wanted here.
+
+    Raises:
+        CheckpointError: a file lacks it, or its shape is not that of the parameter (`is_whole`: it may have its own); or
+            it is not all that is needed.
+    """
     there = {*entry["states"], *entry["scalars"]}
     lacking = set() if is_whole or not there - {MASTER} else needed - there
     if lacking:

@@ -130,7 +130,11 @@ class CheckpointSeries:
             shutil.rmtree(path, ignore_errors=True)
 
     def _check_names(self, folder: Path) -> Manifest | None:
-        """Names and sizes, without reading what is in the files; None for a folder of plain data parallel."""
+        """Names and sizes, without reading what is in the files; None for a folder of plain data parallel.
+
+        Raises:
+            CheckpointError: something is missing.
+        """
         if is_ours(folder):
             return check_sizes(folder)
         if self.last_written is None or not (folder / self.last_written).is_file():

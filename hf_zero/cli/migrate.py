@@ -275,7 +275,9 @@ def run(options: MigrateOptions) -> int:
 
 
 def migrate(path: Path) -> Migration:
-    """Raises ConfigError: no file that can be read, or none of these."""
+    """Raises:
+    ConfigError: no file that can be read, or none of these.
+    """
     values = read_settings(path)
     keys = set(values)
     fsdp = {name.removeprefix("fsdp_") for name in keys} & {row.key for row in FSDP}

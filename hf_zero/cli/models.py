@@ -143,7 +143,11 @@ _MOST_COUNTED, _MOST_MODULES = 100_000, 500_000
 
 
 def _check_counts(path: Path) -> None:
-    """Classes make lists as long as a configuration says, before the first module."""
+    """Classes make lists as long as a configuration says, before the first module.
+
+    Raises:
+        ConfigError: naming the key.
+    """
     waiting: list[Any] = [read_settings(path)]
     while waiting:
         value = waiting.pop()
@@ -157,7 +161,9 @@ def _check_counts(path: Path) -> None:
 
 @contextmanager
 def _few_modules(name: str) -> Iterator[None]:
-    """Raises ConfigError: a model of more modules than memory has room for is being made inside."""
+    """Raises:
+    ConfigError: a model of more modules than memory has room for is being made inside.
+    """
     count = 0
 
     def counted(*_: Any) -> None:

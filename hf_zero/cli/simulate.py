@@ -199,7 +199,11 @@ NOMINAL_FLOPS = 400e12
 
 
 def _hardware(options: SimulateOptions) -> Hardware:
-    """Nominal, or of a machine's file."""
+    """Nominal, or of a machine's file.
+
+    Raises:
+        ConfigError: the file lacks a speed that is needed.
+    """
     if options.machine is None:
         return Hardware(Processor(options.flops or NOMINAL_FLOPS), LINKS["nvlink"], collectives=True)
     machine = Machine.load(options.machine)
@@ -361,7 +365,11 @@ def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None
 
 
 def _empty(name: str) -> Any:
-    """On the meta device."""
+    """On the meta device.
+
+    Raises:
+        ConfigError: no such model; it takes no text.
+    """
     from ..huggingface.models import empty_model, model_of_name
 
     try:

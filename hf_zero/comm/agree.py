@@ -132,7 +132,9 @@ def same_structure(
 
 
 def same_answer(wire: SoloWire, mine: bool, what: str) -> None:
-    """Raises RankMismatchError: on every rank, where ranks answer `what` differently."""
+    """Raises:
+    RankMismatchError: on every rank, where ranks answer `what` differently.
+    """
     answers: list[bool] = wire.exchange(mine)
     for rank, theirs in enumerate(answers):
         if theirs is not answers[0]:

@@ -345,7 +345,9 @@ class Peer:
         self.rank, self.process, self.board = rank, process, board
 
     def read(self, there: int, here: int, nbytes: int) -> None:
-        """Raises RuntimeError: the process is gone, or has no such memory."""
+        """Raises:
+        RuntimeError: the process is gone, or has no such memory.
+        """
         call, _ = _system_calls()
         while nbytes:  # the kernel moves at most 2 GiB at once
             mine, theirs = _Part(here, nbytes), _Part(there, nbytes)

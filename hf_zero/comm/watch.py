@@ -199,7 +199,9 @@ class Watcher:
                 continue
 
     def _look(self) -> bool:
-        """Whether the main thread's lane has come to its end."""
+        """Returns:
+        Whether the main thread's lane has come to its end.
+        """
         lanes = list(self.lanes.values())
         asks = any(lane.waited_s() > min(self.stall_s / 3, _ENDED_S) for lane in lanes if lane.verdict is None)
         key = self.key("asks")
@@ -228,7 +230,11 @@ class Watcher:
 
 
 class _Lane:
-    """The waits of one thread of the program, by any number of wires; the main thread's has no name."""
+    """The waits of one thread of the program, by any number of wires.
+
+    Args:
+        name: in keys; empty: the main thread's.
+    """
 
     def __init__(self, watcher: Watcher, name: str) -> None:
         self.name = name
@@ -395,7 +401,12 @@ class _Lane:
 
 @dataclass
 class _Heard:
-    """What one rank has heard of another: when that last got further, when it last answered."""
+    """What one rank has heard of another.
+
+    Attributes:
+        moved: when that last got further.
+        answered: when it last answered.
+    """
 
     place: Place | None
     moved: float

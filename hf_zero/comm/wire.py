@@ -48,7 +48,9 @@ class Wait:
         self.started = 0.0
 
     def wait(self) -> None:
-        """Raises StallError: this rank waits for one that will not come, or has ended."""
+        """Raises:
+        StallError: this rank waits for one that will not come, or has ended.
+        """
         watch = self._watch
         if watch.verdict is not None:
             raise watch.error()

@@ -327,8 +327,10 @@ def _sharded_sampler(loader: Any) -> BatchSamplerShard | None:
 
 
 def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] | None:
-    """Batches by rank where they differ, from numbers that every rank knows; None where they do not, or nobody can know. As if
-    the loader had been prepared with `even_batches`.
+    """Batches by rank where they differ, from numbers that every rank knows; None where they do not, or nobody can know.
+
+    Args:
+        even_batches: as if the loader had been prepared with it; None: as it is.
     """
     shard_ = _sharded_sampler(loader)
     if shard_ is None or shard_.drop_last or (shard_.even_batches if even_batches is None else even_batches):

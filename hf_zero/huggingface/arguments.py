@@ -52,7 +52,10 @@ class Refusal(NamedTuple):
 
 
 def refuse(refusals: Iterable[Refusal], given: Any) -> None:
-    """Raises ConfigError: `given` asks for one of `refusals`; with what to use instead."""
+    """
+    Raises:
+        ConfigError: `given` asks for one of `refusals`; with what to use instead.
+    """
     for refusal in refusals:
         if refusal.is_asked(given):
             raise ConfigError(refusal.text.format(found=getattr(given, refusal.name, None)))

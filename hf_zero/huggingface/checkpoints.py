@@ -52,7 +52,11 @@ class SavesBehind:
             then()
 
     def _zero_wait_for_save(self) -> None:
-        """Return when the save that was left behind is complete, and what was to follow is done."""
+        """Return when the save that was left behind is complete, and what was to follow is done.
+
+        Raises:
+            CheckpointError: on every rank: it failed on one.
+        """
         pending, self._zero_pending = self._zero_pending, None
         if pending is not None:
             pending[0].wait_for_save()

@@ -126,8 +126,12 @@ class KeepsBatches(TrainerBase):
     def _zero_keeping_batches(
         self, wire: SoloWire, resumed: str | os.PathLike[str] | None, keep: bool
     ) -> Iterator[None]:
-        """In here a step takes what the program asks for or, to `keep` it, what it took before the checkpoint `resumed`. A
-        collective.
+        """In here a step takes what the program asks for or, to `keep` it, what it took before the checkpoint `resumed`.
+
+        A collective.
+
+        Raises:
+            ConfigError: on every rank: it cannot be kept.
         """
         args = self.args
         was: Batches | None = None

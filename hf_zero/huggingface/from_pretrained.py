@@ -142,8 +142,10 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
 
 
 class _Filling:
-    """The stand-ins that a planned load left in a model become born parameters and buffers with values. With
-    `stamps` of the files what can be is left there.
+    """The stand-ins that a planned load left in a model become born parameters and buffers with values.
+
+    Args:
+        stamps: of the files, to leave there what can be; None: everything is read.
     """
 
     def __init__(

@@ -302,7 +302,11 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             self._zero_saved = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Weights from all ranks, the rest as the stock code on rank 0 writes it. A collective."""
+        """Weights from all ranks, the rest as the stock code on rank 0 writes it. A collective.
+
+        Raises:
+            CheckpointError: on every rank; what was in the folder is still there.
+        """
         engine = self._zero_engine()
         if engine is None:
             return super()._save(output_dir, state_dict)

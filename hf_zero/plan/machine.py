@@ -119,7 +119,9 @@ class Machine:
 
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Raises ConfigError: no readable JSON object of a machine."""
+        """Raises:
+        ConfigError: no readable JSON object of a machine.
+        """
         try:
             values = parse_json(read_bounded(path, _MOST_BYTES))
         except (OSError, ValueError, CheckpointError) as error:

@@ -274,7 +274,9 @@ class Disk:
         return about.f_bavail * about.f_frsize
 
     def fileno(self) -> int:
-        """Raises StateError: closed."""
+        """Raises:
+        StateError: closed.
+        """
         return self._open().number
 
     def close(self) -> None:
@@ -346,7 +348,12 @@ class Disk:
         return self._start("read", offset, buffer, on_done)
 
     def write(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
-        """As `read`, the other way; `buffer` must not change until waited for."""
+        """Write `buffer` (CPU, contiguous, any type), which must not change until waited for, to byte `offset` of the file.
+
+        Raises:
+            TierError: (when waiting) the write failed.
+            StateError: closed, not such a buffer, or not within the file.
+        """
         return self._start("write", offset, buffer, on_done)
 
     def _start(

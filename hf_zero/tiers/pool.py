@@ -141,7 +141,9 @@ class Storage:
 
     @property
     def disk(self) -> Disk:
-        """Raises ConfigError: the folder cannot be used."""
+        """Raises:
+        ConfigError: the folder cannot be used.
+        """
         if self._disk is None:
             self._disk = Disk(self._folder, self._rank, self.meter)
         return self._disk
