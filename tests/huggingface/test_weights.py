@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from hf_zero.checkpoint.safetensors import Stored, build_header, read_header
 from hf_zero.checkpoint.weights import Drawing, Located, format_of, names_of
 from hf_zero.huggingface.stock import recording
-from tests.kit.families import bert, llama, mixtral, qwen3_moe, resnet, t5, vit
+from tests.kit import families
+from tests.kit.families import bert, mixtral, qwen3_moe, resnet, t5, vit
 
 transformers.logging.set_verbosity_error()
+
+
+def llama(**changes: Any) -> nn.Module:
+    return families.llama(num_key_value_heads=2, **changes)
 
 
 def gpt2() -> nn.Module:
