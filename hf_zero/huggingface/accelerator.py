@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from accelerate import Accelerator
@@ -24,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..config import ZeroConfig
-from ..errors import ConfigError, StateError, UnsupportedOptimizerError
+from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
 from ..runtime.compiling import take_wrapper_off
 from ..runtime.deferred import birth_of
@@ -43,33 +42,6 @@ def adopt_calling_trainer() -> None:
         from .trainer import adopt_trainer
 
         adopt_trainer()
-
-
-@contextmanager
-def _no_sync(model: nn.Module) -> Iterator[None]:
-    """`model.no_sync()` of a prepared model, which is DDP's elsewhere: `Engine.no_sync`."""
-    engine = engine_of(model)
-    if engine is None:  # detached since: a plain model
-        yield
-        return
-    handles = []
-    for optimizer in engine.optimizers:
-        handles.append(optimizer.register_step_pre_hook(_refuse_step))
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(handles[-1].id, last=False)  # before anything of the step is done
-    try:
-        with engine.no_sync():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _refuse_step(*_: Any) -> None:
-    raise StateError(
-        "optimizer.step() inside model.no_sync(): under DDP each rank makes a step of its own there (accelerate's LocalSGD "
-        "does), and ranks of a sharded model hold parts of one. Step outside of it; without LocalSGD every step is of averages"
-    )
 
 
 class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
@@ -178,8 +150,6 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
                 engine.bind(optimizer)
         for bound in mine:
             bound.__dict__[_MODEL] = weakref.ref(model)
-        if not hasattr(model, "no_sync"):
-            model.__dict__["no_sync"] = MethodType(_no_sync, model)
         if not any(model is known for known in self._models) and "transformers.modeling_utils" in sys.modules:
             from .models import adopt_model  # without transformers there is no model of its
 

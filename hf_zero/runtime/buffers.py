@@ -91,7 +91,7 @@ class Buffers:
         return {
             name: buffer
             for name, buffer in self._model.named_buffers()
-            if buffer.layout == torch.strided and not buffer.is_meta and not buffer.is_quantized
+            if buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_quantized or buffer.is_nested)
         }
 
     @property

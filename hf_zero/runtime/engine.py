@@ -60,6 +60,8 @@ class Engine:
         self._wire = self.sharded.wire
         self.saves = Saves(self._wire)
         patches.method(self.model, "compile", self.compile)
+        if not hasattr(self.model, "no_sync"):
+            patches.method(self.model, "no_sync", partial(overrides.no_sync, self))
         self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,6 +99,38 @@ def generate_together(
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
             patches.method(module, "generate", partial(generate, partial(stock, module), takes))
+
+
+class Accumulating(Protocol):
+    """An engine, as `no_sync` needs it."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+@contextmanager
+def no_sync(engine: Accumulating) -> Iterator[None]:
+    """`model.no_sync()`, which is DDP's elsewhere."""
+    handles = []
+    for optimizer in engine.optimizers:
+        handles.append(optimizer.register_step_pre_hook(_refuse_step))
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(handles[-1].id, last=False)  # before anything of the step is done
+    try:
+        with engine.no_sync():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_step(*_: Any) -> None:
+    raise StateError(
+        "optimizer.step() inside model.no_sync(): under DDP each rank makes a step of its own there (accelerate's LocalSGD "
+        "does), and ranks of a sharded model hold parts of one. Step outside of it; without LocalSGD every step is of averages"
+    )
 
 
 def around_own_methods(

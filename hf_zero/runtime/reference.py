@@ -262,6 +262,8 @@ def kind_of(tensor: Tensor) -> str | None:
         values = tensor.detach()
         if values.layout is torch.sparse_coo:
             values = values.coalesce().values()
+        elif values.is_nested:  # `nn.TransformerEncoder` evaluates padded batches as such
+            values = values.values()
         if values.layout is not torch.strided or bool(values.isfinite().all()):
             return None
         return "NaN" if bool(values.isnan().any()) else "inf"

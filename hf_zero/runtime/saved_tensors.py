@@ -156,7 +156,11 @@ class SavedTensors:
         if tensor.requires_grad:
             # An operation's own output would keep the operation, and that the output, for ever.
             tensor = tensor.detach()
-        owner = self._owner_of.get(_memory_of(tensor))
+        try:
+            memory = tensor.untyped_storage()._cdata
+        except NotImplementedError:
+            memory = _memory_without_storage(tensor)
+        owner = self._owner_of.get(memory)
         if owner is not None and owner() is None:  # the unit is no more, and its address is another storage's
             owner = None
         return tensor, tensor._version, owner
@@ -178,7 +182,11 @@ class SavedTensors:
         owners = self._owner_of
 
         def packed(tensor: Tensor) -> Any:
-            if _memory_of(tensor) in owners:
+            try:
+                memory = tensor.untyped_storage()._cdata
+            except NotImplementedError:
+                memory = _memory_without_storage(tensor)
+            if memory in owners:
                 return True, self._pack(tensor)
             return False, pack(tensor)
 
@@ -189,14 +197,11 @@ class SavedTensors:
         return packed, unpacked
 
 
-def _memory_of(tensor: Tensor) -> int:
-    """The address of the storage that its elements lie in; 0 where it has none."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse: its elements may be a weight; or opaque (MKL-DNN)
-        if tensor.layout is torch.sparse_coo:
-            return tensor._values().untyped_storage()._cdata
-        return tensor.values().untyped_storage()._cdata if tensor.layout in _COMPRESSED else 0
+def _memory_without_storage(tensor: Tensor) -> int:
+    """The address of the storage that a sparse tensor's elements lie in: they may be a weight. 0 of an opaque one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().untyped_storage()._cdata
+    return tensor.values().untyped_storage()._cdata if tensor.layout in _COMPRESSED else 0
 
 
 def _is_left(pack: Any) -> bool:

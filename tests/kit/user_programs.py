@@ -1074,3 +1074,21 @@ def bad_batches(run: Run) -> None:
             continue
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+@program
+def padded_evaluations(run: Run) -> None:
+    """torch's encoder takes a padded batch apart into nested tensors, where no gradient is asked for."""
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    run.wrap(model, sgd(model))
+    padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
+    run.seen = []
+    for t in range(2):
+        model(inputs(t, 2, 6, 16), src_key_padding_mask=padding).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            run.seen.append(round(model(torch.ones(2, 6, 16), src_key_padding_mask=padding)[1].norm().item(), 4))
+        model.train()

@@ -73,7 +73,7 @@ def test_equals_data_parallel_or_is_refused(two, name):
     assert two.run(compare, name, [{"stage": 2}, {"stage": 3}, OFFLOADED]) == [[], []]
 
 
-@pytest.mark.parametrize("name", ["jacobian_at_once", "sparse_matrices", "vmap_forward"])
+@pytest.mark.parametrize("name", ["jacobian_at_once", "padded_evaluations", "sparse_matrices", "vmap_forward"])
 def test_debug_looks_at_what_can_be_looked_at(two, name):
     assert two.run(compare, name, [{"stage": 3, "debug": True}]) == [[], []]
 
