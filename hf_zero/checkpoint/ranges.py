@@ -298,7 +298,11 @@ class Writer(_Files):
             self._write_together(waiting, waiting_bytes)
 
     def finish(self) -> dict[Path, list[Segment]]:
-        """Everything written is on disk afterwards. Returns the digests by file."""
+        """Everything written is on disk afterwards.
+
+        Returns:
+            The digests, by file.
+        """
         try:
             for path, fd in self._fds.items():
                 try:

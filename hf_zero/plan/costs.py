@@ -288,7 +288,7 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
 
 
 def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
-    """Units in the order of their first uses."""
+    """Units in the order of their first uses; `stays`: until their backward."""
     events = [(unit.use.first, True, place) for place, unit in enumerate(units)]
     events += [(unit.use.last, False, place) for place, unit in enumerate(units)]
     there = 0

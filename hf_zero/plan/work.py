@@ -107,8 +107,10 @@ WAITS = (*COLLECTIVES, *LINKS, "optimizer")
 
 
 def uses(layout: Layout, setup: Setup) -> list[int]:
-    """How often a step brings each unit in, where it is released between its uses: once forward, and once backward where it is
-    not kept, whole or by parts (`node_in_total`).
+    """How often a step brings each unit in, where it is released between its uses.
+
+    Most units once forward and once backward. What ends the forward is still there when backward begins, as are units that are
+    kept, whole or by parts (`node_in_total`), and an embedding's backward needs no weights.
     """
     again = {*layout.brought_in_twice()} - setup.kept - setup.parts
     return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]

@@ -53,8 +53,18 @@ class Callbacks:
 
 
 class BackwardOrder:
-    """Of one schedule. `answered`: whether `ask` was true on any rank; `preemption` is told whether any rank was asked to end;
-    `blind`: NaN came of a unit that was not there in this backward, the same on every rank after `finish`."""
+    """Of one schedule.
+
+    Args:
+        callbacks: see `graph_hooks.Callbacks`.
+        frees: whether units are released after their use.
+
+    Attributes:
+        answered: whether `Callbacks.ask` was true on any rank.
+        preemption: what is told whether any rank was asked to end.
+        reducing: the unit whose gradients are on their way.
+        blind: the unit that was not there in this backward and had NaN for gradients; the same on every rank after `finish`.
+    """
 
     def __init__(
         self,

@@ -24,8 +24,17 @@ from .writes import WriteWatch
 
 
 class BoundOptimizers:
-    """Of one sharded model, whose units are built and whose hooks are on; `bindings` are in the order of `Sharded.optimizers`.
-    Signals wait (`held`) while spans are cut anew; `take_methods` of an optimizer that is bound for the first time."""
+    """Of one sharded model, whose units are built and whose hooks are on.
+
+    Args:
+        held: signals wait while spans are cut anew.
+        quiesce: nothing is gathered and nothing on the move afterwards; a collective.
+        flush: reduces what `no_sync` left; a collective.
+        take_methods: takes over the methods of an optimizer that is bound for the first time.
+
+    Attributes:
+        bindings: how the optimizers are bound, in the order of `Sharded.optimizers`.
+    """
 
     def __init__(
         self,

@@ -34,11 +34,19 @@ Groups = list[list[nn.Parameter]]
 
 
 class Assembly:
-    """The units of one model, and which parameter is where. `machine`: measured speeds, for every plan.
+    """The units of one model, and which parameter is where.
+
+    Args:
+        machine: measured speeds, for every plan.
+        mixed_precision: as the ranks compare it.
 
     Attributes:
+        sharded: the model, and what is built.
         owned: by number, optimizers that step over parameters whole.
         counted: by optimizer: what a step changes besides parameters' states, where these may be offloaded.
+
+    Raises:
+        ConfigError: the model was born on another number of ranks.
     """
 
     def __init__(
@@ -157,8 +165,12 @@ class Assembly:
         return originals_of(optimizers, {param: names[0] for param, names in self.sharded.names.items()}, bound)
 
     def plan(self, specs: list[list[ParamSpec]], optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> Plan:
-        """The plan for these specs, with measured speeds and what is free now; nothing changes. A collective under `auto`, and
-        once there are units."""
+        """The plan for these specs; nothing changes. A collective under `auto`, and once there are units.
+
+        Args:
+            ranks_here: processes on this machine, which share its memory. Under `auto`, what is free is looked up now, on every
+                rank; speeds are those that were measured.
+        """
         sharded, machine = self.sharded, Machine()
         if sharded.config.is_auto:
             held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)

@@ -173,8 +173,11 @@ def carry_given(flat: Flat, unit: str) -> None:
 
 
 def carry_in_use(flat: Flat, unit: str, close: Callable[[], None]) -> bool:
-    """Before a release: what was written while the parameters were there is carried over. Returns whether torch counts a write,
-    or `param.data` was replaced: what a gather brings in may be other than what is shown."""
+    """Before a release: what was written while the parameters were there is carried over.
+
+    Returns:
+        Whether torch counts a write, or `param.data` was replaced: what a gather brings in may be other than what is shown.
+    """
     if flat.unread:
         flat.unread = False
         return False

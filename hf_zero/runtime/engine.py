@@ -425,12 +425,15 @@ class Engine:
         return shown_in(self.model, dtype, self.units, self.quiesce)
 
     def quiesce(self) -> None:
-        """See `Training.quiesce`."""
+        """Before masters are read or written from outside: nothing is gathered, nothing on the move. A collective."""
         self.training.quiesce()
 
     def finish_step(self) -> None:
-        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards. StateError, TierError: one
-        broke off."""
+        """Updates of offloaded shards that go on behind `optimizer.step()` are done afterwards.
+
+        Raises:
+            StateError, TierError: one of them broke off.
+        """
         self.offload.finish_step()
 
     def refresh(self) -> None:

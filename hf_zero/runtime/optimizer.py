@@ -268,7 +268,11 @@ class Binding:
         }
 
     def _saved(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any] | None]:
-        """By parameter. CheckpointError: other groups, or a state tensor of another shape; names the parameter."""
+        """The states in a state dictionary of the plain optimizer, by parameter; None where there is none.
+
+        Raises:
+            CheckpointError: it has other groups, or a state tensor of another shape; names the parameter.
+        """
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         mine = [len(params) for params in self.originals]

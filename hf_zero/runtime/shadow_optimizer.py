@@ -94,7 +94,11 @@ class Twin:
         """By group, whether an update reads and writes memory once."""
 
     def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """Update `master` (1-D) in place. Returns the state; its tensors are those of `state` where they were there."""
+        """Update `master` (1-D) in place.
+
+        Returns:
+            The state; its tensors are those of `state` where they were there.
+        """
         param = nn.Parameter(master, requires_grad=True)
         param.grad = grad
         twin = self._twin

@@ -47,8 +47,19 @@ from .writes import WriteWatch
 class Training:
     """Of one sharded model, whose units are built.
 
+    Args:
+        overflow: what finds gradients that are no numbers.
+        patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
+
     Attributes:
         blocks: parts of the model that may be compiled by themselves.
+        buffers: those that follow rank 0's.
+        gradients: what parameters show as `.grad`.
+        optimizers: those that are bound.
+        recorder: what measures every step, see `Engine.record`.
+        schedule: hooks, gathers, reduces.
+        state_dict_hooks: what makes `model.state_dict()` whole.
+        writes: what notices parameters that the program writes.
         autocast: around every entry into the model, where it computes in another type.
     """
 

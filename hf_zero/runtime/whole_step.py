@@ -95,8 +95,17 @@ class WholeSteps:
         return self._storage.link.empty(self._largest_bytes, torch.uint8)
 
     def update(self, claim: Claimed, twin: Twin, states: dict[Any, dict[str, Any]], after: Any) -> None:
-        """Update all parameters of the shard that this rank has whole, and carry them to where they rest. `after`: what the
-        device has to do before anything here, see `Link.mark`."""
+        """Update all parameters of the shard that this rank has whole, and carry them to where they rest.
+
+        Args:
+            claim: the shard, its gradient, what that is still to be multiplied by, and which parameters have one.
+            twin: the optimizer over one parameter at a time.
+            states: the optimizer's.
+            after: what the device has to do before anything here; see `Link.mark`.
+
+        Raises:
+            TierError: bytes could not be moved.
+        """
         flat, shard, present = claim.flat, claim.shard, claim.present
         coming = iter([index for index in flat.wholes or {} if present[index] or twin.steps_without_gradient])
         reading: _Whole | None = None
