@@ -175,6 +175,7 @@ def machine_of(found: dict[str, Any], world: int) -> Machine:
         "latency": latency_s / (world - 1),
         "collective": rate,
         "overlap": statistics.mean(speed["overlap"] for speed in found["wire"]),
+        "all_reduce": statistics.mean(speed["all_reduce"] for speed in found["wire"]),
     }
     return Machine.of(values, "measured")
 

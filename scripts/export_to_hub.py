@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune_console import UserError, human, print_summary, run
+from finetune_console import UserError, print_summary, run
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_zero as zero
+from hf_zero.config import size_text
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = {"checkpoint": str(checkpoint), "uploaded to": options.push_to_hub or ""}
     if target is not None:
         size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-        rows |= {"model folder": str(target), "size": human(size)}
+        rows |= {"model folder": str(target), "size": size_text(size)}
     print_summary("exported", {name: value for name, value in rows.items() if value})
 
 

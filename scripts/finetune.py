@@ -34,7 +34,7 @@ from finetune_data import (
     pick_column,
 )
 from finetune_flags import DataArguments, parse_flags, run_defaults
-from finetune_metrics import class_metrics, span_metrics, tag_metrics, token_metrics, token_scores
+from finetune_metrics import class_metrics, span_metrics, token_metrics, token_scores
 from finetune_models import BUILT_IN, DEFAULT_MODEL, load_config, load_model, max_positions
 from finetune_run import each_item_alike, train_and_save
 from finetune_structured import (
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     language = script.task in ("clm", "mlm")
     metrics = {
         "classification": class_metrics,
-        "token-classification": tag_metrics,
+        "token-classification": class_metrics,
         "question-answering": span_metrics,
     }
     trainer = Trainer(

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_zero as zero
+from hf_zero.config import size_text
 from hf_zero.errors import needs
 
 GRACE = 2.0  # seconds
@@ -138,7 +139,7 @@ def check_space(folder: str | Path, model: torch.nn.Module) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise UserError(
-            f"the trained model takes {human(need)} and {str(folder)!r} has {human(free)} free; "
+            f"the trained model takes {size_text(need, up=True)} and {str(folder)!r} has {size_text(free)} free; "
             f"make room or give another folder with --output-dir"
         )
 
@@ -154,15 +155,6 @@ def peak_bytes(device: torch.device) -> int:
 def highest(value: int) -> int:
     """The largest `value` of all ranks. Collective."""
     return max(gather_object([value]))
-
-
-def human(size: float) -> str:
-    """`size` bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
 
 
 def number(value: float) -> str:

@@ -304,25 +304,17 @@ def language_modeling(
     """Rows of text → blocks of `block_size` tokens, with labels (clm), or with masks in the evaluation blocks (mlm)."""
     sample = [text for text in take(data["train"], 10)[column] if text]
     lines = all(text.find("\n") == len(text) - 1 for text in sample)
-    blocks = DatasetDict(
+    blocks = mapped(
+        data,
+        _pack,
         {
-            split: rows.map(
-                _pack,
-                batched=True,
-                batch_size=1000,
-                remove_columns=rows.column_names,
-                fn_kwargs={
-                    "tokenizer": tokenizer,
-                    "column": column,
-                    "block_size": block_size,
-                    # The end mark parts documents; rows that are one line each, as of a text file, are one document.
-                    "end": tokenizer.eos_token_id if task == "clm" and not lines else None,
-                    "labels": task == "clm",
-                },
-                desc=f"tokens of {split}",
-            )
-            for split, rows in data.items()
-        }
+            "tokenizer": tokenizer,
+            "column": column,
+            "block_size": block_size,
+            # The end mark parts documents; rows that are one line each, as of a text file, are one document.
+            "end": tokenizer.eos_token_id if task == "clm" and not lines else None,
+            "labels": task == "clm",
+        },
     )
     train, held_out = splits(blocks, eval_fraction, f"blocks of {block_size} tokens (--block-size)", shuffle=False)
     held_out = take(held_out, limits[1])
@@ -379,22 +371,15 @@ def classification(
     if len(values) < 2 or None in values or isinstance(values[0], float):
         raise UserError(f"column {label_column!r} must hold at least 2 classes and no gaps; found {values[:5]}")
     names = [feature.int2str(value) if hasattr(feature, "int2str") else str(value) for value in values]
-    encoded = DatasetDict(
+    encoded = mapped(
+        data,
+        _encode,
         {
-            split: rows.map(
-                _encode,
-                batched=True,
-                remove_columns=rows.column_names,
-                fn_kwargs={
-                    "tokenizer": tokenizer,
-                    "columns": (column, label_column),
-                    "block_size": block_size,
-                    "numbers": {value: number for number, value in enumerate(values)},
-                },
-                desc=f"tokens of {split}",
-            )
-            for split, rows in data.items()
-        }
+            "tokenizer": tokenizer,
+            "columns": (column, label_column),
+            "block_size": block_size,
+            "numbers": {value: number for number, value in enumerate(values)},
+        },
     )
     train, held_out = splits(encoded, eval_fraction, "rows of text", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer), names)
@@ -416,6 +401,22 @@ def _encode(
         "attention_mask": encoded["attention_mask"],
         "labels": [numbers[label] for _, label in rows],
     }
+
+
+def mapped(data: DatasetDict, encode: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> DatasetDict:
+    """What `encode` makes of batches of rows, in place of their columns; a split may have columns that others lack."""
+    return DatasetDict(
+        {
+            split: rows.map(
+                encode,
+                batched=True,
+                remove_columns=rows.column_names,
+                fn_kwargs=arguments,
+                desc=f"tokens of {split}",
+            )
+            for split, rows in data.items()
+        }
+    )
 
 
 def splits(data: DatasetDict, fraction: float, what: str, shuffle: bool) -> tuple[Dataset, Dataset]:

@@ -72,7 +72,8 @@ class RougeL(_Computed):
         scores = []
         for found, true in zip(predictions, references):
             one, other = found.lower().split(), true.lower().split()
-            scores.append(2 * _common(one, other) / max(1, len(one) + len(other)))
+            words = len(one) + len(other)
+            scores.append((words - _edits(one, other, replacing=2)) / max(1, words))  # what is left is common, in both
         return {"rouge_l": float(np.mean(scores))}
 
 
@@ -96,24 +97,13 @@ class ExactMatch(_Computed):
         return {"exact_match": float(np.mean([found == true for found, true in zip(predictions, references)]))}
 
 
-def _common(one: list[str], other: list[str]) -> int:
-    """Length of the longest common subsequence."""
-    before = [0] * (len(other) + 1)
-    for word in one:
-        row = [0]
-        for column, second in enumerate(other):
-            row.append(before[column] + 1 if word == second else max(row[-1], before[column + 1]))
-        before = row
-    return before[-1]
-
-
-def _edits(one: list[str], other: list[str]) -> int:
-    """Levenshtein distance."""
+def _edits(one: list[str], other: list[str], replacing: int = 1) -> int:
+    """Levenshtein distance; another word in the place of one counts as `replacing` edits (2: as to delete and insert)."""
     before = list(range(len(other) + 1))
     for number, word in enumerate(one, start=1):
         row = [number]
         for column, second in enumerate(other):
-            row.append(min(row[-1] + 1, before[column + 1] + 1, before[column] + (word != second)))
+            row.append(min(row[-1] + 1, before[column + 1] + 1, before[column] + replacing * (word != second)))
         before = row
     return before[-1]
 
@@ -152,28 +142,14 @@ def token_metrics(shift: int) -> Callable[[EvalPrediction], dict[str, float]]:
 
 
 def class_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
-    """For `Trainer(compute_metrics=)`: accuracy and macro F1 of the likeliest class."""
+    """For `Trainer(compute_metrics=)`: accuracy and macro F1 of the likeliest class, of all rows or tokens that have one."""
     metrics = (Accuracy(keep_in_memory=True), MacroF1(keep_in_memory=True))
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         scores = prediction.predictions
         scores = scores[0] if isinstance(scores, tuple) else scores
-        guesses = scores.argmax(-1)
-        results: dict[str, float] = {}
-        for metric in metrics:
-            results.update(metric.compute(predictions=guesses, references=prediction.label_ids))
-        return results
-
-    return compute
-
-
-def tag_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
-    """For `Trainer(compute_metrics=)`: accuracy and macro F1 of the likeliest tag, over all tokens that have one."""
-    metrics = (Accuracy(keep_in_memory=True), MacroF1(keep_in_memory=True))
-
-    def compute(prediction: EvalPrediction) -> dict[str, float]:
         counted = prediction.label_ids != IGNORED
-        guesses, labels = prediction.predictions.argmax(-1)[counted], prediction.label_ids[counted]
+        guesses, labels = scores.argmax(-1)[counted], prediction.label_ids[counted]
         results: dict[str, float] = {}
         for metric in metrics:
             results.update(metric.compute(predictions=guesses, references=labels))

@@ -23,7 +23,6 @@ from finetune_console import (
     check_output,
     everywhere,
     highest,
-    human,
     number,
     peak_bytes,
     print_summary,
@@ -37,6 +36,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 import hf_zero as zero
+from hf_zero.config import size_text
 from hf_zero.huggingface.arguments import ZeroFlags
 
 
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             {
                 "perplexity": f"{number(before)} → {number(after)}",
                 "tokens/s": number(rate * accelerator.num_processes * args.block_size),
-                "peak memory, highest rank": human(peak),
+                "peak memory, highest rank": size_text(peak),
                 "model and tokenizer": args.output_dir,
             },
         )

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune_console import UserError, everywhere, highest, human, number, peak_bytes, print_summary
+from finetune_console import UserError, everywhere, highest, number, peak_bytes, print_summary
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+
+from hf_zero.config import size_text
 
 METRICS = {
     "eval_perplexity": "perplexity",
@@ -129,7 +131,7 @@ def summarise(
             "evaluation loss": change("eval_loss"),
             **{words: change(name) for name, words in METRICS.items() if name in results},
             **{f"{unit}/s": number(rate) for unit, rate in per_second.items()},
-            "peak memory, highest rank": human(peak) + ("" if args.device.type == "cuda" else " resident"),
+            "peak memory, highest rank": size_text(peak) + ("" if args.device.type == "cuda" else " resident"),
             "model and tokenizer": str(args.output_dir),
         },
     )

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from finetune_console import UserError, examples
-from finetune_data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, splits, take
+from finetune_data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, mapped, splits, take
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
@@ -127,7 +127,7 @@ def token_classification(
     if len(values) < 2:
         raise UserError(f"column 'tags' must hold at least 2 kinds, found {values}")
     arguments = {"tokenizer": tokenizer, "length": length, "numbers": numbers}
-    encoded = _map(data, _encode_tags, arguments)
+    encoded = mapped(data, _encode_tags, arguments)
     train, held_out = splits(encoded, 0.1, "rows of tagged words", shuffle=True)
     collator = DataCollatorForTokenClassification(tokenizer)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), collator, names)
@@ -147,7 +147,7 @@ def _encode_tags(
 
 def question_answering(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, limits: Limits) -> Prepared:
     """Rows of question, context and answers → tokens, first and last token of the answer; what does not fit is left out."""
-    encoded = _map(data, _encode_answers, {"tokenizer": tokenizer, "length": length})
+    encoded = mapped(data, _encode_answers, {"tokenizer": tokenizer, "length": length})
     train, held_out = splits(encoded, 0.1, "questions whose answer fits", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer))
 
@@ -170,7 +170,7 @@ def _encode_answers(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerB
 
 def summarization(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, limits: Limits) -> Prepared:
     """Rows of text and summary → tokens, with the summary's as labels. The collator is the script's: it needs the model."""
-    encoded = _map(data, _encode_pairs, {"tokenizer": tokenizer, "length": length})
+    encoded = mapped(data, _encode_pairs, {"tokenizer": tokenizer, "length": length})
     train, held_out = splits(encoded, 0.1, "texts with summaries", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer))
 
@@ -183,18 +183,3 @@ def _encode_pairs(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBas
     encoded = tokenizer(texts, truncation=True, max_length=length)
     labels = tokenizer(text_target=summaries, truncation=True, max_length=max(8, length // 4))["input_ids"]
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": labels}
-
-
-def _map(data: DatasetDict, encode: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> DatasetDict:
-    return DatasetDict(
-        {
-            split: rows.map(
-                encode,
-                batched=True,
-                remove_columns=rows.column_names,
-                fn_kwargs=arguments,
-                desc=f"tokens of {split}",
-            )
-            for split, rows in data.items()
-        }
-    )

@@ -41,6 +41,7 @@ def open_plain(path: str | os.PathLike[str]) -> int:
     _refuse_odd(path, os.stat(path).st_mode)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        # O_NONBLOCK: the open itself does not wait, should it be a pipe by now.
         _refuse_odd(path, os.fstat(fd).st_mode)  # it may have been replaced meanwhile
     except CheckpointError:
         os.close(fd)
@@ -86,7 +87,7 @@ def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
             raise CheckpointError(
                 f"{os.fspath(path)} has {size} bytes, more than the {limit_bytes} that such a file may have"
             )
-        return file.read(size)
+        return file.read(size)  # not to its end: it may have grown since
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -111,6 +112,7 @@ def parse_json(text: bytes, *, unique: bool = False) -> Any:
     Raises:
         ValueError: no JSON, too many values, nested too deeply.
     """
+    # Before parsing, and without it: an object of Python takes many times the bytes that stand for it.
     count = sum(text.count(mark) for mark in (b",", b":", b"[", b"{"))
     if count > MAX_JSON_VALUES:
         raise ValueError(f"{count} values, more than the {MAX_JSON_VALUES} that such a file may have")

@@ -91,6 +91,7 @@ class Staging:
             held = _lock(self.root)
             if held is not None:
                 self._lock = held[0]
+                # Asked again under the lock: two jobs, one before and one after the target got content, lock two folders.
                 if self._place() == self.root:
                     return
                 self.discard()
@@ -100,7 +101,8 @@ class Staging:
                 time.sleep(_PATIENCE_S / 20)
 
     def _place(self) -> Path:
-        inside = self.target.is_dir() and any(self.target.iterdir())
+        # A rename does not lead from one file system to another: where one is mounted, its parent is of another.
+        inside = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
         return self.target / SUFFIX if inside else self._beside
 
     def publish(self, manifest: Manifest) -> None:
@@ -116,6 +118,7 @@ class Staging:
                 _refuse_linked_folders(self.target, {*manifest.files, *_files_of(self.target)})
             with naming(self.path / MANIFEST), open(self.path / MANIFEST, "wb") as file:
                 file.write(manifest.to_bytes())
+            # Before the rename: it may reach the disk first, and after a power failure name files that have no content.
             sync_tree(self.path)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -124,6 +127,7 @@ class Staging:
                 if not self.target.is_dir() or self.target.is_symlink():
                     raise
                 os.rename(self.path, self.target / _COMMIT)
+                # The commit point is durable before a single old file is touched: from there on only the new ones are whole.
                 _sync(self.target)
                 _roll_forward(self.target)
             else:
@@ -138,6 +142,7 @@ class Staging:
     def discard(self) -> None:
         """Remove what is staged and let go of the lock. Safe to call again, and after `publish`."""
         if self._lock >= 0:
+            # While it is locked: the next owner may have staged its files there as soon as the lock is gone.
             shutil.rmtree(self.root, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
@@ -163,7 +168,7 @@ def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
             if taken is None:
                 raise _taken(root)
             held = taken[0]
-            if not commit.is_dir():
+            if not commit.is_dir():  # who had the lock before has finished it
                 return
         _roll_forward(target)
         if not locked:
@@ -279,7 +284,7 @@ class Occupancy:
         """Give it up. Safe to call again."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                self._path.unlink()  # while it is locked, or it would be the file of who comes next
             os.close(self._fd)
             self._fd = -1
 
@@ -291,6 +296,7 @@ def remove_left_overs(folder: str | os.PathLike[str], but: Path | None = None) -
             with contextlib.suppress(CheckpointError, OSError):
                 held = None if root == but else _lock(root)
                 if held is not None:
+                    # Locked, so nobody's; who has just made it, and not locked it yet, makes it again.
                     if held[1]:  # else there is no telling whether its job lives
                         shutil.rmtree(root, ignore_errors=True)
                     os.close(held[0])
@@ -316,11 +322,14 @@ def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
 def _files_of(target: Path) -> set[str]:
     """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one.
 
+    Without what lies in our own folder inside of it: a stranger's manifest may name what is about to be moved out of there.
+
     Raises:
         OSError: the disk fails: its files would stay beside those of the next one.
     """
     try:
-        return set(Manifest.read(target).files)
+        files = Manifest.read(target).files
+        return {name for name in files if PurePosixPath(name).parts[0] != _COMMIT}
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
@@ -358,6 +367,7 @@ def _lock(
         fd = os.open(path, flags | os.O_NOFOLLOW, 0o644)
         _refuse_others(path, fd)
         take(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Its last owner may have removed it between the opening and the lock: then the lock is on a folder that nobody finds.
         if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
             return fd, True
     except (FileNotFoundError, BlockingIOError):
@@ -401,6 +411,7 @@ def _roll_forward(target: Path) -> None:
     if not (commit / MANIFEST).exists():  # it is the last to be moved: only the empty shell is left
         shutil.rmtree(commit, ignore_errors=True)
         return
+    # The target's manifest is the old one until the end: what of the old files may go is known on every repetition.
     manifest, older = Manifest.read(commit), _files_of(target)
     moved = []
     for path in commit.rglob("*"):
@@ -424,6 +435,7 @@ def _roll_forward(target: Path) -> None:
     for folder in _folders(target, stale):
         with contextlib.suppress(OSError):  # others have files there
             folder.rmdir()
+    # All names before the manifest's: it says that all of them are there, and ends every repetition.
     for folder in [*_folders(target, manifest.files), target]:
         _sync(folder)
     os.replace(commit / MANIFEST, target / MANIFEST)

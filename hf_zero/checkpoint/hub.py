@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
-from .files import inside, read_json, replace_file
+from .files import Field, inside, is_number, read_json, replace_file
 from .manifest import MANIFEST, check_version
 
 if TYPE_CHECKING:
@@ -108,9 +108,20 @@ class RunFacts:
             if entry.name in body:
                 value = body[entry.name]
                 if not isinstance(value, _KINDS.get(str(entry.type), (dict,))):
-                    raise CheckpointError(f"{path}: {entry.name} is {value!r}, expected {entry.type}")
+                    raise Field(path, value, entry.name).refused(str(entry.type))
+                _check_inside(Field(path, value, entry.name))
                 setattr(facts, entry.name, value)
         return facts
+
+
+def _check_inside(entry: Field) -> None:
+    """Raises CheckpointError where an entry of `RunFacts` holds what a card cannot show."""
+    if entry.key == "datasets":
+        entry.texts()
+    elif entry.key == "metrics" or entry.key.endswith("_bytes"):
+        for _, value in entry.entries():
+            if not is_number(value.value):
+                raise value.refused("a number")
 
 
 def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **facts: Any) -> ModelCard:
@@ -146,10 +157,10 @@ def _content(folder: Path, model_id: str, facts: dict[str, Any]) -> tuple[dict[s
         raise ConfigError(f"a card has no place for {sorted(unknown)}; expected fields of RunFacts or model_id")
     run = replace(RunFacts.read(folder), **facts)
     ours = (folder / MANIFEST).is_file() or (folder / RUN_FILE).is_file()
-    config = _optional(folder, "config.json")
+    config = _optional(folder, "config.json", architectures=list)
     adapter = _optional(folder, "adapter_config.json")
     manifest = _optional(folder, MANIFEST)
-    state = _optional(folder, "trainer_state.json")
+    state = _optional(folder, "trainer_state.json", log_history=list, global_step=int)
     run.stage = manifest.get("stage") if run.stage is None else run.stage
     run.world_size = manifest.get("world_size") if run.world_size is None else run.world_size
     run.precision = str(run.precision or manifest.get("precision") or "").removeprefix("precision: ")
@@ -269,9 +280,21 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _optional(folder: Path, name: str) -> dict[str, Any]:
+def _optional(folder: Path, name: str, **kinds: type) -> dict[str, Any]:
+    """A JSON file that may be there.
+
+    Args:
+        kinds: of entries that may be in it, else None.
+
+    Raises:
+        CheckpointError: it is malformed, or one of these entries is of another kind.
+    """
     path = inside(folder, name)
-    return read_json(path) if path.is_file() else {}
+    body = read_json(path) if path.is_file() else {}
+    for key, kind in kinds.items():
+        if not isinstance(body.get(key), (kind, type(None))):
+            raise Field(path, body[key], key).refused(f"of type {kind.__name__}")
+    return body
 
 
 def split_keys(stem: str, sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, list[str]]:

@@ -47,6 +47,7 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
+        # A block of its own: the others read the manifest after rank 0 has put the files in place, not while it does.
         with on_all_ranks(wire, self._what):
             if wire.rank == 0:
                 recover(self.folder)
@@ -219,6 +220,8 @@ class Loading:
             self._reader.read(
                 Range(states[state][name], piece.start, piece.source) for state, (name, piece) in optimizer.room(saved)
             )
+        # After the block, so on all ranks or none: values may be in place already, but options and what states there are change
+        # only where every rank has read all of them.
         with torch.no_grad():
             optimizer.put(options)
 

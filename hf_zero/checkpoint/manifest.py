@@ -54,6 +54,7 @@ class FileDigest:
         ordered = tuple(sorted(segments))
         at = 0
         for start, length, _ in ordered:
+            # End to end, none empty: a reader looks its segment up by bisection, and would neither read nor check a gap.
             if start != at or length <= 0:
                 raise CheckpointError(f"{name}: bytes {at} to {start} of {size} are covered by no segment, or by two")
             at = start + length
@@ -117,7 +118,7 @@ def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is no manifest of hf_zero")
     check_version(path, body, _VERSION)
-    digest = body.pop("digest", None)
+    digest = body.pop("digest", None)  # it cannot be part of what it is the digest of
     if altered or digest != digest_of(_canonical(body)):
         raise CheckpointError(f"{path} is damaged: its digest does not match its content")
     files = body.pop("files", None)

@@ -245,6 +245,7 @@ class Reader(_Files):
             segment = file.segments[index]
             begin, end = max(offset, segment[0]), min(stop, segment[0] + segment[1])
             part = out[begin - offset : end - offset]
+            # Straight to where it belongs; a digest that does not fit is raised for, so nobody goes on with what is there then.
             if len(part) == segment[1]:
                 self._pread(path, begin, part)
                 check_segment(path, segment, part)
@@ -259,7 +260,7 @@ class Reader(_Files):
     def _checked(self, path: Path, segment: Segment) -> memoryview:
         data = bytes_of(self._segment)[: segment[1]]
         if self._cached != (path, segment):
-            self._cached = None
+            self._cached = None  # should the read or the check fail, the buffer is of neither segment
             self._pread(path, segment[0], data)
             check_segment(path, segment, data)
             self._cached = (path, segment)
@@ -336,6 +337,7 @@ class Writer(_Files):
     def _put(self, path: Path, offset: int, values: Tensor) -> None:
         fd = self._fd(path)
         data = bytes_of(values.contiguous())
+        # Of the memory that is written, at once: of the file, read back, it would vouch for what a bad disk made of it.
         digest = digest_of(data)
         write_fully(fd, data, offset, path)
         start_writeback(fd, offset, len(data))

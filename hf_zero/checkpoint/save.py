@@ -73,6 +73,7 @@ class Saving:
         self._segments: dict[Path, list[Segment]] = {}
         self._promised_bytes = 0
         self._staging = Staging(target)
+        # A name that no other job has: a folder of the same path may be there on another node's own disk.
         nonce = f".nonce-{secrets.token_hex(8)}"
         self.target = self._staging.target
         try:
@@ -172,6 +173,7 @@ class Saving:
             )
         with naming(path), open(path, "wb") as out:
             out.write(head)
+            # Its final size before any rank opens it: they write at offsets, and none may cut what another has written.
             out.truncate(header.file_bytes)
         for start in range(0, len(head), SEGMENT_BYTES):
             part = head[start : start + SEGMENT_BYTES]
@@ -225,6 +227,7 @@ class Saving:
                     writer.write(made)
             for rank in self._blind:
                 self._receive(rank, writer)
+            # Every rank has fsynced its bytes when this exchange is over; rank 0 commits after it, and syncs only what it sees.
             with on_all_ranks(self._wire, what) as report:
                 report.mine = writer.finish()
             with on_all_ranks(self._wire, what):
@@ -248,6 +251,7 @@ class Saving:
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in _UNWATCHED:
+                # Digests are of what ranks had in memory: what a disk made of it is found when it is read, not signed here.
                 known = segments.get(path)
                 files[name] = (
                     digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))
@@ -274,6 +278,7 @@ class Saving:
             if self._wire.rank == 0:
                 whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
         out: list[Range] = []
+        # The failure waits until here: a rank that left the loop above would leave rank 0 in a `carry`.
         with on_all_ranks(self._wire, f"converting weights for {self.target}"):
             if failure is not None:
                 raise failure
@@ -326,7 +331,7 @@ def places_of(placed: Iterable[tuple[Entry, Stored]]) -> dict[str, list[Extent[S
 
 
 def _padded(length: int) -> int:
-    return -(-length // 64) * 64
+    return -(-length // 64) * 64  # a slice is viewed as the type in the file, which must be aligned for it
 
 
 def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -> dict[str, Any]:

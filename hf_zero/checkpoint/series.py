@@ -69,6 +69,7 @@ class CheckpointSeries:
         """
         with on_all_ranks(wire, "looking for checkpoints") as report:
             report.mine = self.folders()
+        # Rank 0's, on every rank: a listing that is newer elsewhere would have ranks check different folders together.
         names: list[Path] = report.everyone[0]
         passed: list[str] = []
         for folder in reversed(names):

@@ -331,7 +331,7 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         return value.item()
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = torch.from_numpy(np.array(value, order="C"))  # `ascontiguousarray` would make one dimension of none
     if isinstance(value, Tensor):
         while where in tensors:  # names with dots can lead to one place in two ways
             where += "'"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.text import Text
 
@@ -71,31 +73,29 @@ def run(options: DoctorOptions) -> int:
 
 def _versions() -> Iterator[Check]:
     yield Check("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}", GOOD)
-    least = _least_versions()
+    required = _required()
     for name in _PACKAGES:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield Check(name, "not installed", BAD, f"pip install {name}")
             continue
-        wanted = least.get(name.replace("_", "-"), least.get(name, ""))
-        is_old = bool(wanted) and _numbers(version) < _numbers(wanted)
-        found = f"{version}, at least {wanted} is supported" if wanted else version
-        yield Check(name, found, BAD if is_old else GOOD, f"pip install '{name}>={wanted}'" if is_old else "")
+        wanted = required.get(canonicalize_name(name), SpecifierSet())
+        is_old = not wanted.contains(version, prereleases=True)
+        found = f"{version}, {wanted} is supported" if wanted else version
+        yield Check(name, found, BAD if is_old else GOOD, f"pip install '{name}{wanted}'" if is_old else "")
 
 
-def _least_versions() -> dict[str, str]:
+def _required() -> dict[str, SpecifierSet]:
     """What this package requires, from its own metadata; empty where it runs from a folder that is not installed."""
     try:
-        required = importlib.metadata.requires("hf-zero") or []
+        lines = importlib.metadata.requires("hf-zero") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = (re.match(r"([A-Za-z0-9_.-]+)\s*>=\s*([0-9.]+)(?!.*extra)", line) for line in required)
-    return {match[1]: match[2] for match in found if match}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    every = [Requirement(line) for line in lines]
+    return {
+        canonicalize_name(each.name): each.specifier for each in every if each.marker is None
+    }  # extras have markers
 
 
 def _devices() -> Iterator[Check]:
@@ -235,6 +235,7 @@ def _measured(found: Machine) -> Iterator[list[tuple[str, str]]]:
         ("disk, read", found.disk_read),
         ("disk, write", found.disk_write),
         ("collectives, sent per rank", found.collective),
+        ("all-reduces, sent per rank", found.all_reduce),
     ]
     yield [(label, "" if rate is None else f"{short_size(rate)}/s") for label, rate in speeds]
     messages = []

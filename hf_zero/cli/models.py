@@ -67,7 +67,7 @@ def find_model(given: str | None, parameters: str | None) -> Model:
         shape = BUILT_IN[given.lower()]
         return replace(_of_units(given, lambda p: from_shape(shape, p)), architecture=shape.architecture)
     if given.lower() in CONFIGS:
-        return _of_config(given)
+        return _of_config(given, given)
     if _is_path(given):
         raise ConfigError(f"no such folder or file: {given}")
     return _of_hub(given)
@@ -118,7 +118,7 @@ def _local(given: str, path: Path) -> Model:
         raise ConfigError(f"{given}: expected a config.json, a .safetensors file or a folder with one of them")
     _check_counts(path if path.is_file() else path / "config.json")
     try:
-        return _of_config(given, str(path))
+        return _of_config(given, str(path.absolute()))  # not a built-in name, whatever the folder is called
     except ZeroError:
         raise
     except Exception as error:  # whatever a model's class raises at sizes that it was not made for
@@ -179,12 +179,12 @@ def _few_modules(name: str) -> Iterator[None]:
         handle.remove()
 
 
-def _of_config(name: str, place: str | None = None) -> Model:
-    """Of a folder, a file or the Hub; None: built in."""
-    from ..huggingface.models import empty_model, model_of_name
+def _of_config(name: str, place: str) -> Model:
+    """Built in, or of a folder, a file or the Hub."""
+    from ..huggingface.models import empty_model
 
     with _few_modules(name):
-        model: Any = model_of_name(name.lower()) if place is None else empty_model(place)
+        model: Any = empty_model(place)
 
     @cache
     def layout(precision: Precision, shards: int) -> Layout:

@@ -22,7 +22,7 @@ from ..plan.work import CHANNELS
 from .commands import ReportOptions, print_json
 from .files import writable
 from .report import BETWEEN, Run, differences, median_parts, parts_of, read_all, summary
-from .show import seconds, table, text
+from .show import ranks_text, seconds, table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
 """Of a verdict's `ok`: what stands before it, and its style."""
@@ -65,11 +65,10 @@ def head(out: dict[str, Any]) -> str:
     offloads = [
         f"{name} {config[name]!r}" for name in ("offload_optimizer", "offload_params") if config[name] != "none"
     ]
-    ranks = f"{facts['world_size']} rank{'s' if facts['world_size'] > 1 else ''}"
     model = facts.get("about", {}).get("model")
     machine = f"{facts['machine']['device']} with {facts['machine']['cores']} cores"
     return (
-        f"stage {facts['stage']} on {ranks}{''.join(f', {text}' for text in offloads)}; "
+        f"stage {facts['stage']} on {ranks_text(facts['world_size'])}{''.join(f', {text}' for text in offloads)}; "
         f"{f'{model}, ' if model else ''}{facts['parameters']:,} parameters; {facts['precision']}; steps "
         f"{out['first_step']} to {out['last_step']} of rank {out['rank']}, begun {facts.get('started', '')} on {machine}"
     )
@@ -441,43 +440,36 @@ def _unit(highest: float) -> tuple[str, int]:
 # Picture ------------------------------------------------------------------------------------------------------------
 
 
+_DASHES = {"dash": "--", "dot": ":"}
+
+
 def draw(runs: Sequence[Run], path: str) -> None:
-    """Memory of every tier counted, the plan's peaks dashed; the process, on its own axis; where each step's time went."""
+    """The page's charts of memory and of every step, one below the other."""
     with needs("plot"):
         from matplotlib.figure import Figure
 
     runs = [run for run in runs if run.steps]
-    run = runs[0]
-    figure = Figure(figsize=(10, 10), layout="constrained")
-    above, between, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 3))
-    numbers = [step["step"] for step in run.steps]
-    unit, size = _unit(max(run.peak(tier.value, "all") for run in runs for tier in TIERS))
-    for at, tier in enumerate(tier.value for tier in TIERS):
-        if any(each.peak(tier, "all") for each in runs):
-            for each in runs:
-                values = [step["peak"].get(tier, {}).get("all", 0) / size for step in each.steps]
-                label = f"{tier}, counted" if each is run else None
-                above.plot([s["step"] for s in each.steps], values, color=COLORS[at], label=label, linewidth=1.5)
-            told = run.planned_peak(tier) / size
-            above.axhline(told, color=COLORS[at], linestyle="--", linewidth=1, label=f"{tier}, plan")
-    above.set(ylabel=f"{unit} per rank", ylim=(0, None))
-    unit, size = _unit(max(step["process"].get("rss", 0) for each in runs for step in each.steps))
-    for each in runs:
-        values = [step["process"].get("rss", 0) / size for step in each.steps]
-        between.plot(
-            [s["step"] for s in each.steps], values, linewidth=1.5, label=f"process of rank {each.rank}, resident"
-        )
-    between.set(ylabel=unit, ylim=(0, None))
-    parts = [parts_of(step) for step in run.steps]
-    named = {name: [part[name] for part in parts] for name in parts[0] if any(part[name] for part in parts)}
-    below.stackplot(numbers, list(named.values()), labels=list(named), alpha=0.85, colors=COLORS)
-    usual = [step["seconds"] for step in run.usual]
-    below.axhline(statistics.median(usual), color="0.3", linestyle="--", linewidth=1, label="median")
-    # The first step and evaluations would flatten all others.
-    below.set(xlabel="step", ylabel="seconds", ylim=(0, min(1.3 * max(usual), 4 * statistics.median(usual)) or None))
-    for axes in (above, between, below):
+    shown, names = [runs], [""]
+    charts = [_memory(shown, names, tier.value) for tier in TIERS]
+    charts = [chart for chart in (*charts, _process(shown, names), _steps(runs[0], "", 0)) if chart.traces]
+    figure = Figure(figsize=(10, 3.5 * len(charts)), layout="constrained")
+    for axes, chart in zip(figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0], charts):
+        below = [0.0] * len(_drawn(runs[0]))
+        for trace in chart.traces:
+            if trace["type"] == "bar":
+                above = [low + value for low, value in zip(below, trace["y"])]
+                axes.fill_between(trace["x"], below, above, label=trace["name"], color=trace["marker"]["color"])
+                below = above
+            else:
+                line = trace["line"]
+                style = _DASHES.get(line.get("dash", ""), "-")
+                axes.plot(trace["x"], trace["y"], style, label=trace["name"], color=line["color"], linewidth=1.5)
+        y = chart.layout["yaxis"]
+        highest = 1.05 * axes.get_ylim()[1]  # a line that never moves would lie on the frame
+        axes.set(title=chart.title, ylabel=y["title"]["text"], ylim=y.get("range", (0, highest)))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    ran = f"stage {run.facts['stage']}, {run.facts['world_size']} rank(s), times of rank {run.rank}"
-    figure.suptitle(f"{run.path.resolve().parent.name}: {ran}")
+    axes.set(xlabel="step")
+    ran = f"stage {runs[0].facts['stage']}, {runs[0].facts['world_size']} rank(s), times of rank {runs[0].rank}"
+    figure.suptitle(f"{runs[0].path.resolve().parent.name}: {ran}")
     figure.savefig(path, format="png", dpi=120)

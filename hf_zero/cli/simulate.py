@@ -49,8 +49,10 @@ class Record(TorchDispatchMode):
     def operations(self) -> list[Operation]:
         return [event for event in self.events if isinstance(event, Operation)]
 
-    def issued(self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int) -> int:
-        self.events.append(Operation(self._numbers, kind, bytes_, unit, phase, ranks, stride))
+    def issued(
+        self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int, is_all_reduce: bool
+    ) -> int:
+        self.events.append(Operation(self._numbers, kind, bytes_, unit, phase, ranks, stride, is_all_reduce))
         self._numbers += 1
         return self._numbers - 1
 
@@ -212,7 +214,7 @@ def _hardware(options: SimulateOptions) -> Hardware:
     lacking = [] if flops else [f"flops[{dtype!r}]"]
     near = LINKS["nvlink"]
     if machine.latency is not None and machine.collective:
-        near = Link(machine.latency, machine.collective, options.machine)
+        near = Link(machine.latency, machine.collective, options.machine, machine.all_reduce or None)
     elif options.world_size > 1:
         lacking += [name for name in ("latency", "collective") if not getattr(machine, name)]
     if lacking or not flops:
@@ -370,12 +372,10 @@ def _empty(name: str) -> Any:
     Raises:
         ConfigError: no such model; it takes no text.
     """
-    from ..huggingface.models import empty_model, model_of_name
+    from ..huggingface.models import empty_model
 
     try:
-        empty: Any = (
-            model_of_name(name.lower()) if name.lower() in CONFIGS else empty_model(str(Path(name).expanduser()))
-        )
+        empty: Any = empty_model(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(f"no model {name!r}: it is none of {', '.join(CONFIGS)}, and {first}") from error

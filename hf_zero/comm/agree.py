@@ -54,6 +54,7 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
             yield report
         except BaseException as error:  # also Ctrl-C: the other ranks would wait for this one, which may go on
             failure = error
+        # Whatever happened, this rank tells it: without a word the others would wait for it in the exchange.
         reason = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
             told = wire.exchange((reason, report.mine if failure is None else None))

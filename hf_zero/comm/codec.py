@@ -66,6 +66,7 @@ class Codec:
             out: 1-D uint8 of `nbytes(numel)` bytes.
         """
         codes, scales = self._parts(out, numel)
+        # What `values` lacks at its end is sent, too: left as the memory held it, it would be decoded into others' sums.
         scales.zero_()
         codes.zero_()
         for start in range(0, values.numel(), _PIECE_NUMEL):

@@ -43,6 +43,7 @@ PIECE_BYTES = 1 << 20
 SPANS = 4096
 """Whose messages a board has room for; those of later ones go by sockets."""
 
+# Fewer than `_NUMBERS`, or an old word in a slot could pass for a new one.
 _SLOTS = 4  # messages of one key that a rank may be ahead of those that take them
 _MAGIC = 0x5A65_726F_426F_6172
 _ALIVE_S = 0.5  # a wait this long asks whether the others are still there
@@ -112,15 +113,18 @@ class Direct:
     def _exchange(self, key: int, sent: Tensor, take: Callable[[Addresses], None], kind: str, span: int) -> Inflight:
         """Let the others read `sent`; when they all let this rank read theirs, `take` it (in the reader's thread)."""
         self._begun[key] = number = self._begun[key] + 1
+        # The slot holds message `number - _SLOTS` until that is taken: written over sooner, its reader would never find it.
         if number > _SLOTS:
             Taken(self, key, number - _SLOTS, None, kind, span).wait()
         step = self.watch.step % _STEPS
         word = sent.data_ptr() | step << _ADDRESS_BITS | (number % _NUMBERS) << _ADDRESS_BITS + 8
         at = self.board.slot(key, number)
+        # From here on the others read `sent`, at any moment until `Taken` says that they have: it must be final before.
         for post in self._posts:
             post.write(word, at)
         arrival = Arrival(self, key, number, step, take, kind, span)
         self.reader.arrivals.put(weakref.ref(arrival))
+        # `Taken` holds `sent`: let go of, its memory could be somebody else's while another rank still reads it.
         return Inflight((arrival,), (Taken(self, key, number, sent, kind, span),))
 
     def find(self, key: int, number: int, step: int) -> dict[int, int] | None:
@@ -130,13 +134,17 @@ class Direct:
         for peer in self.peers:
             at = first + 2 * peer.rank
             word = words[at]
+            # The complement is written with the word: while one of them is old the pair does not fit, whatever tears.
             if words[at + 1] != ~word or word >> _ADDRESS_BITS != label:
                 return None
             addresses[peer.rank] = word & (1 << _ADDRESS_BITS) - 1
         return addresses
 
     def answer(self, key: int, number: int) -> None:
-        """Tell the senders that their messages were taken; one that has ended since then need not know."""
+        """Tell the senders that their messages were taken; one that has ended since then need not know.
+
+        A number stands for all before it as well, and only the last one written is there: messages of a key are taken in order.
+        """
         for answer in self._answers:
             with suppress(RuntimeError):
                 answer.write(number, self.board.taken(key))
@@ -178,6 +186,11 @@ class Arrival(Wait):
         self._is_over = False
         self._blocked: threading.Lock | None = None
 
+    @property
+    def line(self) -> tuple[Direct, int]:
+        """What it is one of: messages of a key of one wire."""
+        return self._direct, self._key
+
     def wait(self) -> None:
         """As `Wait.wait`."""
         if self._is_over and self._error is None:
@@ -204,10 +217,12 @@ class Arrival(Wait):
             if addresses is None:
                 return False
             self._take(addresses)
+            # Only now: with the answer the senders write to their memory again.
             self._direct.answer(self._key, self._number)
         except Exception as error:  # whoever waits raises it
             self._error = error
         self._take = lambda addresses: None  # it holds the tensors
+        # After `_error`, which whoever sees this reads without a lock; before `_blocked` is looked at, see `_block`.
         self._is_over = True
         if self._blocked is not None:
             self._blocked.release()
@@ -270,6 +285,7 @@ class Reader:
             self.arrivals.put(None)
             self._thread.join(10)
             for board in self.boards:
+                # After the thread's end: a board without its word promises that nobody reads for it any more.
                 board.words[0] = 0  # who still waits for this rank finds it gone, though its process may live on
 
 
@@ -287,7 +303,8 @@ def _take_all(arrivals: SimpleQueue[weakref.ref[Arrival] | None]) -> None:
                 waiting.append(arrival)
         except Empty:
             pass
-        left = [arrival for arrival in waiting if not _is_over(arrival)]
+        held: set[tuple[Direct, int]] = set()
+        left = [arrival for arrival in waiting if not _is_over(arrival, held)]
         now = time.perf_counter()
         if len(left) < len(waiting):
             moved = now
@@ -296,9 +313,15 @@ def _take_all(arrivals: SimpleQueue[weakref.ref[Arrival] | None]) -> None:
         waiting = left
 
 
-def _is_over(awaited: weakref.ref[Arrival]) -> bool:
+def _is_over(awaited: weakref.ref[Arrival], held: set[tuple[Direct, int]]) -> bool:
+    """Whether the thread is done with it. Else it holds up all later ones of its key: see `Direct.answer`."""
     arrival = awaited()  # no longer than here: the last to hold it may let go
-    return arrival is None or arrival.look()
+    if arrival is None:
+        return True
+    if arrival.line not in held and arrival.look():
+        return True
+    held.add(arrival.line)
+    return False
 
 
 class Board:
@@ -411,6 +434,8 @@ def open_direct(home: SoloWire, reader: Callable[[], Reader]) -> Direct | None:
     """None where not every rank can read every other's memory. A collective."""
     board = Board(home.size)
     machine = _machine()
+    # Between the two exchanges every rank writes on every board that it has taken nothing: a message that was begun before the
+    # second one is over could lose its answer to that.
     told = home.exchange((machine, os.getpid(), board.address))
     is_able = bool(machine) and all(there == machine for there, _, _ in told)
     peers = [Peer(rank, process, at) for rank, (_, process, at) in enumerate(told) if rank != home.rank]

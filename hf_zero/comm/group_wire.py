@@ -78,7 +78,7 @@ class GroupWire(SoloWire):
                 known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
         part = type(self)(self.device, known[key])
         part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
-        part.take_number()
+        part.take_number()  # after the watch: the group may be another engine's too, and the number tells messages apart
         return part
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
@@ -184,6 +184,7 @@ class GroupWire(SoloWire):
     def start(self, stall_s: float) -> None:
         watcher = self.watcher
         watcher.stall_s = stall_s
+        # One rank draws it, for `add` gives every caller another one.
         number = dist.distributed_c10d._get_default_store().add(_ENGINES, 1) if self.rank == 0 else 0
         told = self.exchange((number, watcher.prefix, watcher.fault))
         faults = [fault for _, _, fault in told if fault is not None]
@@ -217,7 +218,7 @@ class GroupWire(SoloWire):
         if full is None:
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
         full[:numel].copy_(own)
-        for peer in range(1, self.size):
+        for peer in range(1, self.size):  # whoever has nothing sends nothing: both sides go by the same `cuts`
             part = full[cuts[peer] : cuts[peer + 1]]
             if not part.numel():
                 continue
@@ -298,6 +299,7 @@ class PairWire(GroupWire):
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
         place = full[cuts[self.rank] : cuts[self.rank + 1]]
+        # No message brings this rank's own slice: without the copy it would stay what the memory held.
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
@@ -352,6 +354,7 @@ class PairWire(GroupWire):
         except RuntimeError as error:
             self._refuse(error)
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
+        # Pieces of one peer have one tag: gloo gives them out in the order in which receives are begun, here that of the cuts.
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
 
         def finish() -> None:
@@ -361,6 +364,7 @@ class PairWire(GroupWire):
                     work.wait()
                 if index + 2 < len(cut):
                     pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag, span))
+                # In its place among the others, not first or last: sums in another order are other bits on other ranks.
                 parts[self.rank] = mine[start:stop]
                 average_in_order(parts, out[start:stop])
                 pending[index] = ([], [])

@@ -120,10 +120,12 @@ class HybridWire(SoloWire):
             total = out.new_zeros(part * self.replicas, dtype=sent_as)
             total[:numel].copy_(out)
         mine = out.new_empty(part)
+        # Closed, not only waited for: the gather writes into `total`, of which other replicas may still be reading their parts.
         across.reduce(total, mine, tag).close()
         if codec is not None:
             across.gather_coded(total, mine, codec, tag).close()
         else:
+            # Rounded for itself as well: kept exact, this replica's part would have other bits than the others' copies of it.
             across.gather(total, mine.to(sent_as), tag).close()
         if total is not out:
             out.copy_(total[:numel])

@@ -50,7 +50,7 @@ class Inflight:
         for work in self._receives:
             work.wait()
         self._receives = ()
-        finish, self._finish = self._finish, None
+        finish, self._finish = self._finish, None  # before the call: a sum that was made half must not be made again
         if finish is not None:
             finish()
 

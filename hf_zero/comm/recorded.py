@@ -22,7 +22,9 @@ from .wire import Cuts, SoloWire, Traffic
 class Listener(Protocol):
     """Hears of every collective of a wire."""
 
-    def issued(self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int) -> int:
+    def issued(
+        self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int, is_all_reduce: bool
+    ) -> int:
         """This rank begins it, and sends so many bytes to `ranks` ranks, itself among them, that are `stride` apart.
 
         Returns its number.
@@ -92,10 +94,13 @@ class _Recorded(GroupWire):
         self.traffic.last = []  # type: ignore[attr-defined]
         return self.traffic.last  # type: ignore[attr-defined]
 
-    def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1) -> Callable[[], None]:
+    def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1, is_all_reduce: bool = False) -> Callable[[], None]:
         """What is returned tells that the results are needed."""
         unit, phase = self.watch.units.get(tag, ""), self.watch.phase
-        numbers = [self.listener.issued(kind, bytes_, unit, phase, self.size, self.stride) for kind, bytes_ in moved]
+        numbers = [
+            self.listener.issued(kind, bytes_, unit, phase, self.size, self.stride, is_all_reduce)
+            for kind, bytes_ in moved
+        ]
 
         def waited() -> None:
             for number in numbers:
@@ -103,10 +108,10 @@ class _Recorded(GroupWire):
 
         return waited
 
-    def _heard(self, begin: Callable[..., Inflight], tag: int, *given: Any) -> Inflight:
+    def _heard(self, begin: Callable[..., Inflight], tag: int, *given: Any, is_all_reduce: bool = False) -> Inflight:
         moved = self._begin()
         inner = begin(*given)
-        return _Heard(inner, self._tell(moved, tag)) if moved else inner
+        return _Heard(inner, self._tell(moved, tag, is_all_reduce)) if moved else inner
 
     def _answered(self, ask: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         moved = self._begin()
@@ -121,7 +126,7 @@ class _Recorded(GroupWire):
         return self._heard(super().reduce, tag, source, out, tag, cuts)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        return self._heard(super().average, tag, source, out, tag)
+        return self._heard(super().average, tag, source, out, tag, is_all_reduce=True)
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         return self._answered(super().sum_scalar, value)

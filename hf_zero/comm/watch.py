@@ -209,7 +209,7 @@ class Watcher:
             return False
         # Who does not ask writes nothing: a store that is a file would grow.
         asked = self.store.add(key, 1) if asks else int(self.store.get(key))
-        if asked == self.asked:
+        if asked == self.asked:  # this question has been answered; the next tick of who waits makes another one
             return False
         self.asked = asked
         work = Work.now()
@@ -307,6 +307,7 @@ class _Lane:
         if verdict is None:
             return
         self.verdict = verdict
+        # On all wires of the lane before one wait is broken: the error of that wait, and of any that begins next, is this one.
         for watch in self._open():
             watch.verdict = verdict
         waiting = [watch for watch in self._open() if watch.at is not None]
@@ -352,6 +353,7 @@ class _Lane:
                 self._tell(waited_s, [(rank, places[rank]) for rank in late])
             return None
         verdict = explain(places, waited_s)
+        # Two ranks may come to different ones at once: the first that is there is everyone's.
         return self._watcher.store.compare_set(self._key("verdict"), "", verdict).decode()
 
     def _tell(self, waited_s: float, late: list[tuple[int, Place | None]]) -> None:

@@ -54,7 +54,7 @@ class Wait:
         watch = self._watch
         if watch.verdict is not None:
             raise watch.error()
-        before = watch.at
+        before = watch.at  # a call may wait for another; one thread at a time, or an ended wait would be put back here
         watch.last = self.started = time.perf_counter()
         watch.at = self
         try:

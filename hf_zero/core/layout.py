@@ -369,6 +369,7 @@ def _dealt(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
     """By name, the owner of each parameter that has one."""
     loads = [(0, 0, rank) for rank in range(shards)]
     owner_of = {}
+    # A stable sort, and a heap whose ties end with the rank: every rank computes this by itself, and must get the same owners.
     for spec in sorted((spec for spec in specs if spec.step_cost > 0), key=lambda spec: -spec.step_cost):
         cost, numel, rank = heappop(loads)
         owner_of[spec.name] = rank
@@ -386,12 +387,13 @@ def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[
     if is_whole:
         stops = {owner_of[slot.spec.name]: slot.stop for slot in slots}
         cuts = [0]
-        for rank in range(shards):
+        for rank in range(shards):  # who owns nothing here ends where the one before does
             cuts.append(stops.get(rank, cuts[-1]))
         largest = max(high - low for low, high in pairwise(cuts))
         span = Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
         rank = next(rank for rank in range(shards) if cuts[rank + 1] - cuts[rank] == largest)
         return replace(span, wholes=_owned(span, rank))
+    # Rounded up twice: slices are equal, so that a collective needs no lengths, and may lie beyond the last parameter.
     per_shard = -(-offset // shards)
     slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
     return Span(index, tuple(slots), offset, slice_numel, shards, wholes=tuple(slots) if specs[0].step_cost > 0 else ())

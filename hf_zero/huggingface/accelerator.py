@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from ..config import ZeroConfig
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
-from ..runtime.compiling import take_wrapper_off
-from ..runtime.deferred import birth_of
 from ..runtime.engine import Engine, engine_of
-from ..runtime.ownership import owner_of
+from ..runtime.passes.compiling import take_wrapper_off
 from ..runtime.shard import shard
-from ..runtime.sharded import Sharded
+from ..runtime.values.deferred import birth_of
+from ..runtime.values.ownership import owner_of
+from ..runtime.values.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
 from .checkpoints import bare_optimizer
 from .stock import AcceleratorBase, replaced
@@ -75,16 +75,14 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         if engine is None:
             # Nothing to train and nothing to save by sharding: accelerate's evaluation path.
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        if hasattr(model, "_original_forward"):
-            # Evaluated before it is trained: its forward runs under autocast already.
-            model.__dict__["_is_accelerate_prepared"] = True
         # evaluation_mode is accelerate's way to say "autocast, but no DDP". Compiled as a whole, hooks would be in the graph.
+        # A model that was evaluated before it is trained bears accelerate's mark and passes through: its forward runs under
+        # autocast already, and the engine that it got above works by hooks, around whatever forward there is.
         dynamo = self.state.dynamo_plugin
         with replaced([(dynamo, "backend", DynamoBackend.NO)]):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if dynamo.backend != DynamoBackend.NO and not engine.is_compiled:
             engine.compile(**dynamo.to_kwargs())
-        prepared.__dict__["_is_accelerate_prepared"] = True
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:

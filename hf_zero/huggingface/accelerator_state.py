@@ -32,7 +32,7 @@ from ..checkpoint.weights import Drawing, StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
 from ..errors import CheckpointError, ConfigError
 from ..runtime.engine import Engine, engine_of
-from ..runtime.pieces import ParameterPieces
+from ..runtime.values.pieces import ParameterPieces
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
@@ -187,6 +187,9 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
             left[:] = [index for index, state in enumerate(states) if any(state is other for other in weights)]
             weights.clear()
 
+        # accelerate's `save_state` asks each model for its `state_dict()`, gives models and states to the hooks in the order of
+        # their registration, and writes the states that are left in the list. So `note` has to be first, to see all of them,
+        # and `take` last: what a hook took out, it has saved; what is left is ours, and taken out before accelerate writes it.
         # A hook of the user's may save a model itself, on one rank: then it needs the values.
         whole = [(m, m.state_dict() if hooks else engine_of(m).outline()) for m in self._models if engine_of(m)]  # type: ignore[union-attr]
         optimizers, self._optimizers = self._optimizers, []
@@ -263,6 +266,8 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
                     model.load_state_dict(load_file(folder / inside / "model.safetensors"), strict=False)
             models.clear()
 
+        # Last of the hooks, so that models that another one has loaded are out of the list; empty, it keeps accelerate from
+        # loading any itself. The list of optimizers is empty for the same reason: their state is in no file of accelerate's.
         optimizers, self._optimizers = self._optimizers, []
         handle = self.register_load_state_pre_hook(load_models)
         try:

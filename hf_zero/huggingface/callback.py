@@ -7,7 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -198,13 +199,26 @@ class PreemptionCallback(TrainerCallback):
         self._ends: Preemption | None = None
 
     @classmethod
-    def take_over(cls, callbacks: list[TrainerCallback]) -> None:
-        """Where transformers' is among `callbacks`."""
+    @contextmanager
+    def at_work(cls, callbacks: list[TrainerCallback]) -> Iterator[None]:
+        """Around a training: where transformers' is among `callbacks`, this one takes its place. Signals are given back
+        afterwards, also where it ends by an exception, of which the stock code tells no callback.
+        """
         for at, callback in enumerate(callbacks):
             if isinstance(callback, JITCheckpointCallback):
                 if callback.jit_manager is not None:
                     signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
                 callbacks[at] = cls()
+        try:
+            yield
+        finally:
+            for callback in callbacks:
+                if isinstance(callback, cls):
+                    callback._close()
+
+    def _close(self) -> None:
+        if self._ends is not None:
+            self._ends.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
@@ -218,10 +232,6 @@ class PreemptionCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_evaluate = False  # it is saved already
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._ends is not None:
-            self._ends.close()
 
 
 def _engine_in(event: dict[str, Any]) -> Engine | None:

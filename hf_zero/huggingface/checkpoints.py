@@ -17,9 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint.files import replace_file
 from ..checkpoint.load import Loading
-from ..checkpoint.manifest import MANIFEST, Manifest, digest_file
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
 from ..checkpoint.series import is_ours
 from ..checkpoint.weights import Drawing, format_of
@@ -27,7 +25,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.engine import Engine
-from ..runtime.pieces import ParameterPieces
+from ..runtime.values.pieces import ParameterPieces
 from .stock import recording, replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
@@ -174,14 +172,3 @@ def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
             "shared file system, or copy it to every node"
         )
     return answers[0][1]
-
-
-def amend(folder: Path, name: str) -> None:
-    """One file of a complete folder was written anew: its manifest follows. On one rank; nothing where there is none."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return
-    manifest = Manifest.read(folder)
-    if name in manifest.files:
-        manifest.files[name] = digest_file(folder / name)
-        replace_file(path, manifest.to_bytes())

@@ -147,6 +147,7 @@ class KeepsBatches(TrainerBase):
             changes = kept(was, args)
             self._zero_batches = self._zero_batches_were = was
             (_, _, rows), (_, _, times) = changes
+            # The stock Trainer copies the argument in `__init__`, and from then on reads its loader's batch from the copy.
             changes.append((self, "_train_batch_size", rows))
             if wire.rank == 0:
                 text = f"{args.world_size} rank(s) share the {was.rows_per_step} rows of a step: {rows} per rank"

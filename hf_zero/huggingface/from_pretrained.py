@@ -28,7 +28,7 @@ from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
 from ..params.init import Init
-from ..runtime.deferred import birth_of, born, born_at_rest, slice_bounds
+from ..runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
 from .stock import replaced

@@ -80,18 +80,16 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*call.args, **call.kwargs)
 
 
-def empty_model(name_or_path: str) -> nn.Module:
-    """The architecture of a Hub id or local folder on the meta device: names, shapes and ties, no weights are read."""
-    return _empty(transformers.AutoConfig.from_pretrained(name_or_path))
-
-
-def model_of_name(name: str) -> nn.Module:
-    """The same for a name of `plan.configs.CONFIGS`."""
-    kind, architecture, settings = CONFIGS[name]
-    return _empty(transformers.AutoConfig.for_model(kind, **settings, architectures=[architecture]))
-
-
-def _empty(config: Any) -> nn.Module:
+def empty_model(name: str) -> nn.Module:
+    """The architecture of a name of `plan.configs.CONFIGS`, else of a Hub id or local folder, on the meta device: names, shapes
+    and ties, no weights are read.
+    """
+    known = CONFIGS.get(name.lower())
+    config: Any
+    if known is None:
+        config = transformers.AutoConfig.from_pretrained(name)
+    else:
+        config = transformers.AutoConfig.for_model(known.kind, **known.settings, architectures=[known.architecture])
     for kind in config.architectures or []:
         cls = getattr(transformers, kind, None)
         if cls is not None:

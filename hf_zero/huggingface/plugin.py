@@ -48,6 +48,7 @@ class ZeroPlugin(ParallelismConfig):
     step_in_backward: bool = setting("step_in_backward")
     stall_s: float = setting("stall_s")
     debug: bool = setting("debug")
+    is_of_flags = False  # no field: whether `ZeroTrainingArguments` made it
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):
@@ -111,6 +112,8 @@ class ZeroPlugin(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         # Not super(): it would claim the ranks for its own replicate dimension and refuse CPU ranks.
+        # accelerate calls this in `Accelerator.__init__` once `state` is there, before it sets its lists of models and
+        # optimizers, the scaler and the gradient state: only `state` may be read here.
         refuse(ACCELERATE_STATE, accelerator.state)
         cls = type(accelerator)
         accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)

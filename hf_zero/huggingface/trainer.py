@@ -43,15 +43,14 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, ConfigError
-from ..runtime.autocast import shown_in
 from ..runtime.checkpoints import load_state
 from ..runtime.engine import Engine, engine_of
+from ..runtime.passes.autocast import shown_in
 from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import MeasuredLogs, PreemptionCallback, calling_trainer, facts_of, write_card
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
-    amend,
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
@@ -100,7 +99,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         _check_arguments(self.args)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # What is offloaded goes there unit by unit, when the model is sharded; the whole may not fit.
+        # What is offloaded goes there unit by unit, when the model is sharded; the whole may not fit. The stock code comes here
+        # from `__init__` and, with `model_init` or full evaluation in 16 bits, from `train`: always before `prepare`.
         if not self.accelerator.zero_config.offloads:
             super()._move_model_to_device(model, device)
 
@@ -191,11 +191,13 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
                     stacklevel=2,
                 )
-        PreemptionCallback.take_over(self.callback_handler.callbacks)
         self._zero_resumed = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._zero_resuming = True
         try:
-            with self._zero_keeping_batches(wire, self._zero_resumed, elastic):
+            with (
+                PreemptionCallback.at_work(self.callback_handler.callbacks),
+                self._zero_keeping_batches(wire, self._zero_resumed, elastic),
+            ):
                 out = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._zero_resuming = False
@@ -229,6 +231,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
 
     def _get_output_dir(self, trial: Any) -> str:
         """While a checkpoint is put together: where it is."""
+        # What the stock `_save_checkpoint` does with the answer: it adds checkpoint-N, looks there for the best one, and drops
+        # older ones, of which this folder has none. Of the run's own they would be gone before this checkpoint is whole.
         if self._zero_saving is not None:
             return str(self._zero_saving.folder.parent)
         return super()._get_output_dir(trial)
@@ -346,7 +350,9 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         saving.optimizer(engine.optimizer_state(bare_optimizer(self.optimizer)), max_shard_size=MAX_SHARD_SIZE)
         parent: Any = super()
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
-            with replaced([(self.optimizer, "state_dict", dict)]):  # of all ranks; here nobody reads it
+            # The stock code writes both in one method: optimizer.pt gets an empty state, and goes again. With the true one it
+            # would be a collective that only the writing rank calls.
+            with replaced([(self.optimizer, "state_dict", dict)]):
                 parent._save_optimizer_and_scheduler(output_dir)
             if self.args.should_save:
                 Path(output_dir, OPTIMIZER_NAME).unlink(missing_ok=True)
@@ -358,6 +364,9 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         """Weights of a checkpoint of ours. In `train` the model is not sharded yet: they come with the optimizer's state."""
         if not is_ours(resume_from_checkpoint):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # In `train` the stock code loads weights before `accelerator.prepare`, and calls `_load_optimizer_and_scheduler` after
+        # it whenever it resumes, whatever files there are: that is where ours are loaded, into slices. Read here, they would
+        # be whole on every rank.
         if self._zero_resuming:
             return None
         if self._zero_engine() is None:
@@ -444,8 +453,6 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             stock(*args, **kwargs)
         elif self.is_world_process_zero():
             write_card(self, folder, inspect.signature(Trainer.create_model_card).bind(self, *args, **kwargs).arguments)
-        if self.is_world_process_zero():
-            amend(folder, "README.md")
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..comm.agree import read
 from ..comm.wire import SoloWire
 from ..errors import RankMismatchError, StateError
-from ..runtime.deferred import Birth
 from ..runtime.engine import Engine, engine_of
-from ..runtime.ownership import owner_of
-from ..runtime.sharded import Of, Place, Sharded, gradient_of, master_of, state_of
+from ..runtime.values.deferred import Birth
+from ..runtime.values.ownership import owner_of
+from ..runtime.values.sharded import Of, Place, Sharded, gradient_of, master_of, state_of
 from ..tiers.array import OnDisk, in_memory
 from ..tiers.fingerprint import fingerprint
 

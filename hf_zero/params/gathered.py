@@ -16,10 +16,10 @@ from torch import nn
 from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import ConfigError, StateError
-from ..runtime.deferred import Birth
 from ..runtime.engine import engine_of
-from ..runtime.ownership import owner_of
-from ..runtime.sharded import Place, master_of
+from ..runtime.values.deferred import Birth
+from ..runtime.values.ownership import owner_of
+from ..runtime.values.sharded import Place, master_of
 from ..tiers.fingerprint import fingerprint
 from .access import HeldParameter, holder_of
 

@@ -34,9 +34,9 @@ from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS
 from ..errors import ConfigError, RankMismatchError
-from ..runtime.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
 from ..runtime.instance_methods import DeferredHooks
-from ..runtime.ownership import OWNERS, adopt
+from ..runtime.values.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
+from ..runtime.values.ownership import OWNERS, adopt
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once
 from ..tiers.tier import Meter

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..checkpoint.files import parse_json, read_bounded, replace_file
@@ -79,6 +80,8 @@ class Machine:
     disk_write: float | None = None
     collective: float | None = None
     """Bytes per second that a rank sends in gathers and reduces, beyond `latency`."""
+    all_reduce: float | None = None
+    """Bytes per second that a rank sends in all-reduces (stage 0, gradients across replicas); None: as `collective`."""
     latency: float | None = None
     """Seconds of one hop of these, before its first byte."""
     overlap: float | None = None
@@ -101,7 +104,6 @@ class Machine:
         Raises:
             ConfigError: a name that is not a field, or a value that is not a number.
         """
-        values = {name: value for name, value in values.items() if name != "copy_bandwidth"}  # in files before 0.1
         names = {entry.name for entry in fields(Machine)}
         unknown = sorted(set(values) - names)
         if unknown:
@@ -135,7 +137,7 @@ class Machine:
         values = self.to_dict()
         if self.collective is None and path.exists():
             before = Machine.load(path).to_dict()
-            values |= {name: before[name] for name in ("collective", "latency", "overlap")}
+            values |= {name: before[name] for name in ("collective", "all_reduce", "latency", "overlap")}
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
@@ -267,6 +269,7 @@ def probe(
         link_down=down,
         link_up=up,
         collective=None if speed is None else speed.bandwidth,
+        all_reduce=None if speed is None else speed.all_reduce,
         latency=None if speed is None else speed.latency_s,
         overlap=None if speed is None else speed.overlap,
         flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
@@ -375,12 +378,15 @@ class WireSpeed:
         bandwidth: bytes a second that a rank sends.
         overlap: share of a message's time, 0 to 1, that work going on at the same time does not feel. A network card that
             reads and writes memory by itself has 1; where processors copy each byte and all of them compute, it is near 0.
+        all_reduce: bytes a second that a rank sends in one. The engine's gathers go through shared memory where they can, an
+            all-reduce is always the backend's.
         points: (bytes, seconds) that the two first are fitted to.
     """
 
     latency_s: float
     bandwidth: float
     overlap: float
+    all_reduce: float
     points: tuple[tuple[float, float], ...] = ()
 
 
@@ -395,21 +401,16 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """
     if len({size for size, _ in points}) < 2 or any(taken <= 0 for _, taken in points):
         raise ConfigError(f"a line needs two sizes of messages or more and positive times, found {list(points)}")
-    # Minimized: the sum of (a + b x - t)^2 / t^2, a weighted line.
-    weights = [1 / taken**2 for _, taken in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points)) / total
-    mean_t = sum(w * t for w, (_, t) in zip(weights, points)) / total
-    slope = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points))
-    slope /= sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points))
-    latency_s = mean_t - slope * mean_x
-    if latency_s < 0:  # noise: a message begins no earlier than it is sent, so the line goes through zero
-        latency_s = 0.0
-        slope = sum(w * x * t for w, (x, t) in zip(weights, points))
-        slope /= sum(w * x * x for w, (x, _) in zip(weights, points))
+    from scipy.optimize import nnls  # takes a second
+
+    # (a + b x - t) / t, with neither negative: a message begins no earlier than it is sent. Sizes in units of the largest, for
+    # else the two columns differ by as many digits as a float has.
+    sizes, taken_s = np.array(points).T
+    largest = sizes.max()
+    (latency_s, slope), _ = nnls(np.stack([1 / taken_s, sizes / largest / taken_s], axis=1), np.ones(len(sizes)))
     if slope <= 0:
         raise ConfigError(f"larger messages took no longer than small ones: {list(points)}; measure again")
-    return latency_s, 1 / slope
+    return float(latency_s), float(largest / slope)
 
 
 def hidden_share(work_s: float, messages_s: float, both_s: float) -> float:
@@ -419,7 +420,7 @@ def hidden_share(work_s: float, messages_s: float, both_s: float) -> float:
 
 def measure(device: torch.device, wire: SoloWire, sizes: Sequence[int] = SIZES) -> WireSpeed | None:
     """Gathers of several sizes, all ranks at the same time, to all others at once as the engine's; then one beside matrix
-    products. Medians; some seconds. A collective, with the same result on every rank; None on one rank.
+    products, and an all-reduce. Medians; some seconds. A collective, with the same result on every rank; None on one rank.
     """
     if wire.size == 1:
         return None
@@ -429,8 +430,10 @@ def measure(device: torch.device, wire: SoloWire, sizes: Sequence[int] = SIZES) 
         points.append((float(sent), _median_s(device, wire, begin, _SMALL_TURNS if sent < _SMALL_BYTES else _TURNS)))
     points = [(sent, max(row[at][1] for row in wire.exchange(points))) for at, (sent, _) in enumerate(points)]
     latency_s, bandwidth = fitted(points)
-    overlap = _overlap(device, wire, min(_OVERLAP_BYTES, max(sizes)))
-    return WireSpeed(latency_s / (wire.size - 1), bandwidth, min(wire.exchange(overlap)), tuple(points))
+    large = min(_OVERLAP_BYTES, max(sizes))
+    overlap, all_reduce = _overlap(device, wire, large), _all_reduce(device, wire, large)
+    overlap, all_reduce = map(min, zip(*wire.exchange((overlap, all_reduce))))
+    return WireSpeed(latency_s / (wire.size - 1), bandwidth, overlap, all_reduce, tuple(points))
 
 
 def finish(device: torch.device) -> None:
@@ -458,6 +461,13 @@ def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object]
         finish(device)
         taken.append(time.perf_counter() - started)
     return statistics.median(taken[1:])
+
+
+def _all_reduce(device: torch.device, wire: SoloWire, size: int) -> float:
+    """Bytes a second that a rank sends in an all-reduce of `size` bytes."""
+    values = torch.ones(size // 4, device=device)
+    taken_s = _median_s(device, wire, lambda: wire.average(values, values, 0))
+    return 2 * (wire.size - 1) / wire.size * values.nbytes / taken_s
 
 
 def _overlap(device: torch.device, wire: SoloWire, size: int) -> float:

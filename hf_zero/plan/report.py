@@ -5,6 +5,7 @@ Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -256,13 +257,14 @@ def start(
 def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
     """`label text`, broken between words where the terminal ends."""
     for label, text in rows:
-        line = f"  {label:<{_LABEL - 2}}"
-        for word in text.split(" "):
-            if len(line) + len(word) > width and line.strip():
-                yield line.rstrip()
-                line = " " * _LABEL
-            line += word + " "
-        yield line.rstrip()
+        yield from textwrap.wrap(
+            text,
+            width,
+            initial_indent=f"  {label:<{_LABEL - 2}}",
+            subsequent_indent=" " * _LABEL,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def _bars(report: Report, limits: Sequence[Limit], width: int, marks: str) -> Iterator[str]:

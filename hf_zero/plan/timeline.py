@@ -18,6 +18,7 @@ class Operation:
         phase: what the engine is doing.
         ranks: that take part; 0: all there are.
         stride: they are so many ranks apart.
+        is_all_reduce: every rank gets all of the result: a reduce-scatter and a gather after it.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Operation:
     phase: str
     ranks: int = 0
     stride: int = 1
+    is_all_reduce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,19 @@ Event = Operation | Waited | Computed
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`latency_s` before a message's first byte, then `bandwidth` bytes a second in each direction, of one adapter."""
+    """`latency_s` before a message's first byte, then `bandwidth` bytes a second in each direction, of one adapter.
+
+    Attributes:
+        all_reduce: bytes a second in an all-reduce, where these go another way; None: `bandwidth`.
+    """
 
     latency_s: float
     bandwidth: float
     source: str
+    all_reduce: float | None = None
+
+    def seconds_per_byte(self, operation: Operation) -> float:
+        return 1 / (self.all_reduce or self.bandwidth) if operation.is_all_reduce else 1 / self.bandwidth
 
 
 # A latency is the length of one hop of a ring with the protocol for large messages: row Ring, column Simple of the table
@@ -78,7 +88,7 @@ class Network:
     Ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): N - 1 hops for a
     gather or a reduce-scatter, as slow as the slowest link. A collective has a ring per adapter (as NCCL does), so a
     machine's adapters carry its bytes together; where several groups are at work at a time, each has its share of them. An
-    all-reduce, 2 (N - 1) hops, is told by no kind: its bytes are counted in full, its hops as a gather's.
+    all-reduce has 2 (N - 1) hops.
 
     Attributes:
         adapters: of each machine to the others; 0: one for each of its ranks.
@@ -96,12 +106,14 @@ class Network:
             return 0.0
         each = self.ranks // self.nodes
         nodes = min(ranks, -(-ranks * operation.stride // each))
+        near_s = operation.bytes * self.near.seconds_per_byte(operation)
+        turns = 2 if operation.is_all_reduce else 1
         if nodes == 1:
-            return (ranks - 1) * self.near.latency_s + operation.bytes / self.near.bandwidth
-        hops_s = nodes * self.far.latency_s + (ranks - nodes) * self.near.latency_s
+            return turns * (ranks - 1) * self.near.latency_s + near_s
+        hops_s = turns * (nodes * self.far.latency_s + (ranks - nodes) * self.near.latency_s)
         share = min(1.0, max(1, each // operation.stride) / each)  # of a machine's ranks: others are in other groups
-        slowest = min(self.near.bandwidth, self.far.bandwidth * (self.adapters or each) * share)
-        return hops_s * (ranks - 1) / ranks + operation.bytes / slowest
+        far_s = operation.bytes * self.far.seconds_per_byte(operation) / ((self.adapters or each) * share)
+        return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
 
 
 @dataclass(frozen=True, slots=True)

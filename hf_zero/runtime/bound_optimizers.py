@@ -13,14 +13,15 @@ from ..core.layout import ParamSpec
 from ..errors import LayoutError, RankMismatchError, StateError
 from .build import Assembly, Groups
 from .gradient_ops import Gradients
+from .group_flags import GroupFlags
 from .moves import Monitor
 from .offload import Offload
-from .optimizer import Binding, take_state
-from .schedule import Schedule
-from .sharded import Sharded
-from .transaction import HeldSignals
-from .whole_optimizer import WholeBinding
-from .writes import WriteWatch
+from .optimizers.optimizer import Binding, take_state
+from .optimizers.transaction import HeldSignals
+from .optimizers.whole_optimizer import WholeBinding
+from .passes.schedule import Schedule
+from .values.sharded import Sharded
+from .values.writes import WriteWatch
 
 
 class BoundOptimizers:
@@ -44,6 +45,7 @@ class BoundOptimizers:
         schedule: Schedule,
         writes: WriteWatch,
         gradients: Gradients,
+        group_flags: GroupFlags,
         *,
         held: HeldSignals,
         quiesce: Callable[[], None],
@@ -52,7 +54,7 @@ class BoundOptimizers:
     ) -> None:
         self._sharded, self._config, self._wire = sharded, sharded.config, sharded.wire
         self._assembly, self._offload, self._schedule = assembly, offload, schedule
-        self._writes, self._gradients = writes, gradients
+        self._writes, self._gradients, self._group_flags = writes, gradients, group_flags
         self._held, self._quiesce, self._flush, self._take_methods = held, quiesce, flush, take_methods
         self._taken: set[torch.optim.Optimizer] = set()  # whose methods are ours
         self.settle_states = offload.finish_before_a_look if sharded.config.offloads else None
@@ -124,6 +126,7 @@ class BoundOptimizers:
         optimizers: Sequence[torch.optim.Optimizer],
         bindings: Sequence[Binding],
     ) -> None:
+        self._group_flags.refuse_cut(self._assembly.moved_by(specs))
         # New spans are filled from the masters: what was written to parameters, frozen ones too, must be there before.
         self._writes.settle()
         self._sharded.plan = self._assembly.plan(specs, optimizers, self._offload.ranks_here)
@@ -191,13 +194,14 @@ class BoundOptimizers:
         for index, (optimizer, groups, kind, state) in enumerate(zip(optimizers, originals, kinds, states)):
             binding = kind(optimizer, self._sharded.units, self._wire, groups, index)
             self.bindings.append(binding)
-            self._writes.counts_references = True
             binding.keep_states(self.settle_states)
             if state is not None:
                 binding.load_state_dict(state)
             if optimizer not in self._taken:
                 self._taken.add(optimizer)
                 self._take_methods(optimizer)
+        self._writes.count_references()
+        self._group_flags.set_out()
         if self._config.offloads:
             over_wholes = [binding for binding in self.bindings if isinstance(binding, WholeBinding)]
             self._offload.counted = {index: self._assembly.counted[index] for index in range(len(optimizers))}
@@ -218,18 +222,37 @@ class BoundOptimizers:
             )
         return binding
 
+    def current(self, optimizer: torch.optim.Optimizer, what: str) -> Binding:
+        """As `bound`, over the groups as they are now. A collective where they were changed.
+
+        Raises:
+            StateError: another optimizer has taken its place.
+            LayoutError: they were changed while there are gradients.
+        """
+        if not self.bound(optimizer, what).is_current():
+            self.bind(optimizer)
+        return self.bound(optimizer, what)
+
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        binding = self.bound(optimizer, "state_dict()")
+        binding = self.current(optimizer, "state_dict()")
         self._quiesce()
         return binding.state_dict()
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        binding = self.bound(optimizer, "load_state_dict()")
+        binding = self.current(optimizer, "load_state_dict()")
         self._quiesce()
-        if binding.one_gradient:
-            what = "the optimizer's load_state_dict()"
-            with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
-                report.mine = binding.marks(state_dict, self._sharded.names)
-            self.make_room(report.everyone[0])
-            self._quiesce()
+        if not binding.one_gradient:  # torch's own method takes it, and runs the program's hooks
+            binding.load_state_dict(state_dict)
+            return
+        state_dict = state_dict.copy()  # as torch does: a hook may change it
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, state_dict)
+            state_dict = state_dict if changed is None else changed
+        what = "the optimizer's load_state_dict()"
+        with agree.on_all_ranks(self._wire, what, kind=RankMismatchError) as report:
+            report.mine = binding.marks(state_dict, self._sharded.names)
+        self.make_room(report.everyone[0])
+        self._quiesce()
         self.bound(optimizer, "load_state_dict()").load_state_dict(state_dict)  # spans may have been cut anew
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)

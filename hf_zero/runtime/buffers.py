@@ -44,6 +44,7 @@ class Buffers:
     def __init__(self, model: nn.Module, wire: SoloWire) -> None:
         self._model, self._wire = model, wire
         # Dicts and not tensors: a buffer may be assigned anew, or be made in the first forward.
+        # The dicts themselves are kept: `_skip` knows them by `id`.
         self._dicts = [module._buffers for module in model.modules()]
         self._live: dict[str, Sign] = {}
         """Those that change, in the order in which they are sent; the same on every rank."""

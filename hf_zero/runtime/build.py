@@ -19,15 +19,15 @@ from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, Plan
 from ..plan.solve import PlanInputs
-from .deferred import birth_of
-from .flat_param import Flat, slice_of
-from .optimizer import Binding, originals_of, state_tensors
-from .ownership import adopt, release
-from .reads import AsTheyAre
-from .sharded import Place, Sharded
-from .supported_optimizers import counted, needs_wholes, state_bytes, step_cost
-from .unit import State, Unit
-from .whole_optimizer import WholeBinding
+from .optimizers.optimizer import Binding, originals_of, state_tensors
+from .optimizers.supported_optimizers import counted, needs_wholes, state_bytes, step_cost
+from .optimizers.whole_optimizer import WholeBinding
+from .values.deferred import birth_of
+from .values.flat_param import Flat, slice_of
+from .values.ownership import adopt, release
+from .values.reads import AsTheyAre
+from .values.sharded import Place, Sharded
+from .values.unit import State, Unit
 
 Groups = list[list[nn.Parameter]]
 """An optimizer's groups, as the model's parameters."""
@@ -121,6 +121,11 @@ class Assembly:
         """Whether these specs make other spans than there are now."""
         now = [[self._spec(param).key for param in group.params] for group in self._drafter.groups]
         return [[spec.key for spec in unit] for unit in specs] != now
+
+    def moved_by(self, specs: list[list[ParamSpec]]) -> list[nn.Parameter]:
+        """Parameters of units of which these specs make other spans."""
+        pairs = zip(self._drafter.groups, specs)
+        return [p for group, mine in pairs if [self._spec(p) for p in group.params] != mine for p in group.params]
 
     def hosts(self) -> Iterator[tuple[Unit, list[nn.Module]]]:
         return ((unit, group.hosts) for unit, group in zip(self.sharded.units, self._drafter.groups))
@@ -324,6 +329,8 @@ class Assembly:
                     flat.span = span
                 continue
             old = [flat for flat in unit.flats if flat not in goes_on]
+            # One unit after another, and its old memory goes before the new is there: the peak is the model and one unit.
+            # What a unit has is taken before `drop`, after which its masters are empty.
             grads = self._take_grads(old)
             states = [binding.take(old) for binding in bindings]
             self._restore(old, in_own_type=False)

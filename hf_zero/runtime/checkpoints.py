@@ -33,8 +33,9 @@ from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
 from ..plan.machine import free_host_bytes
-from .pieces import OptimizerPieces, ParameterPieces
-from .sharded import Sharded
+from .optimizers.state_pieces import OptimizerPieces
+from .values.pieces import ParameterPieces
+from .values.sharded import Sharded
 
 _STATE = "zero_state"
 

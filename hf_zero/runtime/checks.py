@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ..comm.watch import Watch
 from ..errors import NumericsError
 from .buffers import Buffers
-from .flat_param import Flat
 from .offload import Offload
 from .reference import Reference, kind_in, kind_of
 from .replicas import Replicas, ranks_text
 from .saved_tensors import in_backward_of_any, nodes_of, tensors_in
-from .sharded import Sharded
-from .unit import State, Unit
+from .values.flat_param import Flat
+from .values.sharded import Sharded
+from .values.unit import State, Unit
 
 CLOSE, EVERY = 10, 10
 """Weights and buffers are compared in the first `CLOSE` steps, and in one of `EVERY` afterwards."""

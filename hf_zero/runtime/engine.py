@@ -23,14 +23,14 @@ from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
 from . import instance_methods as overrides
-from . import weighing
-from .autocast import shown_in
 from .build import Assembly
 from .checkpoints import Saves, load, save
-from .clipping import clip_norm, clip_values
-from .compiling import Block, Compile
 from .offload import STATES
-from .pieces import OptimizerPieces
+from .optimizers.clipping import clip_norm, clip_values
+from .optimizers.state_pieces import OptimizerPieces
+from .passes import weighing
+from .passes.autocast import shown_in
+from .passes.compiling import Block, Compile
 from .preemption import Preemption
 from .training import Training
 from .usage import Usage, report
@@ -253,12 +253,13 @@ class Engine:
         return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
-        """What a checkpoint writes and fills of a bound optimizer.
+        """What a checkpoint writes and fills of a bound optimizer. A collective where its groups were changed.
 
         Raises:
             StateError: it is not bound.
+            LayoutError: its groups were changed while there are gradients.
         """
-        binding = self.training.optimizers.bound(optimizer, "state")
+        binding = self.training.optimizers.current(optimizer, "state")
         return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
 
     def _optimizer_states(self) -> list[OptimizerPieces]:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_sum, root
-from .flat_param import Flat
-from .gradients import Gradient, Handles, is_of
 from .offload import Offload
-from .reads import AsTheyAre
-from .sharded import Sharded, gradient_of
+from .optimizers.clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_sum, root
+from .values.flat_param import Flat
+from .values.gradients import Gradient, Handles, is_of
+from .values.reads import AsTheyAre
+from .values.sharded import Sharded, gradient_of
 
 T = TypeVar("T")
 _GONE = "this gradient's model is gone"
@@ -256,8 +256,7 @@ class Gradients:
         sharded = self.sharded
         what = "the norm of a gradient in the optimizer's groups"
         _there(self._offload).refuse_clipping(what)
-        _there(self._offload).refuse_while_away(what)
-        if place < 0:
+        if place < 0:  # without a collective: another rank may have no such shard, and would not take part
             return power_sum([], order, device)
         flats = self.sharded.trained
         self.settle([flats[place]])

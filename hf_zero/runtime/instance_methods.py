@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..comm.wire import SoloWire
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
-from .deferred import Birth, birth_of, no_pickle, opening_mode
-from .sharded import Sharded
 from .state_dict import StateDictHooks
+from .values.deferred import Birth, birth_of, no_pickle, opening_mode
+from .values.sharded import Sharded
 
 RESIZE = "resize_token_embeddings"
 _PACKAGE = __name__.partition(".")[0]

@@ -27,11 +27,11 @@ from ..errors import ConfigError, TierError
 from ..plan.machine import MARGIN, free_device_bytes, free_disk_bytes
 from ..plan.outline import activation_bytes
 from ..tiers.tier import Tier
-from .flat_param import Flat
-from .optimizer import state_tensors
-from .sharded import Sharded
+from .optimizers.optimizer import state_tensors
 from .spare_room import BatchWatch
-from .unit import State, Unit
+from .values.flat_param import Flat
+from .values.sharded import Sharded
+from .values.unit import State, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +260,20 @@ class Arrangement:
             if rest is not flat.rest and unit.policy.keep_full:
                 unit.state = State.SHARDED
             flat.move(rest, tiers, self._optimizer_of(flat))
+
+    def zero_grad(self, optimizer: int | None, *, set_to_none: bool) -> None:
+        """The gradients that are away by themselves are cleared with those that are not.
+
+        Args:
+            optimizer: see `Unit.drop_grads`.
+        """
+        kept = []
+        for flat, index, grad in self._gradients:
+            if optimizer is not None and flat.span.is_updated and flat.span.optimizer != optimizer:
+                kept.append((flat, index, grad))
+            elif not set_to_none:
+                kept.append((flat, index, grad.zero_()))
+        self._gradients = kept
 
     def restore(self) -> None:
         """Everything is where it was when this was made."""

@@ -15,12 +15,12 @@ from ..errors import ConfigError, StateError, TierError, ZeroError
 from ..plan.costs import Placement
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
-from .host_step import Stepper
 from .moves import Arrangement, Monitor
-from .shadow_optimizer import Counts, Twin
-from .sharded import Sharded
+from .optimizers.host_step import Stepper
+from .optimizers.shadow_optimizer import Counts, Twin
 from .transports import Roads
-from .unit import Step, Unit
+from .values.sharded import Sharded
+from .values.unit import Step, Unit
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -92,9 +92,18 @@ class Offload:
         offloaded = [unit for unit in self._units if not unit.in_memory] if self._config.offloads else []
         self._mark = self.storage.link.mark() if offloaded else None
         for unit in offloaded:
+            self._follow_states(unit, optimizer, index)
             for flat in unit.trained:
                 for shard in flat.shards:
                     shard.hide_grad()
+
+    @staticmethod
+    def _follow_states(unit: Unit, optimizer: torch.optim.Optimizer, index: int) -> None:
+        # Before any step is begun: it waits for those under way, and slabs are read as the states are laid out by then.
+        for flat in unit.trained:
+            if flat.wholes is None and flat.span.optimizer == index:
+                for shard in flat.shards:
+                    shard.follow_states(optimizer)
 
     def begin_step(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         """After it: start to update offloaded shards of its in another thread, unit by unit, in the order of the next forward.
@@ -189,6 +198,7 @@ class Offload:
         if self._before is not None:  # two units' gradients at most are in host memory
             with contextlib.suppress(ZeroError):  # raised where the step ends
                 self._before.wait()
+        self._follow_states(unit, optimizer, 0)
         self._under_way[unit] = None
         self._stepping().begin([unit], optimizer, 0, self._twin, self.storage.link.mark())
         self._before = unit.stepping
@@ -204,8 +214,9 @@ class Offload:
 
     def refuse_clipping(self, what: str) -> None:
         """Raises:
-        StateError: units are updated before the norm is known.
+        StateError: units are updated before the norm is known, or gradients may be away.
         """
+        self.refuse_while_away(what)
         if self._config.step_in_backward:
             raise StateError(
                 f"{what}: with step_in_backward parameters are updated before all gradients are there, so nothing can be "
@@ -294,6 +305,11 @@ class Offload:
         self._away = Arrangement(self._sharded)
         self._away.leave(names)
         empty_cache(self._device)
+
+    def zero_grad(self, index: int | None, *, set_to_none: bool) -> None:
+        """Of the optimizer with this number, or (None) of all: gradients that `leave` took away do not come back."""
+        if self._away is not None:
+            self._away.zero_grad(index, set_to_none=set_to_none)
 
     def come_back(self) -> None:
         """See `Engine.reload_states`."""

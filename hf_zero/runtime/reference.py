@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from .shadow_optimizer import Twin, copied
-from .sharded import Place, Sharded, gradient_of, master_of, state_of
-from .unit import Unit
+from .optimizers.shadow_optimizer import Twin, copied
+from .values.sharded import Place, Sharded, gradient_of, master_of, state_of
+from .values.unit import Unit
 
 STEPS = 3
 """So many steps are compared."""

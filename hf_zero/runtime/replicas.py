@@ -20,11 +20,11 @@ from ..errors import RankMismatchError
 from ..tiers.array import in_memory
 from ..tiers.fingerprint import fingerprint
 from .buffers import Buffers
-from .flat_param import Edits, Flat
-from .reads import AsTheyAre
 from .saved_tensors import in_backward_of_any
-from .sharded import Sharded
-from .unit import State, Unit
+from .values.flat_param import Edits, Flat
+from .values.reads import AsTheyAre
+from .values.sharded import Sharded
+from .values.unit import State, Unit
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
 _PLAIN = _NUMBERS | {tuple}

@@ -21,14 +21,14 @@ from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
 from . import instance_methods as overrides
 from .build import Assembly, device_of
-from .clipping import Overflow
-from .compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .engine import Engine, engine_of
 from .offload import Offload
-from .ownership import refuse_owned
-from .sharded import Sharded
+from .optimizers.clipping import Overflow
+from .passes.compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .training import Training
 from .transports import Roads
+from .values.ownership import refuse_owned
+from .values.sharded import Sharded
 
 
 def shard(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..plan.outline import Architecture, Batch
 from ..plan.plan import Kept, Plan, candidates, room_for
-from .sharded import Sharded
+from .values.sharded import Sharded
 
 
 class BatchWatch:

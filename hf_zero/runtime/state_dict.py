@@ -27,9 +27,9 @@ from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from ..plan.machine import free_host_bytes
-from .flat_param import Flat, joined
-from .reads import Unmasked, needs_values
-from .sharded import Sharded
+from .values.flat_param import Flat, joined
+from .values.reads import Unmasked, needs_values
+from .values.sharded import Sharded
 
 _SHARE = 8
 """Ranks other than 0 keep a state dict's values where these are at most this part of the host memory that is free."""

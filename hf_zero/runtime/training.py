@@ -18,30 +18,31 @@ from ..plan.plan import keeps
 from ..plan.record import Recorder, batch_of
 from ..tiers.pool import is_out_of_memory
 from . import instance_methods as overrides
-from .autocast import Autocast
-from .backward_order import Callbacks
 from .bound_optimizers import BoundOptimizers
 from .buffers import Buffers
 from .build import Assembly, Groups
 from .checks import Checks
-from .clipping import Overflow
-from .compiling import blocks_of
-from .flat_param import Flat
 from .gradient_ops import Gradients
+from .group_flags import GroupFlags
 from .offload import Offload
-from .optimizer import Binding
-from .reads import AsTheyAre
+from .optimizers.clipping import Overflow
+from .optimizers.optimizer import Binding
+from .optimizers.transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
+from .passes.autocast import Autocast
+from .passes.backward_order import Callbacks
+from .passes.compiling import blocks_of
+from .passes.schedule import Schedule
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
-from .schedule import Schedule
-from .sharded import Sharded
 from .spare_room import SpareRoom
 from .state_dict import ShardedHooks
-from .transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
-from .unit import Unit
 from .unsharded import Unsharded
 from .usage import free_device_bytes
-from .writes import WriteWatch
+from .values.flat_param import Flat
+from .values.reads import AsTheyAre
+from .values.sharded import Sharded
+from .values.unit import Unit
+from .values.writes import WriteWatch
 
 
 class Training:
@@ -79,6 +80,7 @@ class Training:
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
         self._held = HeldSignals()
+        self._pre_hooks: dict[torch.optim.Optimizer, int] = {}
         self._attempts: dict[torch.optim.Optimizer, Attempt] = {}
         """The step under way; steps, where a closure makes another's."""
         self._stepped: set[torch.optim.Optimizer] = set()
@@ -96,6 +98,7 @@ class Training:
         self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
         self.writes = WriteWatch(self.model, self.units, self.quiesce, self.state_dict_hooks.after_load, self._followed)
         self._hook_model()
+        self._group_flags = GroupFlags(sharded)
         self.optimizers = BoundOptimizers(
             sharded,
             assembly,
@@ -103,6 +106,7 @@ class Training:
             self.schedule,
             self.writes,
             self.gradients,
+            self._group_flags,
             held=self._held,
             quiesce=self.quiesce,
             flush=self.flush,
@@ -142,6 +146,7 @@ class Training:
             self._wire,
             Callbacks(
                 before_forward=self._before_forward,
+                before_part=self._before_part,
                 before_look=self._before_look,
                 before_backward=self._before_backward,
                 after_reduce=self._step_unit if in_backward else None,
@@ -162,7 +167,9 @@ class Training:
         add(model.register_forward_hook(self._explain_out_of_memory, always_call=True))
 
     def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
-        self._patches.hooks(optimizer.register_step_pre_hook(self._before_step))
+        before = optimizer.register_step_pre_hook(self._before_step)
+        self._patches.hooks(before)
+        self._pre_hooks[optimizer] = before.id
         self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
         self._patches.hooks(AroundStep(optimizer, partial(self._step, optimizer), partial(self._computed, optimizer)))
         # Before: what is gathered shows values that the method may write to the optimizer's tensors; it would be taken for new.
@@ -178,6 +185,11 @@ class Training:
     # What hooks call --------------------------------------------------------------------------------------------------
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_inference_mode_enabled():
+            # Units may be cut anew below: made in there, their tensors would have no versions, and no step could write them.
+            with torch.inference_mode(False), torch.no_grad():
+                self._before_forward(args, kwargs)
+            return
         graph = torch.is_grad_enabled()
         self._wire.watch.phase = "forward" if graph else NO_GRAD
         if self._trains_unbound and graph:
@@ -189,10 +201,12 @@ class Training:
             )
         self.offload.refuse_while_away("forward")
         self.offload.check()
+        # Groups, then flags, then writes: the first two may cut units anew, and these are the ones to be watched for writes.
         for binding in self.optimizers.bindings:
             if not binding.is_current():
                 self.optimizers.bind(binding.optimizer)
                 break  # that was all of them
+        self._group_flags.follow()
         if self._assembly.look_at_flags():
             self.schedule.backward.notice_again()
             self.optimizers.unfreeze()
@@ -203,6 +217,10 @@ class Training:
             self._checks.before_forward()
         if self.recorder is not None:
             self.recorder.forward(*batch_of(args, kwargs, getattr(self.model, "main_input_name", "input_ids")))
+
+    def _before_part(self) -> None:
+        if self._group_flags.follow():
+            self.schedule.backward.notice_again()
 
     def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or in_backward_of_any():
@@ -222,6 +240,7 @@ class Training:
     def _before_backward(self) -> None:
         self.sharded.refuse_unsharded("a backward")
         self._wire.watch.phase = "backward"
+        self._group_flags.refuse_unheard()
         if self.config.step_in_backward or self.writes.looks:
             self.writes.before_backward()
         if self.schedule.backward.sends:
@@ -243,6 +262,7 @@ class Training:
         if self._checks is not None:
             self._checks.after_backward(reduced=self.schedule.backward.sends)
         self._passes += 1
+        self._group_flags.end_pass()
         for index in [*self._lost]:
             if index not in self._uncleared:  # nothing else was lost with a backward that raised before this one
                 del self._lost[index]
@@ -279,6 +299,7 @@ class Training:
         attempt, binding = self._attempts.get(optimizer), self.optimizers.bound(optimizer, "step()")
         if attempt is not None:
             attempt.is_complete = False
+            attempt.put_hooks_back()  # a program that registers one from here on finds the optimizer's own
         self.sharded.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
         self.offload.refuse_while_away("optimizer.step()")
@@ -330,14 +351,23 @@ class Training:
         """`optimizer.step()`, as the program calls it: made as a whole or not at all, see `transaction`."""
         if optimizer in self._attempts:
             return step()
+        # Ours takes gradients for the step: what a hook that was registered after it does to them would miss what is offloaded.
+        # In a copy: torch iterates over the hooks, and only the last may remove itself, which now is ours.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        ordered = hooks.copy()
+        ordered.move_to_end(self._pre_hooks[optimizer])
         with self._held:
-            attempt = self._attempts[optimizer] = Attempt()
+            attempt = self._attempts[optimizer] = Attempt(
+                partial(setattr, optimizer, "_optimizer_step_pre_hooks", hooks)
+            )
             try:
+                optimizer._optimizer_step_pre_hooks = ordered
                 return step()
             except BaseException as error:
                 self._step_broke_off(optimizer, attempt, error)
                 raise
             finally:
+                attempt.put_hooks_back()
                 del self._attempts[optimizer]
 
     def _step_broke_off(self, optimizer: torch.optim.Optimizer, attempt: Attempt, error: BaseException) -> None:
@@ -403,6 +433,7 @@ class Training:
     def zero_grad(self, set_to_none: bool = True, *, index: int | None = None) -> None:
         """See `Engine.zero_grad`; of the optimizer with this number, or (None) of all."""
         self.schedule.backward.recover()
+        self.offload.zero_grad(index, set_to_none=set_to_none)
         if index is None:
             self._uncleared.clear()
             self._lost.clear()

@@ -8,7 +8,7 @@ edits have to be the same on every rank, as all writes between steps have; the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,10 +20,10 @@ from ..config import size_text
 from ..core.precision import dtype_of
 from ..errors import OutOfMemoryError, RankMismatchError, StateError
 from ..tiers.fingerprint import digest
-from .carrying import put
-from .flat_param import Flat
-from .sharded import Sharded
-from .unit import State, Unit
+from .values.carrying import put
+from .values.flat_param import Flat
+from .values.sharded import Sharded
+from .values.unit import State, Unit
 
 
 @dataclass(eq=False)
@@ -42,17 +42,24 @@ class _Whole:
     mine: list[int]
     known: int
 
-    def collect(self) -> None:
-        """What was put in a parameter's place (`param.data = x`) is in the buffer.
+    def replaced(self) -> list[tuple[int, Tensor]]:
+        """What was put in a parameter's place (`param.data = x`), by place in `params`."""
+        found = []
+        for index in self.mine:
+            view, value = self.views[index], self.flat.params[index].data
+            same_place = value.data_ptr() == view.data_ptr() and value.stride() == view.stride()
+            if not (same_place and value.dtype == view.dtype and value.shape == view.shape):
+                found.append((index, value))
+        return found
+
+    def collect(self, values: Sequence[tuple[int, Tensor]]) -> None:
+        """`values`, as `replaced` has them, are in the buffer, and parameters show them there.
 
         Raises:
             StateError: of another shape.
         """
-        for index in self.mine:
+        for index, value in values:
             param, view = self.flat.params[index], self.views[index]
-            value = param.data
-            if value.data_ptr() == view.data_ptr() and value.dtype == view.dtype and value.shape == view.shape:
-                continue
             param.data = view
             if value.shape != view.shape:
                 raise StateError(
@@ -155,16 +162,17 @@ class Unsharded:
         Raises:
             StateError: it cannot be carried over; names the parameter.
         """
-        for flat in self._wholes if flats is None else flats:
-            whole = self._wholes.get(flat)
-            if whole is None:
-                continue
-            whole.collect()
+        asked = self._wholes if flats is None else flats
+        wholes = [whole for flat in asked if (whole := self._wholes.get(flat)) is not None]
+        if any(whole.replaced() for whole in wholes):
+            wholes = [*self._wholes.values()]
+            self._collect(wholes)
+        for whole in wholes:
             now = digest(whole.buffer)
             if now == whole.known:
                 continue
             whole.known = now
-            unit = whole.unit
+            unit, flat = whole.unit, whole.flat
             if flat.in_files:
                 raise StateError(
                     f"parameter {flat.span.spec.name!r} of unit {unit.name!r}, or one beside it, was written inside "
@@ -183,6 +191,17 @@ class Unsharded:
                 if unit.policy.keep_full:
                     flat.views[index].copy_(whole.views[index])
             flat.note_place()
+
+    @staticmethod
+    def _collect(wholes: Sequence[_Whole]) -> None:
+        """Of all: two parameters may have changed places, so each is read before any is written over."""
+        buffers = {whole.buffer.untyped_storage()._cdata for whole in wholes}
+        found = [
+            (whole, [(at, v.clone() if v.untyped_storage()._cdata in buffers else v) for at, v in whole.replaced()])
+            for whole in wholes
+        ]
+        for whole, values in found:
+            whole.collect(values)
 
     def end(self, settle: Callable[[], None], *, compare: bool) -> None:
         """Parameters show what they did before, with what was written to them.

@@ -42,11 +42,11 @@ from ..plan.work import (
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
-from .flat_param import Flat
 from .offload import Offload
-from .optimizer import state_tensors
-from .schedule import Schedule
-from .sharded import Sharded
+from .optimizers.optimizer import state_tensors
+from .passes.schedule import Schedule
+from .values.flat_param import Flat
+from .values.sharded import Sharded
 
 
 class Measurable(Protocol):

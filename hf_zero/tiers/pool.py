@@ -80,8 +80,8 @@ class Account:
 class Ledger:
     """What one engine has allocated, by tier and kind, now and at its highest.
 
-    Whoever allocates or frees adds to it: the storage of gathered spans, buckets and gradients (`runtime/span_values.py`,
-    `runtime/bucket.py`, `runtime/state_shard.py`), host buffers (here, `runtime/host_step.py`). What rests for long
+    Whoever allocates or frees adds to it: the storage of gathered spans, buckets and gradients (`span_values.py`, `bucket.py`
+    and `state_shard.py` of `runtime/values/`), host buffers (here, `runtime/optimizers/host_step.py`). What rests for long
     (parameters, optimizer state) is not here: nothing of it comes and goes within a step, and torch's optimizers allocate
     their state themselves.
 

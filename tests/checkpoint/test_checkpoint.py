@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from hf_zero.checkpoint.save import places_of
 from hf_zero.checkpoint.weights import Entry, WeightFile, split_files
 from hf_zero.config import parse_bytes
 from hf_zero.core.layout import Extent, Layout, ParamSpec
-from hf_zero.runtime.pieces import ParameterPieces
+from hf_zero.runtime.values.pieces import ParameterPieces
 
 pytestmark = pytest.mark.gloo
 
@@ -207,6 +208,44 @@ def test_what_is_loaded_is_what_was_saved(world, pools, saved):
                 assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in theirs], where
 
 
+class TwoTypes(nn.Module):
+    """A part of it computes in another type than the rest."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+        self.other = nn.Parameter(torch.randn(5, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.other.abs()).square().mean()
+
+
+def resumed(rank: int, world: int, folder: Path, dtype: torch.dtype) -> None:
+    def go_on(stage: int, steps: int, load: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = TwoTypes(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+        if load:
+            engine.load(folder)
+        for step in range(steps):
+            if step == 3:
+                engine.save(folder)
+            model(torch.ones(2, 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        named = dict(model.named_parameters())
+        return {name: zero.full_optimizer_state(param, "exp_avg_sq") for name, param in named.items()}
+
+    for stages in ((3, 3), (2, 0), (0, 2)):
+        same(go_on(stages[0], 5, False), go_on(stages[1], 2, True), str(stages))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_model_of_two_types_goes_on(dtype, two, tmp_path):
+    two.run(resumed, tmp_path / "out", dtype)
+
+
 def test_files_are_those_of_the_reference_writer(saved, tmp_path):
     """One file: its bytes; several: the index, the limit and the values."""
     folder, writers = saved
@@ -383,6 +422,11 @@ def objects(rank: int, world: int, folder: Path) -> None:
     assert scaler.get_scale() == 64.0
     same(found.state, nested, "odd")
     same(other.state, {"x": torch.ones(1)}, "random.0")
+    engine.save(folder, objects={"odd": Odd({"none": np.array(3.0), "two": np.ones((4, 2))[::2].T})})
+    engine.load(folder, objects={"odd": found})
+    shapes = {"none": torch.tensor(3.0, dtype=torch.float64), "two": torch.ones(2, 2, dtype=torch.float64)}
+    same(found.state, shapes, "arrays")
+    engine.save(folder, objects=everything)
     with pytest.raises(zero.CheckpointError, match="no state of 'other', only of"):
         engine.load(folder, objects={"other": Odd(None)})
     for state in ({"x": object()}, {"y": [{"z": open}]}):

@@ -32,7 +32,7 @@ from hf_zero.checkpoint.ranges import Held
 from hf_zero.checkpoint.save import Saving
 from hf_zero.checkpoint.weights import format_of
 from hf_zero.runtime.checkpoints import put_weights
-from hf_zero.runtime.pieces import ParameterPieces
+from hf_zero.runtime.values.pieces import ParameterPieces
 from hf_zero.tiers.array import FileSource, OnDisk
 from hf_zero.tiers.tier import Meter
 from tests.kit.injection import Call, Forked, calls, fail_at, instead, kill_at

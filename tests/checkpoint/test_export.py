@@ -406,6 +406,23 @@ def test_card_says_only_what_is_known(tmp_path: Path) -> None:
         zero.card_for(source)
 
 
+NONSENSE = [
+    ("trainer_state.json", "log_history", 5),
+    ("trainer_state.json", "global_step", "abc"),
+    ("config.json", "architectures", 5),
+    (RUN_FILE, "metrics", {"loss": "low"}),
+    (RUN_FILE, "datasets", [5]),
+    (RUN_FILE, "predicted_bytes", {"parameters": "many"}),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), NONSENSE)
+def test_a_card_names_what_it_cannot_show(tmp_path: Path, name: str, key: str, value: Any) -> None:
+    (tmp_path / name).write_text(json.dumps({"format": "hf_zero_run", "version": 1, key: value}))
+    with pytest.raises(zero.CheckpointError, match=rf"{name}: {key}"):
+        zero.card_for(tmp_path)
+
+
 @pytest.mark.parametrize("name", [".out.zero_export", ".out.zero_export/staged", ".out.zero_export/older"])
 def test_a_link_in_the_way_is_not_followed(tmp_path: Path, name: str) -> None:
     source = checkpoint(tmp_path / "source")

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -285,6 +286,31 @@ def test_left_overs_of_dead_jobs_are_removed(tmp_path):
         assert killed(12, save, tmp_path / name, NEW, "new")
     assert sorted(left_overs(tmp_path)) == [".a.zero_saving", ".b.zero_saving"]
     remove_left_overs(tmp_path)
+    assert left_overs(tmp_path) == []
+
+
+def test_a_file_system_that_is_mounted_at_the_target(tmp_path):
+    target = tmp_path / "volume"
+    target.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", target], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        for files, name in ((OLD, "old"), (NEW, "new")):  # it is empty at first
+            save(target, files, name)
+            verify(target)
+        assert left_overs(tmp_path) == []
+    finally:
+        subprocess.run(["umount", target], check=True)
+
+
+def test_a_strangers_manifest_that_lists_files_of_a_save(tmp_path):
+    target = tmp_path / "checkpoint"
+    save(target, OLD, "old")
+    manifest = Manifest.read(target)
+    manifest.files[f".zero_commit/{MANIFEST}"] = next(iter(manifest.files.values()))
+    (target / MANIFEST).write_bytes(manifest.to_bytes())
+    save(target, NEW, "new")
+    verify(target)
     assert left_overs(tmp_path) == []
 
 

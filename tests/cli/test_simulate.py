@@ -251,9 +251,24 @@ def test_a_machine_that_was_measured(capsys, tmp_path):
     assert none["total_s"] == pytest.approx(none["compute_s"] + none["communication_s"])
     assert max(full["compute_s"], full["communication_s"]) <= full["total_s"] < found[0.5]["total_s"] < none["total_s"]
     assert none["processor"] == {"flops": 7e10, "memory": 2e10, "overlap": 0.0}
-    assert none["network"]["near"] == {"latency_s": 2e-4, "bandwidth": 1.5e9, "source": str(path)}
+    near = {"latency_s": 2e-4, "bandwidth": 1.5e9, "source": str(path), "all_reduce": None}
+    assert none["network"]["near"] == near
     assert cli.main([*command, "--flops", "7e9"]) == 0
     assert json.loads(capsys.readouterr().out)["processor"]["flops"] == 7e9
+
+
+def test_an_all_reduce_has_a_speed_of_its_own(capsys, tmp_path):
+    """Stage 0 on two ranks: two hops for each bucket, and its bytes by the all-reduce's rate; agreements are messages."""
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MEASURED | {"all_reduce": 5e8}))
+    assert cli.main([*SMALL, "--world-size", "2", "--zero-stage", "0", "--json", "--machine", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    reduces = [each for each in found["operations"] if each["is_all_reduce"]]
+    others = [each for each in found["operations"] if not each["is_all_reduce"]]
+    assert {each["kind"] for each in reduces} == {"reduce"}
+    expected_s = sum(2 * 2e-4 + each["bytes"] / 5e8 for each in reduces)
+    expected_s += sum(2e-4 + each["bytes"] / 1.5e9 for each in others)
+    assert found["communication_s"] == pytest.approx(expected_s, rel=1e-9)
 
 
 @pytest.mark.parametrize(

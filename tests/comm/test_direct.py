@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm.direct import PIECE_BYTES, SPANS
+from hf_zero.comm.direct import PIECE_BYTES, SPANS, Direct, Reader, open_direct
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.wire import average_in_order
 from hf_zero.runtime.transports import Roads
@@ -99,6 +99,53 @@ def one_ahead(rank: int, world: int) -> None:
 
 def test_a_rank_may_be_ahead(two):
     two.run(one_ahead)
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Held(Direct):
+    """Rank 0's thread stops between looking for message 1 and looking for message 2, of which it knows, until both are sent."""
+
+    place: Path
+
+    def find(self, key: int, number: int, step: int) -> dict[int, int] | None:
+        there = super().find(key, number, step)
+        if self.rank == 0 and number == 1 and (self.place / "begun").exists() and not (self.place / "looked").exists():
+            is_second = (self.place / "known").exists()  # both were begun before this sweep over what is waited for
+            (self.place / ("looked" if is_second else "known")).touch()
+            if is_second:
+                until(self.place / "sent")
+        return there
+
+
+def both_at_once(rank: int, world: int, place: Path) -> None:
+    """Two messages of one span come at such a moment."""
+    wire = started(stall_s=3.0)
+    opened = open_direct(wire, lambda: Reader(wire))
+    assert opened is not None
+    direct = Held(wire, opened.board, opened.peers, opened.reader)
+    direct.place = place
+    full = [torch.full((200,), float(number)) for number in range(2)]
+    own = [whole[100 * rank : 100 * rank + 100].clone() for whole in full]
+    for whole in full:
+        whole[100 * (1 - rank) : 100 * (2 - rank)] = 7.0
+    if rank == 1:
+        until(place / "looked")
+    moves = [direct.gather(whole, mine, 0, (0, 100, 200), "gather") for whole, mine in zip(full, own)]
+    (place / ("sent" if rank else "begun")).touch()
+    for move, mine in zip(moves, own):
+        move.close()
+        mine.fill_(-1.0)
+    assert [whole[99:101].tolist() for whole in full] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_messages_of_one_span_are_taken_in_order(two, tmp_path):
+    two.run(both_at_once, tmp_path)
 
 
 def other_order(rank: int, world: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,35 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         zero.ZeroTrainingArguments(**settings, fsdp="full_shard")
     with pytest.raises(zero.ConfigError, match="sets parallelism_config itself"):
         zero.ZeroTrainingArguments(**settings, parallelism_config=ParallelismConfig())
+    with pytest.raises(zero.ConfigError, match="sets parallelism_config itself, found ZeroPlugin.stage=3"):
+        zero.ZeroTrainingArguments(**settings, parallelism_config=zero.ZeroPlugin(stage=3))
+    same = zero.ZeroTrainingArguments(**settings, zero_stage=3, parallelism_config=zero.ZeroPlugin(stage=3))
+    copied = copy.deepcopy(pickle.loads(pickle.dumps(same)))
+    assert dataclasses.replace(copied, zero_stage=1).parallelism_config.stage == 1
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("the program's own")
+
+
+def test_signals_are_given_back_where_training_fails(tmp_path: Path) -> None:
+    """Else the next SIGTERM after it would be noted, for a step that does not come, and not end the process."""
+    watched = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in watched]
+    args = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        max_steps=2,
+        enable_jit_checkpoint=True,
+        save_strategy="no",
+        report_to=[],
+        parallelism_config=zero.ZeroPlugin(stage=2),
+    )
+    trainer = Trainer(gpt2(), args, train_dataset=Tokens(16), callbacks=[Fails()])
+    with pytest.raises(RuntimeError, match="the program's own"):
+        trainer.train()
+    assert [signal.getsignal(number) for number in watched] == before
 
 
 def test_arguments_forget_an_older_accelerator(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from hf_zero.comm.group_wire import CollectiveWire, open_wire
 from hf_zero.comm.inflight import DONE, Inflight
 from hf_zero.comm.wire import SoloWire
 from hf_zero.runtime.transports import Roads
-from hf_zero.runtime.unit import State
+from hf_zero.runtime.values.unit import State
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.tier import Meter
 

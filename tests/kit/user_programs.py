@@ -9,6 +9,7 @@ before a step (`before_steps`) or with the model after it (`after_steps`, `after
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import defaultdict
@@ -511,6 +512,51 @@ class PenaltyInForward(nn.Module):
 @trained_on(PenaltyInForward)
 def l1_in_forward(run: Run, t: int) -> Tensor:
     return run.model(inputs(t, 4, 16))
+
+
+class ReadAfterUse(nn.Module):
+    """A forward that reads the weights of a module just after that has run; whether others run before it, or after it."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.read, self.others, self.is_last = nn.Linear(16, 16), mlp(), is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.read(self.others(x) if self.is_last else x)
+        penalty = self.read.weight.square().sum() + sum(p.abs().sum() for p in self.read.parameters())
+        return (h if self.is_last else self.others(h)).square().mean() + 0.1 * penalty
+
+
+PAST_LEARNING = 8
+"""Steps of programs that are to be right, too, when saved tensors are not looked at any more."""
+
+
+@trained_on(lambda: ReadAfterUse(False), steps=PAST_LEARNING)
+def read_in_mid_forward(run: Run, t: int) -> Tensor:
+    return run.model(inputs(t, 4, 16))
+
+
+@trained_on(lambda: ReadAfterUse(True), steps=PAST_LEARNING)
+def read_before_an_evaluation(run: Run, t: int) -> Tensor:
+    loss = run.model(inputs(t, 4, 16))
+    with torch.no_grad():
+        run.see(run.model(inputs(t + 20, 4, 16)), 3)
+    return loss
+
+
+@trained_on(deep, steps=PAST_LEARNING)
+def penalty_between_forwards(run: Run, t: int) -> Tensor:
+    loss = run.plain(t) + 0.1 * sum(p.square().sum() for p in run.model.parameters())
+    return loss + run.plain(t + 20)
+
+
+@trained_on(deep)
+def last_forward_without_graph(run: Run, t: int) -> Tensor:
+    """On one of the ranks: the others' last forward has one."""
+    loss = run.plain(t)
+    with torch.set_grad_enabled(rank_here() == 0):
+        run.see(run.plain(t + 20), 3)
+    return loss
 
 
 class Adjoint(torch.autograd.Function):
@@ -1050,6 +1096,23 @@ def inner_steps(run: Run) -> None:
 
 
 @program
+def unfrozen_before_an_evaluation(run: Run) -> None:
+    """The first forward with other trained parameters, and with another group, is one under `inference_mode`."""
+    model = deep()
+    model[0].requires_grad_(False)
+    run.wrap(model, sgd(nn.Sequential(*model[:5])))
+    for t in range(4):
+        run.step(2 * t)
+        if t == 1:
+            model[0].requires_grad_(True)
+        elif t == 2:
+            model.zero_grad()
+            run.optimizer.add_param_group({"params": [*model[6].parameters()]})
+        with torch.inference_mode():
+            run.see(run.plain(2 * t + 1))
+
+
+@program
 def bad_batches(run: Run) -> None:
     """A forward that raises is passed over."""
 
@@ -1092,3 +1155,113 @@ def padded_evaluations(run: Run) -> None:
         with torch.no_grad():
             run.seen.append(round(model(torch.ones(2, 6, 16), src_key_padding_mask=padding)[1].norm().item(), 4))
         model.train()
+
+
+class TwoSquares(nn.Module):
+    """Parameters of one shape, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.randn(16, 16) / 4)
+        self.c = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(x @ self.a).tanh() @ self.b
+
+
+def change_places(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.data, other.data = other.data, one.data
+
+
+@after_steps(3)
+def turned_weights(run: Run, t: int) -> None:
+    """Other values at the same address."""
+    for param in run.model.parameters():
+        if param.dim() == 2:
+            param.data = param.data.t()
+
+
+@program
+def weights_change_places(run: Run) -> None:
+    """In one unit, and in two; also before the first forward."""
+    model = nn.Sequential(TwoSquares(), *mlp())
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        if t != 1:
+            change_places(model[0].a, model[0].b)
+            change_places(model[1].weight, model[3].weight)
+        run.step(t)
+
+
+@program
+def unsharded_weights_change_places(run: Run) -> None:
+    model = nn.Sequential(TwoSquares(), *mlp())
+    run.wrap(model, sgd(model))
+    for t in range(3):
+        with zero.unsharded(model) if run.engine is not None else contextlib.nullcontext():
+            change_places(model[0].a, model[0].b)
+            change_places(model[1].weight, model[3].weight)
+            model[5].weight.data = model[5].weight.data.t()
+        run.step(t)
+
+
+@program
+def one_tensor_for_all_gradients(run: Run) -> None:
+    """Also for two parameters at once; it is written again before the step."""
+    model = TwoSquares()
+    run.wrap(model, sgd(model))
+    gradient = torch.ones(16, 16)
+    for t in range(3):
+        for micro in range(3):
+            waits = (
+                run.engine.no_sync(defer=True) if run.engine is not None and micro == 1 else contextlib.nullcontext()
+            )
+            with waits:
+                out = model(inputs(3 * t + micro, 16, 16)) + model.a + model.b
+                out.backward(gradient.fill_(0.01 * (micro + 1)))
+                gradient.fill_(1)
+        run.update()
+
+
+@program
+def one_tensor_for_all_coefficients(run: Run) -> None:
+    """Each gradient is scaled by a number of its own, in the optimizer's groups."""
+    model = mlp()
+    run.wrap(model, torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.05, momentum=0.9))
+    coefficient = torch.ones(())
+    for t in range(3):
+        run.plain(t).backward()
+        run.sync()
+        for number, group in enumerate(run.optimizer.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(coefficient.fill_(0.1 * (number + 1)))
+        run.update()
+
+
+@program
+def unfrozen_between_forwards(run: Run) -> None:
+    """The first forward's graph has saved the parameters of units that are cut anew before the second."""
+    model = mlp()
+    model[2].requires_grad_(False)
+    run.wrap(model, sgd(model))
+    run.step(0)
+    first = run.plain(1)
+    model[2].requires_grad_(True)
+    (first + run.plain(2)).backward()
+    run.update()
+    run.step(3)
+
+
+@program
+def view_over_an_unfreeze(run: Run) -> None:
+    """A view of the weights is there when their unit is cut anew; from then on it keeps the values that it had."""
+    model = mlp()
+    model[2].requires_grad_(False)
+    run.wrap(model, sgd(model))
+    kept = model[2].weight.detach()
+    run.see(kept.sum())
+    model[2].requires_grad_(True)
+    run.plain(1).backward()
+    run.see(kept.sum())
+    run.update()

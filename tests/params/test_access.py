@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
-from hf_zero.runtime.deferred import birth_of
 from hf_zero.runtime.transports import Roads
+from hf_zero.runtime.values.deferred import birth_of
 from tests.kit.common import MODELS, Case, batch, differences, gpt2, loss_of, optimizer_for
 from tests.kit.common import Result as Trained
 from tests.kit.pool import RankPool

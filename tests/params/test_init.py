@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.params import EXTENSIONS
 from hf_zero.params.init import entered
-from hf_zero.runtime.deferred import birth_of, born, slice_bounds
+from hf_zero.runtime.values.deferred import birth_of, born, slice_bounds
 from tests.kit.common import VOCAB, batch, gpt2, loss_of, optimizer_for
 from tests.kit.families import SMALL, bert, llama, qwen3_moe, resnet, t5, vit
 from tests.kit.pool import RankPool

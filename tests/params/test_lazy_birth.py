@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.checkpoint.safetensors import read_header
-from hf_zero.runtime.deferred import birth_of, born, born_at_rest, slice_bounds
+from hf_zero.runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
 from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk
 from hf_zero.tiers.tier import Meter, Tier

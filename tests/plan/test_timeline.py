@@ -69,6 +69,14 @@ def test_hops_and_the_slowest_link():
     assert Network(1, 1, near, far).time_s(op(0, 20)) == 0
 
 
+def test_an_all_reduce_is_two_rings():
+    near, far = Link(1.0, 10.0, "", all_reduce=4.0), Link(5.0, 2.0, "")
+    summed = Operation(0, "reduce", 20, "", "", is_all_reduce=True)
+    assert Network(4, 1, near, far).time_s(summed) == 2 * 3 * 1.0 + 20 / 4
+    hops_s = 2 * (2 * 5 + 2 * 1) * 3 / 4
+    assert Network(4, 2, near, far, adapters=1).time_s(summed) == pytest.approx(hops_s + 10)
+
+
 def test_groups_share_a_machines_adapters():
     """Two replicas of two ranks, each on its own machine: a gather stays there, a sum across has one of two adapters."""
     network = Network(4, 2, Link(0.0, 100.0, ""), Link(0.0, 2.0, ""))

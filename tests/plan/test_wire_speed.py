@@ -49,15 +49,16 @@ def measured(rank: int, world: int) -> tuple[object, ...]:
     found = measure(torch.device("cpu"), wire, (1 << 10, 1 << 16, 1 << 24))
     assert found is not None
     assert [sent for sent, _ in found.points] == [1 << 10, 1 << 16, 1 << 24]
-    return found.latency_s, found.bandwidth, found.overlap, found.points
+    return found.latency_s, found.bandwidth, found.overlap, found.all_reduce, found.points
 
 
 @pytest.mark.gloo
 def test_all_ranks_find_the_same(pools):
     one, two = pools[2].run(measured)
     assert one == two
-    latency_s, bandwidth, overlap, _ = one
+    latency_s, bandwidth, overlap, all_reduce, _ = one
     assert 0 <= latency_s < 1
     assert 1e6 < bandwidth < 1e12
     assert 0 <= overlap <= 1
+    assert 1e6 < all_reduce < 1e12
     assert measure(torch.device("cpu"), SoloWire()) is None

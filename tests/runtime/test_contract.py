@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
-from hf_zero.runtime.unit import State
+from hf_zero.runtime.values.unit import State
 
 pytestmark = pytest.mark.gloo
 

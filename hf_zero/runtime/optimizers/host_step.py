@@ -1,0 +1,456 @@
+"""The optimizer's step over what does not rest on the device, in a thread of its own.
+
+The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
+over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
+parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). What rests on disk is read,
+updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
+(ZeRO-Infinity, arXiv 2104.07857, §5.2).
+
+Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
+returns. An element's update depends on that element alone, so results are those of one step over everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.inflight import DONE, Inflight
+from ...errors import StateError, TierError, ZeroError
+from ...tiers.array import OnDisk, in_memory
+from ...tiers.pool import Storage
+from ..values.flat_param import Flat
+from ..values.offloaded_shard import DiskShard
+from ..values.state_shard import MASTER, is_elementwise
+from ..values.unit import Unit
+from .shadow_optimizer import Twin, copied
+from .whole_step import Claimed, WholeSteps
+
+
+@dataclass(eq=False)
+class Step:
+    """One unit's update under way."""
+
+    claims: list[Claimed]
+    twin: Twin
+    optimizer: torch.optim.Optimizer
+    states: dict[Any, dict[str, Any]]
+    """The optimizer's, as of then: a program may give it others while this goes on."""
+    after: Any
+    stepper: Stepper
+    moving: int = 0  # transfers out of host buffers that have not been waited for
+    worked: bool = False
+    done: Event = field(default_factory=Event)
+    error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Return when masters, states and parameters are where they rest.
+
+        Raises:
+            TierError: bytes could not be moved; the optimizer's step is half done then.
+            StateError: so it is; the optimizer raised.
+        """
+        if not self.done.is_set():
+            started = time.perf_counter()
+            self.done.wait()
+            self.stepper.wait_s += time.perf_counter() - started
+        if self.error is not None:
+            if isinstance(self.error, ZeroError):
+                raise self.error
+            self.stepper.check()  # the user's optimizer raised
+            raise self.error
+
+    @property
+    def is_done(self) -> bool:
+        return self.done.is_set()
+
+    def settle(self) -> None:
+        if self.worked and self.moving == 0:
+            self.done.set()
+
+
+class Stepper:
+    """The thread that updates offloaded shards, and its memory.
+
+    Attributes:
+        failure: what broke a step; nothing is updated after it until `recover`.
+        wait_s: how long others have waited for the thread.
+        memory_bytes: host memory of the ring and the blocks, in use or not.
+    """
+
+    def __init__(self, storage: Storage, threads: int | None) -> None:
+        self.storage = storage
+        self._sizes = storage.sizes
+        self.failure: BaseException | None = None
+        self.wait_s = 0.0
+        self.memory_bytes = 0
+        # A function that knows nothing of this object: an idle thread must not keep it.
+        start = partial(torch.set_num_threads, threads) if threads is not None else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=start)
+        self._lock = threading.Lock()
+        self._queued = 0
+        self._ahead: deque[tuple[DiskShard, int]] = deque()  # slabs that will be needed, in order
+        self._reading: deque[tuple[DiskShard, int, Tensor, Inflight]] = deque()
+        self._leaving: deque[tuple[Step, Inflight, Tensor | None, list[Tensor] | None]] = deque()
+        self._woken = Event()  # a transfer of a slab has ended
+        self._slabs: list[Tensor] = []
+        self._made = 0
+        self._slab_bytes = 0
+        self._scratch: Tensor | None = None
+        self._lanes: list[Tensor] = []
+        self._lanes_made = 0
+        self._current: Step | None = None
+        self._wholes = WholeSteps(storage, self, self._own, partial(self._drain, 0))
+
+    def _own(self, nbytes: int) -> None:
+        """Buffers were made; negative: given up."""
+        self.memory_bytes += nbytes
+        self.storage.ledger.host.add("staging", nbytes)
+
+    def begin(
+        self, units: Iterable[Unit], optimizer: torch.optim.Optimizer, index: int, twin: Twin, after: Any
+    ) -> None:
+        """Start to update these units' offloaded shards that have gradients; `unit.stepping` says when each is done.
+
+        Args:
+            index: which of the model's optimizers it is; the others' spans stay as they are.
+
+        Raises:
+            StateError: an earlier step broke.
+        """
+        self.check()
+        for unit in units:
+            mine = [flat for flat in unit.trained if flat.span.is_updated and flat.span.optimizer == index]
+            claims = [claim for flat in mine for claim in _claims(flat, twin)]
+            if not claims:
+                continue
+            step = Step(claims, twin, optimizer, optimizer.state, after, self)
+            unit.stepping = step  # units are updated in turn: one of another optimizer's, under way, is done before it
+            with self._lock:
+                self._queued += 1
+                for claim in claims:
+                    if isinstance(claim.shard, DiskShard) and claim.flat.wholes is None:
+                        self._ahead.extend((claim.shard, start) for start in claim.shard.slabs)
+            self._pool.submit(self._run, step)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            reason = str(self.failure)
+            if not isinstance(self.failure, ZeroError):
+                reason = f"{type(self.failure).__name__}: {reason}"
+            raise StateError(
+                f"an optimizer step broke off half done ({reason}): this model's state is not of "
+                "one step. Load the last checkpoint (engine.load, or resume) to go on"
+            ) from self.failure
+
+    def fail(self, reason: str) -> None:
+        """Refuse further steps, for a reason from outside."""
+        self.failure = self.failure or TierError(reason)
+
+    def recover(self) -> None:
+        self.failure = None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._slabs.clear()
+        self._lanes.clear()
+        self._wholes.forget()
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self, step: Step) -> None:
+        self.storage.meter.stepper_thread = threading.get_ident()
+        try:
+            if self.failure is not None:
+                self.check()
+            self._current = step
+            for claim in step.claims:
+                if claim.move is not None:
+                    claim.move.close()
+                self._update(step, claim)
+                claim.shard.note()
+                if self.storage.transient:
+                    claim.shard.release_buffer()
+        except BaseException as error:
+            step.error = error
+            self.failure = self.failure or error
+        finally:
+            with self._lock:
+                self._queued -= 1
+                idle = self._queued == 0
+            step.claims.clear()
+            self._current = None
+            self._drain(0 if idle or step.error else self._sizes.slabs)
+            if step.error is not None:
+                self._abandon()
+            step.worked = True  # not before: who has waited may load, and step again
+            step.settle()
+
+    def _update(self, step: Step, claim: Claimed) -> None:
+        shard, flat = claim.shard, claim.flat
+        group = flat.span.spec.group
+        state = step.states
+        if flat.wholes is not None:
+            self._wholes.update(claim, step.twin, state, step.after)
+            return
+        goes_out = not shard.aliased  # block by block, while it is in the cache
+
+        if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
+            found = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
+            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, found)
+            shard.put(step.optimizer, entries)
+            return
+
+        def publish(at: int, values: Tensor) -> None:
+            flat.publish(shard, at, values, self)
+
+        if not isinstance(shard, DiskShard):
+            before = state.get(shard.master, {})
+            entries = self._blocks(step, group, claim, shard.master.detach(), 0, dict(before), goes_out, publish)
+            if entries:
+                state[shard.master] = entries
+            return
+        scalars = {key: value for key, value in state.get(shard.master, {}).items() if not isinstance(value, OnDisk)}
+        for start in shard.slabs:
+            slab = self._next(shard, start)
+            views = shard.views(start, slab)
+            master = views.pop(MASTER)
+            entries = self._blocks(
+                step, group, claim, master, start, {**scalars, **views}, goes_out, publish, on_disk=True
+            )
+            states = {key: value for key, value in entries.items() if is_elementwise(key, value, master.numel())}
+            written = shard.write(start, {MASTER: master, **states}, self._woken.set)
+            self._leave(step, written, slab, self._slabs)
+        shard.keep_states(states)
+        kept = {key: value for key, value in entries.items() if key not in states} | shard.states_at_rest
+        if kept:
+            state[shard.master] = kept
+
+    def _blocks(
+        self,
+        step: Step,
+        group: int,
+        claim: Claimed,
+        master: Tensor,
+        start: int,
+        entries: dict[str, Any],
+        goes_out: bool,
+        publish: Callable[[int, Tensor], None],
+        on_disk: bool = False,
+    ) -> dict[str, Any]:
+        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest."""
+        numel = master.numel()
+        grad = claim.grad[start : start + numel]
+        plain = grad.dtype == master.dtype and claim.coefficient is None
+        if not step.twin.fused[group]:
+            width = self._sizes.loop_numel
+        elif plain:
+            width = self._sizes.plain_numel if goes_out or on_disk else numel
+        else:
+            width = self._sizes.block_numel
+        kernel = step.twin.kernels[group]
+        if kernel is not None and entries:
+            count = entries["step"] + 1
+            blocks = [each.split(width) for each in (master, grad, entries["exp_avg"], entries["exp_avg_sq"])]
+            at = start
+            for values, part, first, second in zip(*blocks):
+                if not plain:
+                    part = self._cast(part, claim.coefficient, master.dtype)
+                kernel(values, part, first, second, count)
+                if goes_out:
+                    publish(at, values)
+                if on_disk:
+                    self._keep_going()
+                at += width
+            return {**entries, "step": count}
+        out: dict[str, Any] = {}
+        for low in range(0, numel, width):
+            high = min(low + width, numel)
+            part = grad[low:high]
+            if not plain:
+                part = self._cast(part, claim.coefficient, master.dtype)
+            state = {
+                key: value[low:high] if is_elementwise(key, value, numel) else copied(value)
+                for key, value in entries.items()
+            }
+            found = step.twin.step(group, master[low:high], part, state)
+            for key, value in found.items():
+                if not is_elementwise(key, value, high - low):
+                    out[key] = value
+                    continue
+                if key not in out:
+                    whole = high - low == numel and not on_disk
+                    out[key] = value if whole else self._place(key, entries, value, numel, on_disk)
+                target = out[key][low:high]
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(value)
+            if goes_out:
+                publish(start + low, master[low:high])
+            if on_disk:
+                self._keep_going()
+        return out
+
+    def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self._scratch is None or self._scratch.dtype != dtype:
+            self._own(self._sizes.block_numel * dtype.itemsize - (0 if self._scratch is None else self._scratch.nbytes))
+            self._scratch = torch.empty(self._sizes.block_numel, dtype=dtype)
+        out = self._scratch[: grad.numel()]
+        if coefficient is None:
+            return out.copy_(grad)
+        if grad.dtype == dtype:
+            return torch.mul(grad, coefficient.to(dtype), out=out)
+        return out.copy_(grad).mul_(coefficient.to(dtype))
+
+    def _place(self, key: str, entries: dict[str, Any], value: Tensor, numel: int, on_disk: bool) -> Tensor:
+        """Memory for all of an element-wise state: what it has, else new; page-aligned where it will be written to disk."""
+        known = entries.get(key)
+        if isinstance(known, Tensor) and known.numel() == numel:
+            return known
+        if on_disk:
+            return self.storage.link.empty(numel, value.dtype, travels=False)
+        return torch.empty(numel, dtype=value.dtype)
+
+    # Ring of slabs -----------------------------------------------------------------------------------------------------
+
+    def _next(self, shard: DiskShard, start: int) -> Tensor:
+        """Memory with the slab from element `start` on. While it is waited for, what is written makes room for what is read
+        after it."""
+        while True:
+            self._woken.clear()
+            self._keep_going()
+            if not self._reading:
+                if not self._leaving:
+                    raise StateError("a slab was asked for that nobody announced")
+                self._drain(len(self._leaving) - 1)
+            elif self._reading[0][3].ready:
+                break
+            else:
+                started = time.perf_counter()
+                self._woken.wait()
+                self.storage.meter.waited("read", time.perf_counter() - started)
+        found, at, slab, read = self._reading.popleft()
+        if found is not shard or at != start:
+            raise StateError("slabs came in another order than they were asked for")
+        read.close()
+        return slab
+
+    def _keep_going(self) -> None:
+        """Slabs that have been written are read into again, with what is needed next."""
+        while self._leaving and self._leaving[0][1].ready:
+            self._drain(len(self._leaving) - 1)
+        while True:
+            with self._lock:
+                if not self._ahead:
+                    return
+                shard, start = self._ahead[0]
+            slab = self._slab(shard.slab_bytes)
+            if slab is None:
+                return
+            with self._lock:
+                self._ahead.popleft()
+            self._reading.append((shard, start, slab, shard.read(start, slab, self._woken.set)))
+
+    def _slab(self, nbytes: int) -> Tensor | None:
+        self._slab_bytes = max(self._slab_bytes, nbytes)
+        while self._slabs:
+            slab = self._slabs.pop()
+            if slab.numel() >= self._slab_bytes:
+                return slab
+            self._made -= 1
+            self._own(-slab.numel())
+        if self._made < self._sizes.slabs:
+            self._made += 1
+            self._own(self._slab_bytes)
+            return self.storage.link.empty(self._slab_bytes, torch.uint8)
+        return None
+
+    # Ways out ---------------------------------------------------------------------------------------------------------
+
+    def up(self, values: Tensor, target: Tensor) -> None:
+        """Values in host memory to the device: straight, or cast through one of two blocks."""
+        step = self._current
+        if step is None:
+            raise StateError("values go up outside a step")
+        link, width = self.storage.link, self._sizes.block_numel
+        if values.dtype == target.dtype:
+            self._leave(step, link.up(values, target, step.after))
+            return
+        for low in range(0, values.numel(), width):
+            part = values[low : low + width]
+            lane = self._lane(target.dtype)
+            cast = lane[: part.numel()].copy_(part)
+            self._leave(step, link.up(cast, target[low : low + part.numel()], step.after), lane, self._lanes)
+
+    def _lane(self, dtype: torch.dtype) -> Tensor:
+        while not self._lanes and self._lanes_made == self._sizes.lanes:
+            self._drain(len(self._leaving) - 1)
+        if self._lanes and self._lanes[0].dtype == dtype:
+            return self._lanes.pop(0)
+        if self._lanes:
+            self._own(-self._lanes.pop(0).nbytes)
+        else:
+            self._lanes_made += 1
+        self._own(self._sizes.block_numel * dtype.itemsize)
+        return self.storage.link.empty(self._sizes.block_numel, dtype)
+
+    def _leave(
+        self, step: Step, move: Inflight, memory: Tensor | None = None, home: list[Tensor] | None = None
+    ) -> None:
+        """First in, first out: what was sent from a slab before the slab itself is written is over when the slab is free."""
+        if move is not DONE:
+            step.moving += 1
+            self._leaving.append((step, move, memory, home))
+        elif memory is not None and home is not None:
+            home.append(memory)
+
+    def _drain(self, most: int) -> None:
+        """Wait until at most that many transfers are under way."""
+        while len(self._leaving) > max(0, most):
+            step, move, memory, home = self._leaving.popleft()
+            try:
+                move.close()
+            except BaseException as error:
+                step.error = step.error or error
+                self.failure = self.failure or error
+            step.moving -= 1
+            if memory is not None and home is not None:
+                home.append(memory)
+            step.settle()
+
+    def _abandon(self) -> None:
+        """After an error: nothing is read ahead."""
+        with self._lock:
+            self._ahead.clear()
+        for _, _, _, read in self._reading:
+            with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
+                read.close()
+        self._reading.clear()
+        self._wholes.forget()
+        # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.
+        self._slabs.clear()
+        self._lanes.clear()
+        self._made = self._lanes_made = 0
+        self._own((0 if self._scratch is None else self._scratch.nbytes) - self.memory_bytes)
+
+
+def _claims(flat: Flat, twin: Twin) -> Iterable[Claimed]:
+    # In backward nobody knows yet which parameters have none on any rank: that is zeros then, as for all of a span.
+    present = [True] * len(flat.params) if flat.storage.transient else flat.present
+    for shard in flat.shards:
+        found = shard.claim()
+        if found is not None:
+            yield Claimed(flat, shard, *found, present)
+        elif flat.wholes and twin.steps_without_gradient and shard.is_offloaded:
+            yield Claimed(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))

@@ -1,0 +1,1 @@
+"""Forward and backward: when a unit is gathered, released and reduced."""

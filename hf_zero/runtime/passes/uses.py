@@ -1,0 +1,187 @@
+"""What a schedule remembers of a model's units: where each is used, by which forward, and in which order."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from ...core.units import is_plain_embedding
+from ..values.unit import Unit
+
+
+class Order:
+    """The order in which units were needed in the last pass; only ever a hint."""
+
+    def __init__(self) -> None:
+        self._now: list[Unit] = []
+        self._last: list[Unit] = []
+
+    def note(self, unit: Unit) -> Unit | None:
+        """Record that `unit` is needed now; answers which one was needed next, last time."""
+        now, last = self._now, self._last
+        if not now or now[-1] is not unit:
+            now += (unit,)
+        place = len(now)
+        return last[place] if place < len(last) and last[place - 1] is unit else None
+
+    def close(self) -> None:
+        if self._now:
+            self._last, self._now = self._now, []
+
+
+class Host:
+    """One module whose forward uses one unit's parameters. The root is a host without a unit of its own here.
+
+    Attributes:
+        inputs, given: during its forward: its inputs, and the nodes that made them.
+        entry: during its forward: the youngest of them.
+        use: during its forward with a graph: what this forward adds to.
+        named: the ranges of its forwards under way in a profiler's trace.
+        borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
+    """
+
+    __slots__ = (
+        "acting",
+        "borrowed",
+        "entry",
+        "given",
+        "inputs",
+        "is_embedding",
+        "lent",
+        "module",
+        "named",
+        "trace",
+        "use",
+    )
+
+    def __init__(self, module: nn.Module, trace: Trace | None) -> None:
+        self.module = module
+        self.trace = trace
+        self.acting = False  # of a guest: its own forward brought the unit in
+        self.given: list[Any] = []
+        self.inputs: Any = None
+        self.entry: Any = None
+        self.use: Use | None = None
+        self.borrowed: list[Trace] = []
+        self.lent: list[Use] = []
+        self.named: list[record_function] = []
+        self.is_embedding = is_plain_embedding(module)
+
+
+class Use:
+    """One unit in one pass forward with a graph. The graph's hooks hold it: it lives as long as a backward may come.
+
+    Attributes:
+        trace: weakly, see `graph_hooks.Lead`.
+        first: when it began.
+        events: hosts of it whose post-backward will come; `left` of them in the backward under way.
+        is_open: it has a host whose post-backward will not come, its inputs need no gradient.
+        done: a backward has been through it; with `retain_graph` there may be another.
+    """
+
+    __slots__ = ("__weakref__", "done", "events", "first", "is_open", "left", "trace")
+
+    def __init__(self, trace: Trace, first: int) -> None:
+        self.trace = weakref.ref(trace)
+        self.first = first
+        self.events = self.left = 0
+        self.is_open = self.done = False
+        trace.uses.append(first)
+
+    def finish(self) -> None:
+        trace = self.trace()
+        if not self.done and trace is not None:
+            self.done = True
+            trace.uses.remove(self.first)
+            trace.kept.append(self.first)
+            trace.pending -= bool(self.events)
+
+    def __del__(self) -> None:
+        if not self.done:
+            self.finish()
+        trace = self.trace()
+        if trace is not None:
+            trace.kept.remove(self.first)
+
+
+class Trace:
+    """What the schedule remembers of one unit.
+
+    Attributes:
+        uses: when those began that have a graph and wait for its backward; `kept`: those that have had one.
+        pending: how many of `uses` will have a post-backward.
+        begun: when its use in this pass began; a count that only grows. `first`, `latest`: when its first use since the last
+            backward began, and its last one ended. A second backward over a kept graph reads them again.
+        agreed_first, agreed_latest: in the backward under way, the latest first use and the latest end on any rank.
+        noted: the last pass it ran in, maybe without a graph of its own (reentrant checkpointing); 0 after the next backward.
+        place, step: in the agreed orders of reduces and gathers of the backward under way; -1: no rank has used it.
+        held: not released. 1: until the next forward or step, 2: until the end of a backward.
+        keeps: it is to stay gathered from a forward to its backward, on every rank; `is_kept`: it does.
+        parts: it is to stay so by parts, cut among the ranks of each node; `is_parted`: it does, once it is released.
+    """
+
+    __slots__ = (
+        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
+        "expected", "first", "held", "in_backward", "in_open", "is_kept", "is_parted", "joinable", "keeps", "kept", "latest",
+        "local", "modules", "noted", "noticed", "opened", "parts", "pending", "place", "reduced", "running", "seen", "stays",
+        "step", "stepped", "strict", "unit", "use", "uses", "weightless",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
+        self.unit = unit
+        self.modules = modules  # its hosts
+        self.at = at  # its index
+        self.expected = len(modules)  # uses in a pass, as of the last one
+        self.seen = 0  # in this pass so far
+        self.running = 0  # hosts whose forward is under way
+        self.uses: list[int] = []
+        self.kept: list[int] = []
+        self.first = self.begun = self.latest = self.pending = 0
+        self.agreed_first = self.agreed_latest = 0
+        self.use: weakref.ref[Use] | None = None  # of the pass under way
+        self.noted = 0
+        self.noticed = False  # its parameters have hooks of their own
+        self.opened = False  # modules inside its hosts act as hosts
+        self.borrowed = False  # others than its hosts have read it
+        self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
+        self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
+        self.held = 0
+        self.keeps = self.is_kept = self.parts = self.is_parted = False
+        self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
+        # In the backward under way:
+        self.place = self.step = -1
+        self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
+        self.everywhere = True  # every rank has used it: none makes the others wait for its part
+        self.in_backward = self.in_open = self.reduced = False
+        self.came = False  # gathered in it, also for other ranks alone
+        self.entered = False  # there for this rank's use
+        self.stepped = False  # who wants to know has been told that all gradients are there
+        self.local = False  # gradients wait on this rank, from a backward that did not send them
+
+    def heir(self, unit: Unit) -> Trace:
+        """What takes its place when the unit's spans are cut anew: it knows what was learnt, and none of the uses."""
+        trace = Trace(unit, self.modules, self.at)
+        trace.expected, trace.strict, trace.stays = self.expected, self.strict, self.stays
+        trace.opened, trace.noticed = self.opened, self.noticed
+        return trace
+
+    def release(self) -> None:
+        """Unless it is held, or kept for its backward."""
+        if not self.held and not self.is_kept:
+            self.unit.release(parts=self.is_parted)
+
+    def forget_parts(self) -> None:
+        """What it has by parts is of no more use. Not called without any: steps count their calls."""
+        self.is_parted = False
+        self.unit.drop_parts()
+
+    def leave(self) -> None:
+        """Its backward is over: as `release`, and it is kept no more."""
+        self.is_kept = False
+        if self.is_parted:
+            self.forget_parts()
+        if not self.held:
+            self.unit.release()

@@ -1,0 +1,488 @@
+"""Parameters whose values live in the ranks' slices before there is an engine: made by `zero.Init`, ended by `zero.shard`.
+
+A born parameter is *closed* or *open*. Closed, each rank has `own`, its equal part of the row-major elements, and the
+parameter's `.data` is one NaN expanded to the true shape and type (as a released parameter of an engine). Open, `.data`
+is whole, the same on every rank, and is the truth. Opening is a collective, closing needs no communication: so whether a
+parameter is open must be the same on every rank, and follows from the program alone.
+
+A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
+to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
+A slice that was computed may rest as well, in this rank's own file (`store`), until it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ...comm.agree import read
+from ...comm.wire import SoloWire, wire_device
+from ...core.layout import Span
+from ...core.precision import dtype_of
+from ...errors import StateError, TierError
+from ...tiers.array import DiskArray, FilePieces, OnDisk
+from ...tiers.disk import Disk
+from ...tiers.pool import Storage
+from .ownership import OWNERS, adopt, release
+
+_TAG = 1 << 20  # above every span's index
+_STORED_BYTES = 64 << 10  # smaller slices stay in memory
+_GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class OpeningMode(TorchFunctionMode):
+    """Opens deferred parameters as torch functions use them; `zero.Init` enters one."""
+
+
+def opening_mode() -> OpeningMode | None:
+    """The one that is entered, if any."""
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, OpeningMode)), None)
+
+
+def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """The row-major elements [start, stop) of rank `rank`: equal slices, the last ones may be short or empty."""
+    per_rank = -(-numel // size)
+    return min(rank * per_rank, numel), min((rank + 1) * per_rank, numel)
+
+
+def no_pickle() -> StateError:
+    """To be raised where a deferred parameter, or what its model refers to, is pickled."""
+    return StateError(
+        "a parameter that was born under zero.Init() cannot be pickled: each rank has only a part of it. Save "
+        "model.state_dict(), or shard the model and use engine.save()"
+    )
+
+
+def birth_of(param: Tensor) -> Birth | None:
+    """How this parameter was born; None for any other, and once an engine holds it."""
+    owner = OWNERS.get(param)
+    return owner if isinstance(owner, Birth) else None
+
+
+def born(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    own: Tensor,
+    wire: SoloWire,
+    *,
+    device: torch.device | str,
+    requires_grad: bool = True,
+) -> nn.Parameter:
+    """A closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`.
+
+    Raises:
+        StateError: `own` is not this rank's part.
+    """
+    numel = torch.Size(shape).numel()
+    low, high = slice_bounds(numel, wire.rank, wire.size)
+    if own.dim() != 1 or own.numel() != high - low or own.dtype != dtype or own.device != torch.device(device):
+        raise StateError(
+            f"born(): expected a 1-D {dtype} tensor of {high - low} elements on {device} (rank {wire.rank} of "
+            f"{wire.size}, shape {tuple(shape)}), found {own.dtype} {tuple(own.shape)} on {own.device}"
+        )
+    return _closed(Birth(wire, own.detach()), shape, requires_grad)
+
+
+def born_at_rest(
+    shape: Sequence[int],
+    origin: OnDisk,
+    wire: SoloWire,
+    *,
+    device: torch.device | str,
+    requires_grad: bool = True,
+) -> nn.Parameter:
+    """A closed parameter of `shape` and of `origin`'s type, whose row-major elements are at rest in `origin`. The same on every
+    rank, and each can read all of it."""
+    return _closed(Birth(wire, origin=origin, device=torch.device(device)), shape, requires_grad)
+
+
+def _closed(birth: Birth, shape: Sequence[int], requires_grad: bool) -> nn.Parameter:
+    with torch._C.DisableTorchFunction():
+        param = nn.Parameter(birth.new_sentinel(shape), requires_grad=requires_grad)
+    adopt(param, birth)
+    return param
+
+
+def guard_owner(param: nn.Parameter) -> Birth | None:
+    """The closed birth whose placeholder `param` was made of, as `nn.Parameter(closed)` is; None for any other."""
+    if param.untyped_storage().nbytes() >= param.numel() * param.element_size():
+        return None
+    pointer = param.untyped_storage().data_ptr()
+    births = (owner for owner in OWNERS.values() if isinstance(owner, Birth))
+    return next((birth for birth in births if birth.guards(pointer)), None)
+
+
+class Birth:
+    """Where the values of one born parameter are. Keeps no reference to the parameter: the registry is weak.
+
+    Args:
+        store: where slices that are computed rest while the parameter is closed; None: in memory.
+    """
+
+    __slots__ = (
+        "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_store", "_stored", "_stride", "is_open", "origin",
+        "pins", "wire",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        wire: SoloWire,
+        own: Tensor | None = None,
+        origin: OnDisk | None = None,
+        device: torch.device | None = None,
+        store: Disk | None = None,
+    ) -> None:
+        self.wire = wire
+        self._store = store
+        self._stored: DiskArray | None = None
+        """This rank's slice, where `_own` is None and it was computed; in memory where this rank has no room on disk."""
+        self.is_open = own is None and origin is None
+        self.origin = origin
+        """All elements of the parameter, where they came from; None once it may have been written while it was open."""
+        self.pins = 0  # `GatheredParameters` that need it open
+        self._own = own  # with an origin: None until it is asked for, then the truth
+        self._device = device  # of what is read from the origin
+        self._guard: Tensor | None = None
+        self._shape: tuple[int, ...] = ()  # when it was closed last
+        self._stride: tuple[int, ...] | None = None  # of a parameter that is not row-major in memory
+        # A storage of the parameter that someone else still refers to: freeing our part frees nothing, and who holds it
+        # may write. Kept, with its values, until no one does.
+        self._alias: Tensor | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """1-D, this rank's elements. Only while closed."""
+        if self.at_rest or (self._stored is not None and not self.is_open):
+            self._own = self.values()
+            self._unstore()
+        if self._own is None or self.is_open:
+            raise StateError("a born parameter's slice was asked for while it is whole")
+        self._follow_alias()
+        return self._own
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the values are in the origin alone. Closed."""
+        return self._own is None and self._stored is None and self.origin is not None and not self.is_open
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether `values` may have to read a file, here or on another rank. The same on every rank."""
+        return self.origin is not None or self._store is not None
+
+    def values(self) -> Tensor:
+        """`own`, to look at only: what is at rest stays there, and is read anew. While closed.
+
+        Raises:
+            TierError: it cannot be read.
+        """
+        if self._stored is not None and not self.is_open:
+            self._follow_alias()
+        stored = self._stored
+        if stored is not None and not self.is_open:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                return OnDisk(stored).read_into(torch.empty(stored.numel, dtype=stored.dtype, device=self._device))
+        if not self.at_rest or self.origin is None:
+            return self.own
+        low, high = slice_bounds(self.origin.numel(), self.wire.rank, self.wire.size)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return self.origin[low:high].read_into(
+                torch.empty(high - low, dtype=self.origin.dtype, device=self._device)
+            )
+
+    def slice_of(self, param: nn.Parameter) -> Tensor:
+        """1-D, this rank's elements, in either state; may be a view."""
+        if not self.is_open:
+            return self.own
+        with torch._C.DisableTorchFunction():
+            low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
+            return param.detach().reshape(-1)[low:high]
+
+    def new_sentinel(self, shape: Sequence[int]) -> Tensor:
+        """What a closed parameter points at."""
+        dtype, device = self._kind
+        if self._guard is None or self._guard.dtype != dtype or self._guard.device != device:
+            value = float("nan") if dtype in _GUARDED else 0
+            self._guard = torch.full((), value, dtype=dtype, device=device)
+        self._shape = tuple(shape)
+        return self._guard.expand(self._shape)
+
+    @property
+    def _kind(self) -> tuple[torch.dtype, torch.device]:
+        """Type of the values, and where they are or will be read to."""
+        if self._own is not None:
+            return self._own.dtype, self._own.device
+        if self._stored is not None and self._device is not None:
+            return self._stored.dtype, self._device
+        if self.origin is None or self._device is None:
+            raise StateError("a born parameter has no slice yet")
+        return self.origin.dtype, self._device
+
+    def check_guard(self, param: nn.Parameter, name: str = "") -> None:
+        """Raise if the parameter was written to while it was closed."""
+        guard = self._guard
+        if guard is not None and guard.dtype in _GUARDED and not bool(guard.isnan()):
+            guard.fill_(float("nan"))
+            what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(param.shape)}"
+            raise StateError(
+                f"{what} was written to while it was released (its values live in the ranks' slices; what was written is "
+                "lost). Write it inside `with zero.Init():` or zero.GatheredParameters, or with load_state_dict"
+            )
+
+    def guards(self, pointer: int) -> bool:
+        """Whether the placeholder's storage is at `pointer`."""
+        return not self.is_open and self._guard is not None and self._guard.untyped_storage().data_ptr() == pointer
+
+    def stand_in(self, param: nn.Parameter) -> Tensor:
+        """A meta tensor of the shape, type and strides that the parameter has when it is open."""
+        return torch.empty_strided(param.shape, self._strides(param.shape), dtype=param.dtype, device="meta")
+
+    def _strides(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self._stride or tuple(torch.empty(tuple(shape), device="meta").stride())
+
+    def copied(self, param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        """As `Owner`: closed, or at rest in the same files."""
+        if opening_mode() is None:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} that was born under zero.Init() cannot be copied before its model "
+                "is sharded: copy inside `with zero.Init():`, or build the second model there"
+            )
+        own = None if self.at_rest else self.slice_of(param).clone()
+        origin = None if self.is_open else self.origin
+        birth = Birth(self.wire, own, origin, param.device, self._store)
+        return _closed(birth, param.shape, param.requires_grad)
+
+    def pickled(self, param: nn.Parameter) -> Any:
+        raise no_pickle()
+
+    # Between closed and open ------------------------------------------------------------------------------------------
+
+    def open(self, param: nn.Parameter, fill: bool = True, whole: Tensor | None = None) -> None:
+        """Whole values in `.data`: `whole`, or brought in by a collective; `fill=False`: only the memory, for who overwrites
+        it."""
+        if self.is_open:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self.check_guard(param)
+            shape, (dtype, device) = param.shape, self._kind
+            if whole is not None:
+                pass
+            elif self.wire.size == 1 and self._stride is None and not self.may_fail:
+                whole = self.own.view(shape)
+            elif self._alias is None and self._stride is None and fill:
+                whole = self.read(shape)
+            else:
+                fresh = partial(torch.empty_strided, shape, self._strides(shape), dtype=dtype, device=device)
+                whole = fresh() if self._alias is None else self._alias
+                if fill:  # also into an alias, which another rank may not have: every rank takes part
+                    whole.copy_(self.read(shape))
+            self._alias = None
+            param.data = whole
+        self.is_open = True
+
+    def close(self, param: nn.Parameter, keep: bool = True) -> None:
+        """This rank's slice of `.data`, and no more. `keep=False`: the values from before `open` instead."""
+        if not self.is_open:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            whole = param.data
+            keep = keep or (self._own is None and self._stored is None and self.origin is None)
+            if keep:
+                self._cut(whole, stores=True)
+                self.origin = None
+                contiguous = whole.is_contiguous()
+                # Only strides that a fresh tensor can have; others (overlapping) come back row-major.
+                self._stride = None if contiguous else tuple(torch.empty_like(whole, device="meta").stride())
+            self.is_open = False
+            param.data = self.new_sentinel(whole.shape if keep else self._shape)
+            if keep and (self.wire.size > 1 or self._stored is not None) and _holders(whole) > 1:
+                self._alias = whole
+
+    def _cut(self, whole: Tensor, stores: bool) -> None:
+        low, high = slice_bounds(whole.numel(), self.wire.rank, self.wire.size)
+        part = whole.reshape(-1)[low:high]
+        if stores and self._put_away(part):
+            return
+        own = self._own
+        if self.wire.size == 1:
+            self._own = part
+        elif own is not None and own.shape == part.shape and own.dtype == part.dtype and own.device == part.device:
+            own.copy_(part)
+        else:
+            self._own = part.clone()
+
+    def _put_away(self, part: Tensor) -> bool:
+        """The slice into the store. False where there is none, or no room in it: it stays in memory."""
+        store, stored = self._store, self._stored
+        if store is None or part.nbytes < _STORED_BYTES:
+            return False
+        try:
+            if stored is None or stored.numel != part.numel() or stored.dtype != part.dtype:
+                self._unstore()
+                self._stored = stored = DiskArray(store, part.numel(), part.dtype)
+            OnDisk(stored).copy_(part)
+        except TierError:
+            self._unstore()
+            return False
+        self._own, self._device = None, part.device
+        return True
+
+    def settle(self) -> None:
+        """What has come into memory goes back to where it rests. Closed, nobody holds `own`."""
+        own = self._own
+        if own is not None and self._alias is None and self._put_away(own):
+            self.origin = None
+
+    def _unstore(self) -> None:
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            stored.close()
+
+    def __del__(self) -> None:
+        self._unstore()
+
+    @property
+    def has_alias(self) -> bool:
+        return self._alias is not None
+
+    def drop_alias(self, force: bool = False) -> None:
+        """Let go of a storage that no one else holds any more (or in any case)."""
+        if self._alias is not None and (force or _holders(self._alias) == 1):
+            self._follow_alias()
+            self._alias = None
+
+    def _follow_alias(self) -> None:
+        if self._alias is not None and (self._own is not None or self._stored is not None):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._cut(self._alias, stores=self._stored is not None)
+
+    def move(self, param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `fn`, which may change type and device but no value's place, to the slice; the parameter's new `.data`."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self.check_guard(param)
+            device = self._only_moves(fn) if self.at_rest else None
+            if device is not None:
+                self._device = device
+            else:
+                self._own, self._alias = fn(self.own), None
+            return self.new_sentinel(param.shape)
+
+    def _only_moves(self, fn: Callable[[Tensor], Tensor]) -> torch.device | None:
+        """Where `fn` takes a tensor of this type to; None if it does more than that."""
+        dtype, device = self._kind
+        sample = torch.arange(1, 4).to(dtype=dtype, device=device)
+        moved = fn(sample.clone())
+        return moved.device if moved.dtype == dtype and torch.equal(moved.to(device), sample) else None
+
+    # Whole values -----------------------------------------------------------------------------------------------------
+
+    def read(self, shape: Sequence[int]) -> Tensor:
+        """The whole values as a new tensor of `shape`; a collective. Only while closed."""
+        numel = torch.Size(shape).numel()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            dtype, device = self._kind
+            room = torch.empty(self.room_numel(numel), dtype=dtype, device=device)
+            self.read_into(room, numel)
+            return room[:numel].view(tuple(shape))
+
+    def whole(self, param: nn.Parameter) -> Tensor:
+        """The whole value, a new tensor; a collective, unless open."""
+        if self.is_open:
+            with torch._C.DisableTorchFunction():
+                return param.detach().clone()
+        self.check_guard(param)
+        return self.read(param.shape)
+
+    def put(self, param: nn.Parameter, value: Tensor) -> None:
+        """A new whole value, of which this rank keeps its part; no communication."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self.is_open:
+                param.data.copy_(value)
+                return
+            self.check_guard(param)
+            low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
+            self.own.copy_(value.detach().reshape(-1)[low:high])
+
+    def pour(self, param: nn.Parameter, room: Tensor) -> None:
+        """The whole values into the first elements of `room`, a 1-D buffer of any type; what follows may be overwritten. A
+        collective, unless open."""
+        numel = param.numel()
+        if self.is_open:
+            room[:numel].copy_(param.detach().reshape(-1))
+            return
+        if room.dtype == self._kind[0] and room.numel() >= self.room_numel(numel):
+            self.read_into(room, numel)
+        else:
+            room[:numel].copy_(self.read((numel,)))
+
+    def room_numel(self, numel: int) -> int:
+        """Elements that `read_into` needs: the last slices come padded to the length of the first."""
+        return -(-numel // self.wire.size) * self.wire.size
+
+    def read_into(self, room: Tensor, numel: int) -> None:
+        """The whole values into the first `numel` elements of `room` (1-D, of `room_numel` or more); a collective. What lies
+        between `numel` and `room_numel` is overwritten."""
+        wire = self.wire
+        own = read(wire, self.values, may_fail=self.may_fail and wire.size > 1)
+        if wire.size == 1:
+            room[:numel].copy_(own)
+            return
+        room = room[: self.room_numel(numel)]
+        per_rank = room.numel() // wire.size
+        if own.numel() < per_rank:
+            own = torch.cat([own, own.new_zeros(per_rank - own.numel())])
+        place = wire_device(wire, own.device)
+        whole = room if room.device == place else torch.empty_like(room, device=place)
+        # As bytes: not every backend moves every type.
+        wire.gather(whole.view(torch.uint8), own.to(place).view(torch.uint8), _TAG).close()
+        if whole is not room:
+            room.copy_(whole)
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors share this one's storage, itself included. Says what memory there is to free, nothing else."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+# The first values of a span --------------------------------------------------------------------------------------------
+
+
+def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """The whole span's, in the master dtype, on the device; what was born gives its own up."""
+    whole = torch.zeros(span.numel, dtype=dtype_of(span.spec.master_dtype), device=device)
+    for slot, param in zip(span.slots, params):
+        birth = birth_of(param)
+        if birth is None:
+            whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+        else:
+            birth.pour(param, whole[slot.offset :])
+            release(param)
+    whole[span.used_numel :].zero_()
+    return whole
+
+
+def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, storage: Storage) -> DiskArray | None:
+    """This rank's slice of a frozen span, where its values are at rest in the model's own files: no copy is made of them. A
+    collective for parameters with an origin."""
+    births = [birth for param in params if (birth := birth_of(param)) is not None and birth.origin is not None]
+    if span.trainable or len(births) < len(params):
+        return None
+    if not all(wire.exchange(all(birth.at_rest for birth in births))):
+        return None  # some rank was given its part, and may have written to it
+    origins = {slot.spec.name: birth.origin for slot, birth in zip(span.slots, births)}
+    parts = [
+        (part.start, origin[part.there])
+        for part in span.overlaps((wire.shard_group or wire).rank if span.shards > 1 else 0)
+        if (origin := origins[part.source.spec.name]) is not None
+    ]
+    for param in params:
+        release(param)
+    dtype = dtype_of(span.spec.master_dtype)
+    pieces = FilePieces(span.slice_numel, dtype, parts, storage.meter)
+    return DiskArray(storage.disk, span.slice_numel, dtype, pieces)

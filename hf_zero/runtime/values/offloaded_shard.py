@@ -1,0 +1,423 @@
+"""Stretches of a slice that rest in host memory or on disk, and the table of all kinds; see `state_shard`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.inflight import Inflight, together
+from ...errors import StateError
+from ...tiers.array import DiskArray, OnDisk, OnDone, Shaped, Values, is_array
+from ...tiers.pool import Storage
+from ...tiers.tier import Tier, padded
+from .stand_in import Slice
+from .state_shard import MASTER, B, Claim, DeviceShard, Shard, is_elementwise
+
+
+class HostShard(Shard):
+    """In host memory. The gradient is float32, or of the compute dtype while that loses nothing."""
+
+    tier = Tier.HOST
+
+    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
+        super().__init__(storage, start, numel, dtype, travels)
+        self._grad: Tensor | None = None
+        self._buffer: Tensor | None = None  # memory of `_grad`, kept from step to step
+        self._move: Inflight | None = None
+        self._landing: Tensor | None = None
+        self._is_viewed = False  # wholes show parts of the gradient: it is scaled at once
+
+    def _hold(self, values: Tensor) -> Tensor:
+        return self.storage.link.empty(self.numel, self.dtype, self._travels).copy_(values)
+
+    @property
+    def grad(self) -> Tensor | None:
+        self.land()
+        return self._grad
+
+    @property
+    def has_grad(self) -> bool:
+        return self._grad is not None or self._landing is not None
+
+    def whole_grad(self) -> Tensor | None:
+        grad = self.grad
+        if grad is None:
+            return None
+        if grad.dtype != self.dtype:
+            grad = self._widen(grad)
+        self._apply_coefficient(grad)
+        return grad
+
+    def _apply_coefficient(self, grad: Tensor) -> None:
+        if self.coefficient is not None:
+            grad.mul_(self.coefficient.to(grad.dtype))
+            self.coefficient = None
+
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        new = self._room(self.dtype)
+        self._grad = new.zero_() if grad is None else new.copy_(grad)
+        self.show_grad()
+        return new
+
+    def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
+        if not isinstance(former, HostShard):
+            super()._take_grad(former, grad)
+            return
+        self._grad, self._buffer = grad, former._buffer
+        former._grad = former._buffer = None
+        self.show_grad()
+
+    def add(self, piece: Tensor) -> None:
+        self.land()
+        link = self.storage.link
+        is_wide = self.storage.wide or (self._buffer is not None and self._buffer.dtype == self.dtype)
+        keeps = piece.dtype == self.dtype or not is_wide
+        if self._grad is None and keeps:
+            self._grad = self._room(piece.dtype)
+            self._move = link.down(piece, self._grad)
+            if self._move.ready:
+                self.land()
+            return
+        self._landing = self.storage.scratch(piece.numel(), piece.dtype)
+        self._move = link.down(piece, self._landing)
+        self.storage.land(self)
+
+    def land(self) -> None:
+        move, self._move = self._move, None
+        if move is not None:
+            move.close()
+            self.show_grad()
+        landing, self._landing = self._landing, None
+        if landing is None:
+            return
+        if self._grad is None:
+            self._new_grad(landing)
+        else:
+            grad = self._grad if self._grad.dtype == self.dtype else self._widen(self._grad)
+            self._apply_coefficient(grad)
+            grad.add_(landing)
+        self.storage.give_back(landing)
+
+    def scale(self, coefficient: Tensor) -> None:
+        grad = self.grad
+        if grad is None:
+            return
+        if self.storage.wide or self._is_viewed:
+            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
+            return
+        if self.coefficient is not None:
+            self.whole_grad()
+        # A copy: it is applied in the step, and who clips may use one tensor for one gradient after another.
+        self.coefficient = coefficient.to("cpu", self.dtype, copy=True)
+
+    def follow_grad(self) -> bool:
+        offered, now = self._offered, self.master.grad
+        if now is offered:
+            return False
+        if now is None:
+            self.drop_grad()
+        elif isinstance(now, Slice) and now.owner is self:  # `p.grad = p.grad.detach()`
+            self.master.grad = offered
+            return False
+        else:
+            grad = self.some_grad()
+            grad.copy_(now.plain() if isinstance(now, Slice) else now.detach())
+            self.master.grad = self._offered = offered if type(offered) is Slice else grad
+        return True
+
+    def drop_grad(self) -> None:
+        super().drop_grad()
+        if self._move is not None or self._landing is not None:
+            self.land()
+        self._grad = self.coefficient = None
+        self._is_viewed = False
+
+    def grad_of_wholes(self) -> Tensor | None:
+        grad = self._grad
+        if grad is None or grad.dtype != self.dtype or self._move is not None or self.storage.transient:
+            return None
+        self._apply_coefficient(grad)
+        self._is_viewed = True
+        return grad
+
+    def release_buffer(self) -> None:
+        self.drop_grad()
+        buffer = self._buffer
+        self._keep(None)
+        if buffer is not None and self.storage.transient:
+            self.storage.give_back(buffer)
+
+    def claim(self) -> Claim | None:
+        if self._landing is not None or self.storage.wide:
+            self.land()
+        move, self._move = self._move, None
+        return None if self._grad is None else (self._grad, self.coefficient, move)
+
+    @property
+    def grad_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def hide_grad(self) -> None:
+        self.master.grad = self._offered = None
+
+    def show_grad(self) -> None:
+        if self.shown is not None and self.master.grad is self.shown:
+            return
+        if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
+            self.master.grad = self._offered = self._grad
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        if self._buffer is None or self._buffer.dtype != dtype:
+            new = self.storage.scratch if self.storage.transient else self.storage.link.empty
+            return self._keep(new(self.numel, dtype))
+        return self._buffer
+
+    def _keep(self, buffer: B) -> B:
+        """The memory of a host gradient. Where it is lent by the pool, that has it in the ledger."""
+        if not self.storage.transient:
+            self.storage.ledger.host.add("gradients", (0 if buffer is None else buffer.nbytes) - self.grad_bytes)
+        self._buffer = buffer
+        return buffer
+
+    def _widen(self, grad: Tensor) -> Tensor:
+        wide = self._new_grad(grad)
+        if self.storage.transient:
+            self.storage.give_back(grad)
+        return wide
+
+
+class DiskShard(HostShard):
+    """Values and element-wise states in this rank's file, the gradient in host memory.
+
+    A step reads, updates and writes `Sizes.slab_numel` elements of every array at a time. A state takes space when the
+    optimizer has made it.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
+        super().__init__(storage, start, numel, dtype, travels)
+        self._array: DiskArray | None = None
+        self._states: dict[str, DiskArray] = {}
+        self._new: dict[str, DiskArray] = {}  # arrays of states that the optimizer does not have yet
+        self._whole_states: dict[nn.Parameter, dict[str, Shaped]] = {}
+        self._new_whole_states: dict[nn.Parameter, dict[str, Shaped]] = {}
+
+    @staticmethod
+    def over(storage: Storage, array: DiskArray) -> DiskShard:
+        """A frozen shard whose values are in `array` already, and serve as the parameters' slice, too."""
+        shard = DiskShard(storage, 0, array.numel, array.dtype)
+        shard._array = array
+        shard.aliased = True
+        shard.master = nn.Parameter(shard._placeholder(), requires_grad=False)
+        return shard
+
+    def _hold(self, values: Tensor) -> Tensor:
+        self._array = DiskArray(self.storage.disk, self.numel, self.dtype)
+        OnDisk(self._array).copy_(values)
+        return self._placeholder()
+
+    def _placeholder(self) -> Tensor:
+        value = float("nan") if self.dtype.is_floating_point else 0
+        return torch.full((), value, dtype=self.dtype).expand(self.numel)
+
+    @property
+    def array(self) -> DiskArray:
+        if self._array is None:
+            raise StateError("the values of a shard on disk were asked for before it had any")
+        return self._array
+
+    @property
+    def values(self) -> Values:
+        return OnDisk(self.array)
+
+    def _arrays(self) -> list[DiskArray]:
+        values = [] if self._array is None else [self._array]
+        shaped = [each for of in (self._whole_states, self._new_whole_states) for each in of.values()]
+        return [
+            *values,
+            *self._states.values(),
+            *self._new.values(),
+            *(_array(s) for of in shaped for s in of.values()),
+        ]
+
+    @property
+    def in_files(self) -> bool:
+        return self.array.base is not None
+
+    def note(self) -> None:
+        """Nobody but this package can write to what is on disk."""
+
+    def rest_on(self, alias: Tensor | None) -> None:
+        """What was read from the array rests elsewhere now."""
+        self.aliased = False
+
+    # The optimizer's state --------------------------------------------------------------------------------------------
+
+    def follow_states(self, optimizer: torch.optim.Optimizer) -> None:
+        entries = self.entries(optimizer)
+        names = [key for key, value in entries.items() if is_elementwise(key, value, self.numel)]
+        if names != [*self._states] or not all(isinstance(entries[name], OnDisk) for name in names):
+            self.put(optimizer, entries)
+
+    @property
+    def states_at_rest(self) -> dict[str, OnDisk]:
+        """The element-wise ones, as `optimizer.state` has them: whoever clears that clears these."""
+        return {name: OnDisk(array) for name, array in self._states.items()}
+
+    def new_state(self, name: str, dtype: torch.dtype) -> OnDisk:
+        return OnDisk(self._array_of(name, dtype))
+
+    def _array_of(self, name: str, dtype: torch.dtype) -> DiskArray:
+        for arrays in (self._states, self._new):
+            found = arrays.get(name)
+            if found is not None and found.dtype == dtype:
+                return found
+        if name in self._new:
+            self._new.pop(name).close()
+        self._new[name] = DiskArray(self.storage.disk, self.numel, dtype)
+        return self._new[name]
+
+    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
+        names = [key for key, value in entries.items() if is_elementwise(key, value, self.numel)]
+        for name in names:
+            value = entries[name]
+            array = self._array_of(name, value.dtype)
+            if not (isinstance(value, OnDisk) and value.source is array):
+                OnDisk(array).copy_(value)
+        rest = {key: value for key, value in entries.items() if key not in names}
+        self.keep_states(names)
+        return super()._at_rest(optimizer, rest) | self.states_at_rest
+
+    def keep_states(self, names: Iterable[str]) -> None:
+        """The optimizer has these states, which have been written, and no others."""
+        arrays = {name: self._new.get(name) or self._states[name] for name in names}
+        for array in (*self._states.values(), *self._new.values()):
+            if all(array is not kept for kept in arrays.values()):
+                array.close()
+        self._states, self._new = arrays, {}
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        super().forget(optimizer)
+        self.keep_states(())
+
+    # States of wholes: each array of numbers is one on disk, whatever its shape; single values are in host memory -------
+
+    def whole_at_rest(
+        self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = [key for key, value in entries.items() if is_array(value) and value.numel()]
+        for name in names:
+            value = entries[name]
+            room = self.new_whole_state(whole, name, value.dtype, value.shape)
+            if not (isinstance(value, Shaped) and value.source is room.source):
+                room.copy_(value)
+        rest = {key: value for key, value in entries.items() if key not in names}
+        return super().whole_at_rest(whole, rest, options) | self.keep_whole_states(whole, names)
+
+    def new_whole_state(self, whole: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Shaped:
+        for arrays in (self._whole_states, self._new_whole_states):
+            found = arrays.get(whole, {}).get(name)
+            if found is not None and (found.dtype, found.shape) == (dtype, torch.Size(shape)):
+                return found
+        new = self._new_whole_states.setdefault(whole, {})
+        if name in new:
+            _array(new.pop(name)).close()
+        new[name] = Shaped(DiskArray(self.storage.disk, math.prod(shape), dtype), shape)
+        return new[name]
+
+    def keep_whole_states(self, whole: nn.Parameter, names: Iterable[str]) -> dict[str, Shaped]:
+        """The optimizer has these arrays of it, which have been written, and no others."""
+        old, new = self._whole_states.pop(whole, {}), self._new_whole_states.pop(whole, {})
+        kept = {name: new.get(name) or old[name] for name in names}
+        for shaped in (*old.values(), *new.values()):
+            if all(shaped is not each for each in kept.values()):
+                _array(shaped).close()
+        if kept:
+            self._whole_states[whole] = kept
+        return kept
+
+    def forget_whole(self, whole: nn.Parameter) -> None:
+        self.keep_whole_states(whole, ())
+
+    # Slabs: what a step reads and writes at a time --------------------------------------------------------------------
+
+    @property
+    def slabs(self) -> range:
+        return range(0, self.numel, self.storage.sizes.slab_numel)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Host memory for a slab of values and states, each from a page's start."""
+        return sum(padded(nbytes) for _, _, nbytes in self._parts(0))
+
+    def _parts(self, start: int) -> list[tuple[str, DiskArray, int]]:
+        """Of the slab from element `start` on: name, array and bytes."""
+        numel = min(self.storage.sizes.slab_numel, self.numel - start)
+        return [(name, a, numel * a.dtype.itemsize) for name, a in ((MASTER, self.array), *self._states.items())]
+
+    def views(self, start: int, memory: Tensor) -> dict[str, Tensor]:
+        """Values (`MASTER`) and states in memory that holds the slab from element `start` on."""
+        out, at = {}, 0
+        for name, array, nbytes in self._parts(start):
+            out[name] = memory[at : at + nbytes].view(array.dtype)
+            at += padded(nbytes)
+        return out
+
+    def read(self, start: int, memory: Tensor, on_done: OnDone = None) -> Inflight:
+        """The slab from element `start` on into `memory`: uint8, of `slab_bytes`."""
+        views = self.views(start, memory)
+        return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start)])
+
+    def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
+        """Values (`MASTER`) and states from element `start` on, which must not change until waited for.
+
+        States that are new are the optimizer's from `keep_states` on.
+
+        Raises:
+            TierError: there is no room for a new one.
+        """
+        arrays = {
+            name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
+        }
+        return together([arrays[name].write(start, part, on_done) for name, part in parts.items()])
+
+
+def _array(shaped: Shaped) -> DiskArray:
+    array = shaped.source
+    if not isinstance(array, DiskArray):
+        raise StateError("a state of a whole parameter rests in a file that is not this rank's")
+    return array
+
+
+SHARDS: dict[Tier, type[Shard]] = {Tier.DEVICE: DeviceShard, Tier.HOST: HostShard, Tier.DISK: DiskShard}
+
+
+def new_shard(
+    storage: Storage,
+    start: int,
+    values: Tensor,
+    tier: Tier,
+    *,
+    trainable: bool,
+    travels: bool = True,
+    alias: Tensor | None = None,
+) -> Shard:
+    """A shard in `tier` with these values.
+
+    Args:
+        start, travels: see `Shard`.
+        alias: memory of the values that rests in `tier` already and is to be the master itself.
+    """
+    shard = SHARDS[tier](storage, start, values.numel(), values.dtype, travels)
+    data = shard._hold(values) if alias is None else alias
+    shard.aliased = alias is not None
+    # `.data` gives the master a version counter of its own. With the one of the memory that it is an alias of, gathers
+    # into that memory would count as writes to the optimizer's tensors once the master rests elsewhere.
+    shard.master = nn.Parameter(data.data, requires_grad=trainable)
+    shard.note()
+    return shard

@@ -1,0 +1,507 @@
+"""One stretch of this rank's slice of a span, at rest in one tier: master, gradient, optimizer state.
+
+A slice is one shard, or a few where the plan splits it between tiers. The optimizer's groups hold the shards' masters.
+
+* `DeviceShard`: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
+* `HostShard`: the same in host memory. The gradient comes down the link as it is reduced; `host_step` runs the optimizer.
+* `DiskShard`: values and element-wise states are arrays in this rank's file; `master` is one NaN expanded to the length, so
+  that groups, hooks and gradient scalers have a parameter to look at. The gradient rests in host memory.
+
+`Shard.move` makes the one of another tier, with the same master. The last two and `SHARDS`, which has the class of each tier,
+are in `offloaded_shard`.
+
+On several ranks a master shows a `stand_in.Slice` between a backward and the optimizer's own step. Code of this package asks
+for `grad` or `device_grad`, which are never one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.inflight import Inflight
+from ...errors import ZeroError
+from ...tiers.array import DiskArray, OnDisk, Values, fetch, in_memory
+from ...tiers.fingerprint import sample
+from ...tiers.pool import Storage
+from ...tiers.tier import Tier
+from .stand_in import Keeper, Slice
+
+MASTER = "master"
+"""What the values themselves are called among a shard's arrays on disk, and in checkpoints."""
+
+B = TypeVar("B", Tensor, None)
+Claim = tuple[Tensor, Tensor | None, Inflight | None]
+"""A gradient for a step: its values, a factor they are still to be multiplied by, and what to wait for before."""
+
+
+class Shard(ABC):
+    """One stretch of a slice, see above. Made by `offloaded_shard.new_shard`, `DiskShard.over` and `move`.
+
+    Args:
+        start: its first element in the slice.
+        travels: masters themselves go to the device, being of the type that is used there.
+
+    Attributes:
+        master: the optimizer's parameter, 1-D. The same object in whatever tier the shard rests.
+        aliased: the master is the memory of the parameters' slice: what is written to it needs no publishing.
+        seen: the master's version counter, and a sample of it, as of `note`; None where it is not watched.
+        shown: what the master shows for its gradient, kept from step to step.
+        coefficient: a factor for the gradient that clipping asked for and the step applies on its way, so that clipping does
+            not touch memory.
+    """
+
+    tier: ClassVar[Tier]
+    is_offloaded: ClassVar[bool] = True
+    master: nn.Parameter
+
+    def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
+        self.storage = storage
+        self.start = start
+        self.numel = numel
+        self.dtype = dtype
+        self.aliased = False
+        self.seen: tuple[int, int] | None = None
+        self.shown: Slice | None = None
+        self.coefficient: Tensor | None = None
+        self._travels = travels
+        self._counted_bytes = 0  # of the gradient on the device, in the ledger
+        self._references = 0  # to `shown`, while nobody but this shard and the master keep it
+        self._offered: Tensor | None = None  # what the master shows of a gradient that does not rest on the device
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def values(self) -> Values:
+        """The master's, 1-D: a tensor where it rests in memory."""
+        return self.master.detach()
+
+    @abstractmethod
+    def _hold(self, values: Tensor) -> Tensor:
+        """Memory in this tier with these values; what the master is to be."""
+
+    def _arrays(self) -> list[DiskArray]:
+        return []
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays())
+
+    @property
+    def in_files(self) -> bool:
+        """The values are in the model's own files."""
+        return False
+
+    def note(self) -> None:
+        """The master is as it should be: what changes from now on is somebody else's doing."""
+        if not self.master.requires_grad:
+            self.seen = None
+            return
+        # An alias also has what is written to parameters.
+        self.seen = self.master._version, 0 if self.aliased else sample(self.master)
+
+    def edited(self, closely: bool = True) -> str:
+        """How the master was written since `note`: empty, `counted` (by torch), or `sampled`: values differ."""
+        if self.seen is None:
+            return ""
+        if self.master._version != self.seen[0]:
+            return "counted"
+        return "sampled" if closely and not self.aliased and sample(self.master) != self.seen[1] else ""
+
+    def rest_on(self, alias: Tensor | None) -> None:
+        """The master is `alias`, memory of its tier that has its values already; None: memory of its own from now on."""
+        if alias is not None:
+            self.master.data = alias
+        elif self.aliased:
+            self.master.data = self._hold(self.master.detach())
+        self.aliased = alias is not None
+        self.note()
+
+    def close(self) -> None:
+        self.release_buffer()
+        self._close_arrays()
+
+    def _close_arrays(self) -> None:
+        for array in self._arrays():
+            array.close()
+
+    # The optimizer's state --------------------------------------------------------------------------------------------
+
+    def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state of this shard: 1-D values by name, and what is one value for all."""
+        return {str(key): value for key, value in optimizer.state.get(self.master, {}).items()}
+
+    def follow_states(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 -- in memory there is nothing but them
+        """Before a step: what a program has done to `optimizer.state` holds for what rests elsewhere, too."""
+
+    def new_state(self, name: str, dtype: torch.dtype) -> Values:
+        """Memory in this tier for an element-wise state, its content undefined; to be given to `put`."""
+        return torch.empty(self.numel, dtype=dtype, device=self._device)
+
+    def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does.
+
+        Raises:
+            TierError: there is no room.
+        """
+        self._set_state(optimizer, self._at_rest(optimizer, entries))
+
+    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
+        """The state in this tier, as the optimizer is to have it."""
+        return {
+            key: value.to(self._home(optimizer, value)) if isinstance(value, Tensor) else value
+            for key, value in entries.items()
+        }
+
+    def _set_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if state:
+            optimizer.state[self.master] = state
+        else:
+            optimizer.state.pop(self.master, None)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
+        return self._device
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state.pop(self.master, None)
+
+    # States of wholes: parameters of true shape, parts of the master (`whole_optimizer`) --------------------------------
+
+    def whole_entries(self, states: Mapping[Any, dict[str, Any]], whole: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of one: tensors of any shape, and single values."""
+        return dict(states.get(whole, {}))
+
+    def whole_at_rest(
+        self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up.
+
+        Args:
+            entries: from anywhere; what rests here already is not copied.
+            options: of its group.
+
+        Raises:
+            TierError: there is no room.
+        """
+        return {key: self._whole_home(key, value, options) for key, value in entries.items()}
+
+    def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
+        return fetch(value).to("cpu") if isinstance(value, (Tensor, OnDisk)) else value
+
+    def new_whole_state(self, whole: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Values:
+        """Room in this tier for a state, its content undefined; to be given to `whole_at_rest`."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def forget_whole(self, whole: nn.Parameter) -> None:  # noqa: B027 -- there is nothing in memory
+        """Nothing of its state is left here, beside what `optimizer.state` has."""
+
+    # The gradient -----------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def grad(self) -> Tensor | None:
+        """As it is kept; `coefficient` is still to be applied."""
+
+    @property
+    def device_grad(self) -> Tensor | None:
+        """What the master has for its gradient, never a stand-in. On the device that is the gradient itself."""
+        grad = self.master.grad
+        return grad.at_rest if type(grad) is Slice else grad
+
+    @device_grad.setter
+    def device_grad(self, grad: Tensor | None) -> None:
+        nbytes = 0 if grad is None else grad.nbytes
+        if nbytes != self._counted_bytes:
+            self.storage.ledger.device.now["gradients"] += nbytes - self._counted_bytes
+            self._counted_bytes = nbytes
+        self.master.grad, self._offered = grad, None
+        if self.shown is not None:
+            self.shown.local = None
+
+    def use_bucket(self, grad: Tensor) -> None:
+        """As `device_grad = grad`, of memory that the span's bucket has and the ledger counts as that."""
+        self.device_grad = None
+        self.master.grad = grad
+
+    @property
+    @abstractmethod
+    def has_grad(self) -> bool:
+        """Whether there is one, here or on its way."""
+
+    @abstractmethod
+    def whole_grad(self) -> Tensor | None:
+        """In the master's type, with the coefficient applied; to read and to write."""
+
+    @abstractmethod
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        """From now on the gradient is a copy of this, in the master's type; None: zeros."""
+
+    def some_grad(self) -> Tensor:
+        """`whole_grad`; zeros, from now on, where there was none."""
+        grad = self.whole_grad()
+        return self._new_grad(None) if grad is None else grad
+
+    @abstractmethod
+    def add(self, piece: Tensor) -> None:
+        """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
+
+    def land(self) -> None:  # noqa: B027 -- on the device pieces are added at once, in stream order
+        """What is on its way is in `grad` afterwards."""
+
+    @abstractmethod
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply the gradient, at once or on its way through the step."""
+
+    def grad_of_wholes(self) -> Tensor | None:
+        """What wholes may show parts of as their gradients; None while there is none in the master's type."""
+        return self.device_grad
+
+    def follow_grad(self) -> bool:
+        """Carry out what was done to the master's `.grad` since it was shown: None clears the gradient, a tensor replaces it.
+
+        Returns:
+            Whether anything was done. Never on the device: there the master's `.grad` is the gradient.
+        """
+        return False
+
+    def drop_grad(self) -> None:
+        self.storage.ledger.device.now["gradients"] -= self._counted_bytes
+        self._counted_bytes = 0
+        self.master.grad = self._offered = None
+        if self.shown is not None:
+            self.shown.local = None
+            if sys.getrefcount(self.shown) > self._references:  # somebody keeps it: it is no later step's gradient
+                self.shown = None
+
+    def release_buffer(self) -> None:
+        """The gradient's memory goes, too."""
+        self.drop_grad()
+
+    def claim(self) -> Claim | None:
+        """The gradient for a step that is made elsewhere, if there is one. It stays this shard's until `drop_grad`, but its
+        memory is not written before that step is over."""
+        return None
+
+    @property
+    def grad_bytes(self) -> int:
+        """Host memory that is kept for it."""
+        return 0
+
+    # What the master shows for it -------------------------------------------------------------------------------------
+
+    def show_slice(self, keeper: Keeper, place: int) -> None:
+        """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
+
+        Args:
+            place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+        """
+        # In one method for all tiers: a call more for every shard of every step would be felt.
+        local = None if self.is_offloaded else self.master.grad
+        if type(local) is Slice:
+            local = local.at_rest
+        # With `step_in_backward` what is offloaded is used up already.
+        has = self.has_grad and not self.storage.transient if self.is_offloaded else local is not None
+        shown = self.shown
+        if not has:
+            if shown is not None:
+                shown.local = None
+            return
+        if shown is None or shown.device != self.master.device or shown.keeper is not keeper:
+            shown = self.shown = Slice(keeper, self.master.detach(), weakref.ref(self))
+            del shown  # or the count below would have this name, and a held stand-in would never be seen
+            self._references = sys.getrefcount(self.shown)
+            shown = self.shown
+        shown.local, shown.place = local, place
+        if self.master.grad is not shown:
+            self.master.grad = shown
+        if self.is_offloaded:
+            self._offered = shown
+
+    def hide_slice(self) -> None:  # noqa: B027 -- the optimizer's own step looks at nothing else
+        """Before the optimizer's own step: what rests on the device shows the gradient itself."""
+
+    def hide_grad(self) -> None:  # noqa: B027 -- not what rests on the device
+        """Around the optimizer's own step, which is for what rests on the device."""
+
+    def show_grad(self) -> None:  # noqa: B027 -- on the device the master has it from the start
+        """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
+
+    # Between tiers ----------------------------------------------------------------------------------------------------
+
+    def move(
+        self,
+        kind: type[Shard],
+        optimizer: torch.optim.Optimizer | None,
+        alias: Tensor | None = None,
+        wholes: Sequence[nn.Parameter] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Shard:
+        """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
+
+        Args:
+            alias: memory in that tier that has the master's values already.
+            wholes: whose states are here; `options`: of their group.
+
+        Raises:
+            TierError, ConfigError: a tier failed or has no room; everything is where it was.
+        """
+        if kind.tier is self.tier:
+            return self
+        grad, values = self.whole_grad(), fetch(self.values)
+        found = {} if optimizer is None else self.entries(optimizer)
+        entries = {key: in_memory(value) for key, value in found.items()}
+        moved = kind(self.storage, self.start, self.numel, self.dtype, self._travels)
+        moved.master = self.master
+        try:
+            data = moved._hold(values) if alias is None else alias
+            state = {} if optimizer is None else moved._at_rest(optimizer, entries)
+            states = {}
+            for whole in wholes if optimizer is not None else ():
+                found = self.whole_entries(optimizer.state, whole)  # type: ignore[union-attr]
+                states[whole] = moved.whole_at_rest(whole, found, options or {})
+        except ZeroError:
+            moved._close_arrays()
+            raise
+        # What may fail is done.
+        self.device_grad = None
+        self.master.data = data
+        moved.aliased = alias is not None
+        if self.shown is not None:
+            moved.shown, moved._references = self.shown, self._references
+            moved.shown.shard = weakref.ref(moved)
+        if optimizer is not None:
+            moved._set_state(optimizer, state)
+            for whole, at_rest in states.items():
+                if at_rest or whole in optimizer.state:
+                    optimizer.state[whole] = at_rest
+        moved._take_grad(self, grad)
+        self._close_arrays()
+        moved.note()
+        return moved
+
+    def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
+        """`grad`, whole, of the shard that this one comes from."""
+        if grad is not None:
+            self._new_grad(grad)
+        former._keep(None)
+
+    def _keep(self, buffer: B) -> B:
+        """The memory of a gradient in host memory is this from now on."""
+        return buffer
+
+
+class DeviceShard(Shard):
+    """In the device's memory: what torch's own step is for."""
+
+    tier = Tier.DEVICE
+    is_offloaded = False
+
+    def _hold(self, values: Tensor) -> Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=self._device).copy_(values)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.storage.device
+
+    def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
+        """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
+        if value.dim():
+            return self._device
+        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        # Looked for only where groups differ: a search through all parameters for each of them grows with their square.
+        if len(groups) < len(optimizer.param_groups):
+            groups = [group for group in groups if any(p is self.master for p in group["params"])]
+        return self._device if groups else value.device
+
+    def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
+        if not isinstance(value, (Tensor, OnDisk)):
+            return value
+        is_there = key != "step" or options.get("fused") or options.get("capturable")
+        return fetch(value).to(self._device) if is_there else value
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.device_grad
+
+    @property
+    def has_grad(self) -> bool:
+        return self.master.grad is not None
+
+    def whole_grad(self) -> Tensor | None:
+        return self.device_grad
+
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        self.device_grad = new = torch.zeros_like(self.master) if grad is None else grad.to(self._device)
+        return new
+
+    def add(self, piece: Tensor) -> None:
+        grad = self.device_grad
+        if grad is None:
+            self.device_grad = piece.to(self.dtype, copy=True)
+        else:
+            grad.add_(piece)
+
+    def scale(self, coefficient: Tensor) -> None:
+        grad = self.device_grad
+        if grad is not None:
+            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
+
+    def hide_slice(self) -> None:
+        grad = self.master.grad
+        if type(grad) is Slice:
+            self.master.grad = grad.at_rest
+            if self.shown is not None:
+                self.shown.local = None
+
+
+def is_elementwise(key: str, value: Any, numel: int) -> bool:
+    """Whether an optimizer's state entry has one value per element of a 1-D parameter."""
+    return isinstance(value, (Tensor, OnDisk)) and key != "step" and value.dim() > 0 and value.numel() == numel
+
+
+def cut(shards: Sequence[Shard], start: int, numel: int) -> list[tuple[Shard, int, int]]:
+    """The shards that hold elements [start, start + numel) of the slice, each with its own first element and count there."""
+    out = []
+    for shard in shards:
+        low, high = max(start, shard.start), min(start + numel, shard.stop)
+        if low < high:
+            out.append((shard, low - shard.start, high - low))
+    return out
+
+
+def assembled(
+    shards: Sequence[Shard], of: Callable[[Shard], Values | None], start: int, numel: int, device: torch.device
+) -> Tensor | None:
+    """Elements [start, start + numel) of the slice on `device`, a view where that is possible; None where no shard has any."""
+    parts = [(of(shard), at, count) for shard, at, count in cut(shards, start, numel)]
+    if not parts:
+        some = next((values for shard in shards if (values := of(shard)) is not None), None)
+        return None if some is None else torch.empty(0, dtype=some.dtype, device=device)
+    if all(values is None for values, _, _ in parts):
+        return None
+    if len(parts) == 1 and isinstance(parts[0][0], Tensor):
+        values, at, count = parts[0]
+        if isinstance(values, Tensor):
+            return values[at : at + count].to(device)
+    sample = next(values for values, _, _ in parts if values is not None)
+    out = torch.zeros(numel, dtype=sample.dtype, device=device)
+    done = 0
+    for values, at, count in parts:
+        if values is not None:
+            out[done : done + count].copy_(fetch(values[at : at + count]))
+        done += count
+    return out
