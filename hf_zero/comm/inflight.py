@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,34 @@ class Work(Protocol):
     """What a process group returns for an asynchronous operation."""
 
     def wait(self) -> object: ...
+
+
+class Latch:
+    """Set once, by another thread. Ctrl-C in a wait for it is `KeyboardInterrupt`, and the latch is as it was.
+
+    `threading.Event` and `Future` wait in Python code: a signal in the middle of that leaves a lock taken for ever, or comes
+    out as "release unlocked lock".
+
+    Attributes:
+        is_set: never False again.
+    """
+
+    __slots__ = ("_lock", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Safe to call again."""
+        self.is_set = True
+        with contextlib.suppress(RuntimeError):  # nobody has taken it since the last call
+            self._lock.release()
+
+    def wait(self) -> None:
+        while not self.is_set:
+            self._lock.acquire(timeout=0.1)  # one of several who wait gets it, the others look again
 
 
 class Inflight:

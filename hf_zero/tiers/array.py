@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -337,8 +338,8 @@ class FileSource:
         array, offset = bytes_of(values), self._offset + start * self.dtype.itemsize
         self._meter.moved("read", len(array))
         pieces = range(0, len(array), PIECE_BYTES)
-        futures = [submit(self._piece, array[at : at + PIECE_BYTES], offset + at) for at in pieces]
-        return inflight(futures, self._meter, "read", on_done)
+        jobs = [submit(partial(self._piece, array[at : at + PIECE_BYTES], offset + at), on_done) for at in pieces]
+        return inflight(jobs, self._meter, "read")
 
     def _piece(self, array: Bytes, offset: int) -> None:
         try:

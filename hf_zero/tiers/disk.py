@@ -15,24 +15,35 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_all
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ..comm.inflight import Inflight, Timed
+from ..comm.inflight import Inflight, Latch, Timed
 from ..errors import ConfigError, StateError, TierError
 from .host import Bytes, pages
 from .tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
 
 # Threads ------------------------------------------------------------------------------------------------------------
 
-_Job = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A call in one of the threads.
+
+    Attributes:
+        call: None once it has ended; `error` is what it raised.
+        on_done: called in the thread when it has.
+    """
+
+    call: Callable[[], None] | None
+    on_done: Callable[[], object] | None
+    ended: Latch = field(default_factory=Latch)
+    error: BaseException | None = None
 
 
 class _Workers:
@@ -43,18 +54,16 @@ class _Workers:
 
     def renew(self) -> None:
         """After a fork, which threads do not survive: what was queued is the parent's."""
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+    def submit(self, job: Job) -> None:
         with self._lock:
             while len(self._threads) < THREADS:
                 self._threads.append(threading.Thread(target=self._run, name="hf_zero disk", daemon=True))
                 self._threads[-1].start()
-        future: Future[None] = Future()
-        self._queue.put((future, function, args))
-        return future
+        self._queue.put(job)
 
     def stop(self) -> None:
         """Forget what has not begun and see what has to its end, unless the disk hangs.
@@ -72,19 +81,17 @@ class _Workers:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            future, function, args = job
-            failure: BaseException | None = None
             try:
-                function(*args)
+                if job.call is not None:
+                    job.call()
             except BaseException as error:
-                failure = error
+                job.error = error
             # Before anybody goes on who waits: whoever then closes the file closes it, and an idle thread holds no buffer.
-            del job, function, args
-            if failure is None:
-                future.set_result(None)
-            else:
-                future.set_exception(failure)
-            del future, failure
+            job.call = None
+            job.ended.set()
+            if job.on_done is not None:
+                job.on_done()
+            del job
 
 
 _WORKERS = _Workers()
@@ -92,29 +99,24 @@ atexit.register(_WORKERS.stop)
 os.register_at_fork(after_in_child=_WORKERS.renew)
 
 
-def submit(function: Callable[..., None], *args: Any) -> Future[None]:
+def submit(call: Callable[[], None], on_done: Callable[[], object] | None = None) -> Job:
     """Call it in one of the threads."""
-    return _WORKERS.submit(function, *args)
+    job = Job(call, on_done)
+    _WORKERS.submit(job)
+    return job
 
 
-def inflight(
-    futures: Sequence[Future[None]], meter: Meter, kind: str, on_done: Callable[[], object] | None = None
-) -> Inflight:
-    """Over when all of them are; the time that anybody waits is counted.
-
-    Args:
-        on_done: called when one of them ends, in its thread.
-    """
-    if on_done is not None:
-        for future in futures:
-            future.add_done_callback(lambda _: on_done())
+def inflight(jobs: Sequence[Job], meter: Meter, kind: str) -> Inflight:
+    """Over when all of them are; the time that anybody waits is counted."""
 
     def wait() -> None:
-        wait_for_all(futures)  # all, so that after an error no buffer is in use any more
-        for future in futures:
-            future.result()
+        for job in jobs:  # all, so that after an error no buffer is in use any more
+            job.ended.wait()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
 
-    return Inflight((Timed(wait, meter, kind),), ready=lambda: all(future.done() for future in futures))
+    return Inflight((Timed(wait, meter, kind),), ready=lambda: all(job.ended.is_set for job in jobs))
 
 
 _ADVICE = {
@@ -369,15 +371,15 @@ class Disk:
         grain = ALIGN_BYTES if self.direct else 1
         fits = offset % grain == 0 and array.ctypes.data % grain == 0
         straight = len(array) - len(array) % grain if fits else 0
-        futures = []
+        jobs = []
         for start in range(0, len(array), PIECE_BYTES):
             piece = array[start : min(start + PIECE_BYTES, len(array))]
             body = max(0, min(len(piece), straight - start))
             if body:
-                futures.append(submit(self._piece, file, kind, piece[:body], offset + start))
+                jobs.append(submit(partial(self._piece, file, kind, piece[:body], offset + start), on_done))
             if body < len(piece):
-                futures.append(submit(self._uneven, file, kind, piece[body:], offset + start + body))
-        return inflight(futures, self.meter, kind, on_done)
+                jobs.append(submit(partial(self._uneven, file, kind, piece[body:], offset + start + body), on_done))
+        return inflight(jobs, self.meter, kind)
 
     def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
         move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, self.where)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import os
+import random
 import re
 import resource
 import shutil
@@ -781,6 +782,37 @@ def test_idle_threads_hold_no_buffer(disk: Disk) -> None:
     while any(reference() is not None for reference in seen) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [reference() for reference in seen] == [None] * THREADS
+
+
+def test_an_interrupted_wait_is_made_again(disk: Disk) -> None:
+    """Ctrl-C at any moment of a wait is nothing but that: neither another error, nor a thread that waits for ever."""
+    disk.take(4096)
+
+    def slow(real: Any, *args: Any) -> Any:
+        time.sleep(2e-4)
+        return real(*args)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    moments, hit, buffer = random.Random(0), 0, Buffer(4096)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with instead(os, preadv=slow):
+            for _ in range(1500):
+                transfer = disk.read(0, memoryview(buffer))
+                try:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, 4e-4))
+                        transfer.wait()
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    hit += 1
+                transfer.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert hit
 
 
 def resident_bytes() -> int:

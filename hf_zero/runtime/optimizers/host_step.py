@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.inflight import DONE, Inflight
+from ...comm.inflight import DONE, Inflight, Latch
 from ...errors import StateError, TierError, ZeroError
 from ...tiers.array import OnDisk, in_memory
 from ...tiers.pool import Storage
@@ -51,7 +51,7 @@ class Step:
     stepper: Stepper
     moving: int = 0  # transfers out of host buffers that have not been waited for
     worked: bool = False
-    done: Event = field(default_factory=Event)
+    done: Latch = field(default_factory=Latch)
     error: BaseException | None = None
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class Step:
             TierError: bytes could not be moved; the optimizer's step is half done then.
             StateError: so it is; the optimizer raised.
         """
-        if not self.done.is_set():
+        if not self.done.is_set:
             started = time.perf_counter()
             self.done.wait()
             self.stepper.wait_s += time.perf_counter() - started
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        return self.done.is_set()
+        return self.done.is_set
 
     def settle(self) -> None:
         if self.worked and self.moving == 0:
