@@ -235,6 +235,8 @@ class _UnitBytes:
     """Gathered, of spans that come and go."""
     fresh: int = 0
     """Gradients as backward leaves them, beside those that add up in place."""
+    early: int = 0
+    """The most of them that is there in the middle of its backward."""
     copying: int = 0
     """The most that is there, of these and of their copies, while they are copied."""
     moving: int = 0
@@ -320,6 +322,7 @@ def _look_at_backward(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -
     }
     there, ahead = sum(unit.full for unit in units if unit.stays) + sum(unit.part for unit in units), 0
     parted: set[int | None] = set()
+    put_off: int | None = None  # the unit that is fetched when the reduce under way is over
     waiting = moving = coming = 0
     adds = setup.backward_per_step > 1 and not setup.reduces_once
     kept = sum(unit.kept for unit in units) if adds else 0
@@ -333,23 +336,45 @@ def _look_at_backward(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -
         out.moment = max(out.moment, gathered + passing)
         out.device = max(out.device, gathered + passing + kept + held)
 
+    def join(*arrived: int | None) -> None:
+        """These are there: their parts have gone into place."""
+        nonlocal there
+        done = set(arrived) - parted
+        parted.update(done)
+        there -= sum(units[each].part for each in done if each is not None)
+
+    def fetch() -> None:
+        nonlocal ahead, kept, moving, coming, put_off
+        if put_off is not None:
+            kept, moving, coming = kept + (0 if adds else coming), 0, 0
+            ahead = units[put_off].full
+            look(waiting)
+            join(put_off)
+            put_off = None
+
     look(0)
     out.device = max(out.device, out.gathered + kept + held)
     for _, what, place in sorted(events):
         unit, use = units[place], units[place].use
         if what == enter:
+            fetch()
             there += 0 if unit.stays else unit.full
-            following = next_of[place]
-            ahead = 0 if following is None else units[following].full
-            look(moving + waiting)
-            # Its part has gone into place, and that of the one that was just fetched.
-            done = {place, following} - parted
-            parted |= done
-            there -= sum(units[each].part for each in done if each is not None)
+            following, ahead = next_of[place], 0
+            if following is not None and moving and units[following].full and (unit.fresh or unit.held):
+                put_off = following
+                look(moving + waiting)
+                join(place)
+            else:
+                ahead = 0 if following is None else units[following].full
+                look(moving + waiting)
+                join(place, following)
         elif what == leave:
             there -= unit.full
             waiting += unit.tied
         else:
+            if put_off is not None:
+                look(unit.early + moving + waiting)
+                fetch()
             look(unit.fresh + moving + waiting)
             kept += 0 if adds else (unit.kept if alone else coming)
             held -= unit.held
@@ -394,6 +419,9 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
     trained = [span for span in unit.spans if span.is_updated]
     own = [span.used_numel * itemsize(span.spec.compute_dtype) for span in trained]
     left = sum(own)
+    largest = max(
+        (slot.spec.numel * itemsize(span.spec.compute_dtype) for span in trained for slot in span.slots), default=0
+    )
     for span, nbytes in zip(trained, own):
         placement, master = placements[span.index], itemsize(span.spec.master_dtype)
         bucket = copies = _bucket_bytes(span, placement, setup)
@@ -414,6 +442,7 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
             shared = (slot.spec.numel for slot in span.slots if len(slot.spec.names) > 1)
             out.tied += sum(shared) * itemsize(span.spec.compute_dtype)
         out.down += _landing_bytes(span, placement, setup)
+    out.early = min(out.fresh, out.fresh // 2 + largest)
     return out
 
 

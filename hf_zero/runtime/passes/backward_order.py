@@ -65,6 +65,7 @@ class BackwardOrder:
         answered: whether `Callbacks.ask` was true on any rank.
         preemption: what is told whether any rank was asked to end.
         reducing: the unit whose gradients are on their way.
+        ahead: a unit that backward is in, and the one that it needs next: fetched when that reduce is over, see `fetch`.
         blind: the unit that was not there in this backward and had NaN for gradients; the same on every rank after `finish`.
     """
 
@@ -85,11 +86,13 @@ class BackwardOrder:
         self._sync = self._sends = True
         self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
         self.reducing: Trace | None = None
+        self.ahead: tuple[Unit, Unit] | None = None
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
         self._walk: list[Trace] = []  # and of their gathers, where units are released
         self._turn = self._walked = 0  # how far these have come
+        self._used = 0  # the length of the first; asked for often
 
     def begin(self, sync: bool, sends: bool) -> None:
         """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
@@ -105,9 +108,9 @@ class BackwardOrder:
             # Kept from forward, on every rank: it is not gathered again.
             trace.came = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
-        self._turn = self._walked = 0
+        self._turn = self._walked = self._used = 0
         self._order, self._walk = [], []
-        self._unseen = None
+        self._unseen = self.ahead = None
         if not self._frees and (self._wire.size == 1 or not sends):
             self._agreement = None
             return
@@ -121,7 +124,7 @@ class BackwardOrder:
             )  # all have had a backward: it is one over a graph that was kept
             first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
             firsts += (first,)  # no call for each
-            lasts += (max(first, trace.latest) if first else 0,)
+            lasts += ((first if first > trace.latest else trace.latest) if first else 0,)
             passes += (len(uses),)
         # Clocks of ranks have other readings: what is compared is the time since the first use that this backward may come to.
         base = min([first for first in firsts if first], default=1) - 1
@@ -156,6 +159,7 @@ class BackwardOrder:
                 trace.joinable = passes[trace.at] == 1 and not trace.weightless
             # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
             self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
+            self._used = len(self._order)
             for place, trace in enumerate(self._order):
                 trace.place = place
             # Before anybody asks `came`: a rank that has a unit would not take part in the gather of one that has not.
@@ -191,14 +195,20 @@ class BackwardOrder:
             trace.came = trace.entered = trace.unit.state is not State.SHARDED
 
     def need(self, trace: Trace) -> None:
-        """Backward enters this unit: it is there afterwards, and the one that comes next is on its way."""
+        """Backward enters this unit: it is there afterwards. The one that comes next is on its way, or is fetched in the middle
+        of this one's backward: with the bucket that is on its way just now there would be one buffer more."""
         if self._agreement is not None:
             self.agreed()
+        if (
+            self.ahead is not None and self.ahead[0] is not trace.unit
+        ):  # else its forward is computed again, or another host's
+            self.fetch()
         following = None
         if trace.joinable:
             while self._walked < trace.step:
                 self._stand_in(self._walk[self._walked])
-            self._walked = max(self._walked, trace.step + 1)
+            if self._walked <= trace.step:
+                self._walked = trace.step + 1
             following = self._next_in_walk()
         self._make_way(trace)
         trace.came = trace.entered = True
@@ -207,11 +217,31 @@ class BackwardOrder:
             unit.gather(from_parts=True)
         trace.is_parted = False  # should this backward need it once more, it comes from all ranks
         if following is not None and following.state is State.SHARDED:
-            following.gather(from_parts=True)
+            # The same on every rank: reduces are begun in one order, and what is trained is.
+            if self.reducing is not None and unit.trained and self._wire.size > 1:
+                self.ahead = unit, following
+            else:
+                following.gather(from_parts=True)
         if unit.state is not State.GATHERED:
             unit.wait()
         elif unit.is_masked:
             unit.set_masked(False)
+
+    def fetch(self) -> None:
+        """Start on the unit that comes next, once the reduce under way is over and its bucket is gone.
+
+        Called in the middle of a unit's backward; where no hook has told of that, before the next collective: so gathers and
+        reduces have one order on all ranks.
+        """
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return
+        now, following = ahead
+        if self.reducing is not None:
+            now.look_local()  # beside the bucket that is about to go
+            self._end_reduce()
+        if following.state is State.SHARDED:
+            following.gather(from_parts=True)
 
     def _next_in_walk(self) -> Unit | None:
         """What all ranks gather next in this backward."""
@@ -227,6 +257,8 @@ class BackwardOrder:
         self._walked = max(self._walked, trace.step + 1)
         if not trace.joinable or self._wire.size == 1:
             return
+        if self.ahead is not None:
+            self.fetch()
         stays, trace.came = trace.came, True
         following = self._next_in_walk()
         self._make_way(trace)  # collectives in the order in which `need` has them on other ranks
@@ -247,7 +279,7 @@ class BackwardOrder:
 
     def _leave_used_after(self, trace: Trace) -> None:
         """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
-        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
+        while self._turn < self._used and self._order[self._turn].agreed_first > trace.agreed_latest:
             self.reduce_up_to(self._turn)
 
     def reduce_up_to(self, place: int) -> None:
@@ -268,16 +300,23 @@ class BackwardOrder:
             self._suspect(trace)
         trace.unit.count_local()  # before the parameters leave: both are there at this moment
         trace.leave()
-        # Waited for before the next one starts, but for those that another rank may send at its end only: to wait for such a
-        # one here would be to wait for a rank that may need this one's part of a gather before it gets there.
-        previous, self.reducing = self.reducing, trace
+        if self.ahead is not None:
+            self.fetch()
+        if self.reducing is not None:
+            self._end_reduce()
+        self.reducing = trace
+        trace.unit.reduce()
+        trace.reduced, trace.stepped = True, False
+
+    def _end_reduce(self) -> None:
+        """The reduce under way is waited for, but where another rank may send at its backward's end only: to wait for that here
+        would be to wait for a rank that may need this one's part of a gather before it gets there."""
+        previous, self.reducing = self.reducing, None
         if previous is not None:
             if previous.everywhere:
                 self._finish_reduce(previous)
             else:
                 self._late.append(previous)
-        trace.unit.reduce()
-        trace.reduced, trace.stepped = True, False
 
     def _wait(self, trace: Trace) -> None:
         """Its backward is over: its parameters leave, its gradients wait on this rank for a backward that sends."""
@@ -341,7 +380,7 @@ class BackwardOrder:
             self.agreed()
             while self._walked < len(self._walk):
                 self._stand_in(self._walk[self._walked])
-            self.reduce_up_to(len(self._order) - 1)
+            self.reduce_up_to(self._used - 1)
             self._finish_reduces()
             self._agree_on_gradients()
         for trace in self._traces:
@@ -382,6 +421,6 @@ class BackwardOrder:
 
     def forget(self) -> None:
         """After an exception in a backward. Its agreement is read, for other ranks may wait for this one's part."""
-        self.reducing = None
+        self.reducing = self.ahead = None
         self._late.clear()
         self.agreed()

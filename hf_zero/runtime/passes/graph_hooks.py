@@ -77,7 +77,7 @@ class Backward:
         puts_off: those of the last backward inside `no_sync` did not.
         unsynced: some local gradients wait for a reduce. The same on every rank, as `no_sync` is.
         touched: uses whose backward is under way. `task`: autograd's number of that backward.
-        handles: of the hooks that `notice` has put on parameters.
+        handles: of the hooks on parameters.
     """
 
     def __init__(self, current: Pass, wire: SoloWire, callbacks: Callbacks) -> None:
@@ -90,6 +90,7 @@ class Backward:
         self.task = -1
         self.touched: list[Use] = []
         self.handles: dict[nn.Parameter, Any] = {}
+        self._told: dict[nn.Parameter, list[Callable[[Backward], object]]] = {}
         self.lead, self.order = Lead(self), self._begin_order()
 
     def set_out(self) -> None:
@@ -128,7 +129,32 @@ class Backward:
             use.left += 1
             # The hook owns the use, and the trace refers to it weakly: the use ends with its graph, whoever drops that.
             entry.register_prehook(partial(post_backward, self.lead, use))
+        if not trace.has_middle and self.current.frees and self.wire.size > 1:
+            self._find_middle(trace)
         return use
+
+    def _find_middle(self, trace: Trace) -> None:
+        """A hook on the parameter whose gradient comes when half of the unit's are there: in the reverse order of their use."""
+        trace.has_middle = True
+        mine = {param for flat in trace.unit.trained for param in flat.params if param.requires_grad}
+        ordered = dict.fromkeys(param for module in trace.modules for param in module.parameters() if param in mine)
+        left = sum(param.numel() for param in ordered) / 2
+        for param in reversed(ordered):
+            left -= param.numel()
+            if left <= 0:
+                self._hear(param, _fetch)
+                return
+
+    def _hear(self, param: nn.Parameter, what: Callable[[Backward], object]) -> None:
+        """Call it when this parameter has its gradient."""
+        # One hook each: a program that freezes and unfreezes it in every step would get one more each time.
+        if param not in self.handles:
+            told: list[Callable[[Backward], object]] = []
+            # Weakly: the collector does not look into a tensor's hooks, and the schedule has the parameter.
+            self._told[param] = told
+            self.handles[param] = param.register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), told))
+        if what not in self._told[param]:
+            self._told[param].append(what)
 
     def notice(self, trace: Trace) -> None:
         """A backward may begin inside this unit and end there, past all nodes with hooks: its gradients tell of it."""
@@ -137,11 +163,8 @@ class Backward:
         trace.noticed = True
         for flat in trace.unit.trained:
             for param in flat.params:
-                # Once: a program that freezes and unfreezes it in every step would get a hook more each time.
-                if param.requires_grad and param not in self.handles:
-                    # Weakly: the collector does not look into a tensor's hooks, and the schedule has the parameter.
-                    hook = partial(_came_unnoticed, weakref.ref(self))
-                    self.handles[param] = param.register_post_accumulate_grad_hook(hook)
+                if param.requires_grad:
+                    self._hear(param, _begin)
 
     def notice_again(self) -> None:
         """Other parameters are trained from now on: `notice` hooks them, too."""
@@ -325,11 +348,24 @@ class Backward:
         gc.collect()
 
 
-def _came_unnoticed(backward: weakref.ref[Backward], _: nn.Parameter) -> None:
-    """A parameter's gradient is there, and maybe no node has told of a backward."""
+def _came(backward: weakref.ref[Backward], told: list[Callable[[Backward], object]], _: nn.Parameter) -> None:
+    """A parameter's gradient is there."""
     there = backward()
-    if there is not None and not there.current.in_backward:
-        there.begin()
+    if there is not None:
+        for each in told:
+            each(there)
+
+
+def _begin(backward: Backward) -> None:
+    """Maybe no node has told of this backward."""
+    if not backward.current.in_backward:
+        backward.begin()
+
+
+def _fetch(backward: Backward) -> None:
+    """Backward is in the middle of a unit, maybe."""
+    if backward.order.ahead is not None:
+        backward.order.fetch()
 
 
 def root_pre_backward(lead: Lead, lent: list[Use], *_: Any) -> None:

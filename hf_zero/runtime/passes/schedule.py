@@ -192,7 +192,8 @@ class Schedule:
             host.named.pop().__exit__(None, None, None)
         if trace is None or not self._current.leave(host):
             return
-        trace.running = max(0, trace.running - 1)
+        if trace.running:
+            trace.running -= 1
         if trace.noted:
             self._current.end_use(trace)
         given, use, is_open, lent = host.given, host.use, host.entry is None, host.lent

@@ -125,9 +125,9 @@ class Trace:
 
     __slots__ = (
         "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
-        "expected", "first", "held", "in_backward", "in_open", "is_kept", "is_parted", "joinable", "keeps", "kept", "latest",
-        "local", "modules", "noted", "noticed", "opened", "parts", "pending", "place", "reduced", "running", "seen", "stays",
-        "step", "stepped", "strict", "unit", "use", "uses", "weightless",
+        "expected", "first", "has_middle", "held", "in_backward", "in_open", "is_kept", "is_parted", "joinable", "keeps",
+        "kept", "latest", "local", "modules", "noted", "noticed", "opened", "parts", "pending", "place", "reduced",
+        "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -144,6 +144,7 @@ class Trace:
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.noticed = False  # its parameters have hooks of their own
+        self.has_middle = False  # one of its parameters tells of the middle of its backward
         self.opened = False  # modules inside its hosts act as hosts
         self.borrowed = False  # others than its hosts have read it
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees

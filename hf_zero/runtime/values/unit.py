@@ -442,6 +442,16 @@ class Unit:
                 flat.count_local()
         self.trained[0].account.look()
 
+    def look_local(self) -> None:
+        """The ledger's peaks have what backward has left on the parameters so far."""
+        now = self.trained[0].account.now
+        with AsTheyAre():
+            grads = [param.grad for flat in self.trained for param in flat.params]
+        nbytes = sum([grad.nbytes for grad in grads if grad is not None])
+        now["communication"] += nbytes
+        self.trained[0].account.look()
+        now["communication"] -= nbytes
+
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
         if torch.is_grad_enabled():  # a backward may be building a graph of itself
