@@ -4,9 +4,10 @@ A measurement is a list of *subjects* that take turns in the same processes, in 
 machine does hits all alike. In a turn all ranks start together, and the slowest rank's time counts. Each subject comes
 with the bytes that one turn of it must move through memory or to and from the disk, so that speeds can be compared.
 
-* `step-host`: `optimizer.step()` until the last parameter is where it rests, against two references over as many elements:
-  in-place torch operators with the same reads and writes (no arithmetic to speak of: the bandwidth there is), and torch's fused
-  AdamW over one tensor.
+* `step-host`: `optimizer.step()` until the last parameter is where it rests, against three references over as many elements:
+  in-place torch operators with the same reads and writes (no arithmetic to speak of: the bandwidth there is), torch's fused
+  AdamW over one tensor, and, where types differ, the operators that such a step is made of, in a plain loop over blocks: the
+  gradient's cast, the fused kernel, the parameter's cast.
 * `step-disk`: the same step with the optimizer's state on disk, against plain positional O_DIRECT reads and writes of as many
   bytes in a file beside it, each request written after it was read, and against DeepSpeed's NVMe path over as many elements.
 * `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
@@ -43,6 +44,7 @@ WARM_UP = 2
 LAYERS = 16
 STEPS_PER_TURN = 3
 REQUEST_BYTES = 4 << 20
+BLOCK_NUMEL = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,25 @@ def step_host(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
         elif job.mixed:
             low[1].fill_(1.0)
 
+    scratch, count = torch.empty(BLOCK_NUMEL), torch.ones(())
+
+    def operators() -> None:
+        for start in range(0, numel, BLOCK_NUMEL):
+            block = slice(start, min(start + BLOCK_NUMEL, numel))
+            grad = scratch[: block.stop - start].copy_(low[0][block]) if narrow else gradient[block]
+            lists: list[list[Tensor]] = [[master[block]], [grad], [first[block]], [second[block]], [], [count]]
+            torch._fused_adamw_(
+                *lists,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=LEARNING_RATE,
+                weight_decay=0.01,
+                eps=1e-8,
+                maximize=False,
+            )
+            low[1][block].copy_(master[block])
+
     # Master and two moments are read and written, the gradient is read, a parameter of another type or tier is written.
     separate = job.mixed or job.config["offload_params"] == "none"
     gradient_bytes, parameter_bytes = (2 if narrow else 4), (2 if job.mixed else 4) * separate
@@ -203,6 +224,8 @@ def step_host(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any
         "streams": Subject(streams, streamed * numel),
         "fused": Subject(fused.step, 28 * numel),
     }
+    if job.mixed:
+        subjects["operators"] = Subject(operators, subjects["step"].bytes)
     return take_turns(subjects, job, device) | {"numel": numel}
 
 

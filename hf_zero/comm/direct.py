@@ -87,15 +87,15 @@ class Direct:
             begin, width = cuts[self.rank], source.element_size()
             mine = source[begin : cuts[self.rank + 1]]
             numel, piece = mine.numel(), PIECE_BYTES // width
-            rows = list(torch.empty((self.size, min(piece, numel)), dtype=source.dtype).unbind())
+            others = torch.empty((self.size - 1, min(piece, numel)), dtype=source.dtype).unbind()
+            rows = dict(zip(addresses, others))
             for start in range(0, numel, piece):
                 stop = min(start + piece, numel)
                 for rank, address in addresses.items():
                     there, nbytes = address + (begin + start) * width, (stop - start) * width
                     self._of[rank].read(there, rows[rank].data_ptr(), nbytes)
-                parts = [row[: stop - start] for row in rows]
-                parts[self.rank] = mine[start:stop]
-                average_in_order(parts, out[start:stop])
+                parts = {rank: row[: stop - start] for rank, row in rows.items()} | {self.rank: mine[start:stop]}
+                average_in_order([parts[rank] for rank in range(self.size)], out[start:stop])
             out[numel:].zero_()
 
         return self._exchange(2 * span + 1, source, take, kind, span)

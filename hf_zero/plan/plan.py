@@ -20,9 +20,10 @@ from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
-from .costs import KINDS, TIERS, Memory, Placement, Setup, memory_of, stays
+from .costs import KINDS, TIERS, Memory, Placement, Setup, stays
 from .machine import Machine
 from .outline import Batch
+from .peaks import memory_of
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
 from .work import Traffic, across_in_total, node_in_total, seconds, step_seconds, work_in_total
 

@@ -28,9 +28,10 @@ from ..core.layout import ALIGN_NUMEL, Layout, Span, itemsize
 from ..core.precision import Precision, dtype_name
 from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
-from .costs import STATES, TIERS, Memory, Placement, Setup, memory_of, state_bytes, together
+from .costs import STATES, TIERS, Memory, Placement, Setup, state_bytes, together
 from .machine import Machine
 from .outline import Batch, activation_bytes
+from .peaks import memory_of
 from .work import PASSES, PHASES, compute_flops, phase_of, resource, speed, uses, work_of
 
 Mode = tuple[Tier, Tier]

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ..core.precision import dtype_name
 from ..plan import machine
-from ..plan.costs import KINDS, TIERS, Memory, Setup, memory_of
+from ..plan.costs import KINDS, TIERS, Memory, Setup
 from ..plan.machine import here
+from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
 from ..plan.work import (

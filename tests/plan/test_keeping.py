@@ -10,9 +10,10 @@ import pytest
 import hf_zero as zero
 from hf_zero.core.layout import Layout
 from hf_zero.core.precision import Precision
-from hf_zero.plan.costs import Setup, memory_of, part_numel
+from hf_zero.plan.costs import Setup, part_numel
 from hf_zero.plan.machine import Machine
 from hf_zero.plan.outline import Architecture, Batch
+from hf_zero.plan.peaks import memory_of
 from hf_zero.plan.plan import Drafter, Kept, Plan, candidates, plan
 from hf_zero.plan.solve import PlanInputs
 from hf_zero.tiers.tier import Tier

@@ -16,8 +16,9 @@ import torch
 
 import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
-from hf_zero.plan.costs import STATES, TIERS, memory_of
+from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.outline import Architecture, Batch
+from hf_zero.plan.peaks import memory_of
 from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import ROADS
 from hf_zero.runtime import usage

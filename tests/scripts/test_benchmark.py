@@ -101,7 +101,7 @@ def test_offloaded_steps(tmp_path: Path) -> None:
     in_place, to_device = record["results"]["step-host"]
     for row in (in_place, to_device):
         assert row["bytes"] == 28 * row["numel"]  # gradient and parameter of 2 bytes, three states read and written
-        assert set(row["ratios"]) == {"streams", "fused"}
+        assert set(row["ratios"]) == {"streams", "fused", "operators"}
     assert record["results"]["step-disk"][0]["bytes"] == 24 * 4096
     for rows in record["results"].values():
         assert all(len(ratios) == 2 and min(ratios) > 0 for row in rows for ratios in row["ratios"].values())
