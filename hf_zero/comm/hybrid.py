@@ -46,6 +46,8 @@ class HybridWire(SoloWire):
         world: of all ranks, started.
     """
 
+    ends_alone = False  # the replicas' means are averaged where a reduce ends
+
     def __init__(self, world: GroupWire, replicas: int) -> None:
         self.world, self.replicas = world, replicas
         self.rank, self.size, self.ragged = world.rank, world.size, world.ragged

@@ -77,6 +77,8 @@ class SoloWire:
     size = 1
     ragged = True
     """`reduce` takes a source without the padding at the span's end."""
+    ends_alone = True
+    """A reduce that has begun ends without a message that this rank begins then: ranks may wait for it at different places."""
     codec: Codec | None = None
     """In whose format reduces travel, where it is shorter."""
     shard_group: SoloWire | None = None

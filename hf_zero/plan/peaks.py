@@ -36,8 +36,6 @@ class _UnitBytes:
     """Gathered, of spans that come and go."""
     fresh: int = 0
     """Gradients as backward leaves them, beside those that add up in place."""
-    early: int = 0
-    """The most of them that is there in the middle of its backward."""
     copying: int = 0
     """The most that is there, of these and of their copies, while they are copied."""
     moving: int = 0
@@ -85,7 +83,7 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
     out = Passing()
     _look_at_forward(out, units)
-    _Backward(out, units[::-1], setup)
+    _Backward(out, units[::-1], setup, fetches_late=layout.shards == setup.world_size)
     _look_at_host(out, units, setup)
     return out
 
@@ -115,14 +113,14 @@ class _Backward:
 
     Attributes:
         there: gathered of units that backward is in, or that stay, and parts of others; `ahead`: of the one that was fetched.
-        put_off: the unit that is fetched when the reduce under way is over.
+        put_off: the unit that is fetched when the reduce under way is over. Not among replicas (`fetches_late`).
         moving: bucket and mean of that reduce; `coming`: the gradients that come to rest with it.
         waiting: gradients that autograd keeps until it has others of the same parameter.
         kept: gradients at rest; `held`: local ones of earlier backwards.
     """
 
-    def __init__(self, out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
-        self.out, self.units = out, units
+    def __init__(self, out: Passing, units: Sequence[_UnitBytes], setup: Setup, *, fetches_late: bool) -> None:
+        self.out, self.units, self.fetches_late = out, units, fetches_late
         self.alone, self.adds = setup.world_size == 1, setup.backward_per_step > 1 and not setup.reduces_once
         self.there, self.ahead = sum(unit.full for unit in units if unit.stays) + sum(unit.part for unit in units), 0
         self.waiting = self.moving = self.coming = 0
@@ -158,7 +156,7 @@ class _Backward:
         unit, following = self.units[at], self.next_of[at]
         self.there += 0 if unit.stays else unit.full
         self.ahead = 0 if following is None else self.units[following].full
-        if self.ahead and self.moving and (unit.fresh or unit.held):
+        if self.fetches_late and self.ahead and self.moving and (unit.fresh or unit.held):
             self.put_off, self.ahead = following, 0
         self.look(self.moving + self.waiting)
         self.join(at)
@@ -185,8 +183,8 @@ class _Backward:
 
     def reduce(self, at: int) -> None:
         unit, use = self.units[at], self.units[at].use
-        if self.put_off is not None:
-            self.look(unit.early + self.moving + self.waiting)
+        if self.put_off is not None:  # all of them may be there where no hook has told of the middle
+            self.look(unit.fresh + self.moving + self.waiting)
             self.fetch()
         self.look(unit.fresh + self.moving + self.waiting)
         self.end_reduce()
@@ -235,9 +233,6 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
     trained = [span for span in unit.spans if span.is_updated]
     own = [span.used_numel * itemsize(span.spec.compute_dtype) for span in trained]
     left = sum(own)
-    largest = max(
-        (slot.spec.numel * itemsize(span.spec.compute_dtype) for span in trained for slot in span.slots), default=0
-    )
     for span, nbytes in zip(trained, own):
         placement, master = placements[span.index], itemsize(span.spec.master_dtype)
         bucket = copies = _bucket_bytes(span, placement, setup)
@@ -258,7 +253,6 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
             shared = (slot.spec.numel for slot in span.slots if len(slot.spec.names) > 1)
             out.tied += sum(shared) * itemsize(span.spec.compute_dtype)
         out.down += _landing_bytes(span, placement, setup)
-    out.early = min(out.fresh, out.fresh // 2 + largest)
     return out
 
 

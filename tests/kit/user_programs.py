@@ -1018,6 +1018,30 @@ def jacobian_at_once(run: Run) -> None:
 
 
 @program
+def sparse_tables_in_blocks(run: Run) -> None:
+    """Sparse gradients come while another block's are on their way."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.table, self.last = nn.Linear(16, 16), nn.Embedding(20, 16, sparse=True), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return x + self.last(torch.tanh(self.first(x)) + self.table(ids))
+
+    blocks = nn.ModuleList(Block() for _ in range(4))
+    run.wrap(blocks, torch.optim.SGD(blocks.parameters(), lr=0.1))
+
+    def loss(t: int) -> Tensor:
+        x = inputs(t, 4, 5, 16)
+        for block in blocks:
+            x = block(x, bags(t))
+        return x.square().mean()
+
+    run.loop(loss)
+
+
+@program
 def sparse_matrices(run: Run) -> None:
     """Trained elements of a sparse matrix, which has no storage: the tensor of its elements has."""
 

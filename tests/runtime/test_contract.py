@@ -221,6 +221,31 @@ def other_heads(model: Any, rank: int, step: int) -> Tensor:
     return token_loss(model(ids, head=(rank + step) % 2), ids)
 
 
+def losses_on_other_heads(model: Any, rank: int, step: int) -> Tensor:
+    """All heads run on every rank. The one that a rank's loss leaves out shares its input with the one that it takes."""
+    ids = ids_of(rank, step)
+    hidden = torch.relu(model.body(ids))
+    return token_loss([head(hidden) for head in model.heads][(rank + step) % 2], ids)
+
+
+class Twice(Model):
+    """Its first block runs twice in a forward; `uses`: whether what it puts out has a gradient."""
+
+    def forward(self, ids: Tensor, uses: bool) -> Tensor:
+        x = self.body.embed(ids)
+        one, two, three = self.body.blocks
+        first = one(x)
+        x = two(x + (first if uses else first.detach()))
+        second = one(x)
+        x = three(x + (second if uses else second.detach()))
+        return self.heads[0](self.body.norm(x))
+
+
+def later_use_dropped(model: Any, rank: int, step: int) -> Tensor:
+    ids = ids_of(rank, step)
+    return token_loss(model(ids, (rank + step) % 4 in (0, 3)), ids)
+
+
 def skipping(model: Any, rank: int, step: int) -> Tensor:
     """Layer drop: other blocks on every rank."""
     ids = ids_of(rank, step)
@@ -362,6 +387,8 @@ PROGRAMS = {
     "from the middle": Program(Model, hidden_only),
     "alternating heads": Program(lambda: Model(heads=2), alternating),
     "other heads": Program(lambda: Model(heads=2), other_heads, stages=(0, 1, 2)),
+    "losses on other heads": Program(lambda: Model(heads=2), losses_on_other_heads, steps=7),
+    "later use dropped": Program(Twice, later_use_dropped, steps=7),
     "unused head": Program(lambda: Model(heads=3), plain),
     "layer drop": Program(Model, skipping, stages=(0, 1, 2)),
     "uneven forwards": Program(Model, uneven_forwards, stages=(0, 1, 2)),

@@ -30,6 +30,7 @@ from tests.kit.random_calls import Case as Program
 from tests.kit.random_calls import Op, Setting
 from tests.kit.random_models import Arch, Block
 from tests.kit.random_programs import Runner, random_case
+from tests.runtime import test_contract
 
 pytestmark = pytest.mark.gloo
 STEPS = 4
@@ -306,6 +307,15 @@ def test_ranks_take_other_paths(runner: Runner) -> None:
     )
     wrong = runner.check(Program(0, Setting(stage=2, ranks=4, replicas=2), arch, ops))
     assert not wrong, wrong
+
+
+def other_backwards(rank: int, world: int) -> None:
+    for name in ("from the middle", "losses on other heads", "later use dropped"):
+        test_contract.compare(name, 3, rank, world, replicas=2)
+
+
+def test_ranks_take_other_ways_back(pools) -> None:
+    pools[4].run(other_backwards)
 
 
 # What cannot be ---------------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ class BackwardOrder:
         preemption: what is told whether any rank was asked to end.
         reducing: the unit whose gradients are on their way.
         ahead: a unit that backward is in, and the one that it needs next: fetched when that reduce is over, see `fetch`.
+        fetches_late: units may be put off so. Where a reduce's end is a collective itself, its place is before the next one.
+        walked: how many of the units, in the order of their gathers, this rank has passed or entered.
         blind: the unit that was not there in this backward and had NaN for gradients; the same on every rank after `finish`.
     """
 
@@ -80,6 +82,7 @@ class BackwardOrder:
         self._traces, self._wire, self._frees = traces, wire, frees
         self._ask, self._after_reduce = callbacks.ask, callbacks.after_reduce
         self._options, self._spare = callbacks.options, callbacks.spare
+        self.fetches_late = frees and wire.size > 1 and wire.ends_alone
         self.answered = False
         self.preemption: Preemption | None = None
         self.blind: Trace | None = None
@@ -91,7 +94,7 @@ class BackwardOrder:
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
         self._walk: list[Trace] = []  # and of their gathers, where units are released
-        self._turn = self._walked = 0  # how far these have come
+        self._turn = self.walked = 0  # how far these have come
         self._used = 0  # the length of the first; asked for often
 
     def begin(self, sync: bool, sends: bool) -> None:
@@ -108,7 +111,7 @@ class BackwardOrder:
             # Kept from forward, on every rank: it is not gathered again.
             trace.came = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
-        self._turn = self._walked = self._used = 0
+        self._turn = self.walked = self._used = 0
         self._order, self._walk = [], []
         self._unseen = self.ahead = None
         if not self._frees and (self._wire.size == 1 or not sends):
@@ -205,10 +208,10 @@ class BackwardOrder:
             self.fetch()
         following = None
         if trace.joinable:
-            while self._walked < trace.step:
-                self._stand_in(self._walk[self._walked])
-            if self._walked <= trace.step:
-                self._walked = trace.step + 1
+            while self.walked < trace.step:
+                self._stand_in(self._walk[self.walked])
+            if self.walked <= trace.step:
+                self.walked = trace.step + 1
             following = self._next_in_walk()
         self._make_way(trace)
         trace.came = trace.entered = True
@@ -217,8 +220,7 @@ class BackwardOrder:
             unit.gather(from_parts=True)
         trace.is_parted = False  # should this backward need it once more, it comes from all ranks
         if following is not None and following.state is State.SHARDED:
-            # The same on every rank: reduces are begun in one order, and what is trained is.
-            if self.reducing is not None and unit.trained and self._wire.size > 1:
+            if self.reducing is not None and trace.has_middle and self.fetches_late:
                 self.ahead = unit, following
             else:
                 following.gather(from_parts=True)
@@ -245,16 +247,22 @@ class BackwardOrder:
 
     def _next_in_walk(self) -> Unit | None:
         """What all ranks gather next in this backward."""
-        for trace in self._walk[self._walked :]:
+        for trace in self._walk[self.walked :]:
             if trace.joinable and not trace.came:
                 return trace.unit
             if not trace.weightless and not trace.came:
                 return None
         return None
 
+    def pass_by(self, trace: Trace) -> None:
+        """Backward comes out of this unit, which it has never entered here: its output had no gradient on this rank, its input
+        has others. On ranks that have entered it the next unit was fetched before this one's reduce."""
+        while self.walked <= trace.step:
+            self._stand_in(self._walk[self.walked])
+
     def _stand_in(self, trace: Trace) -> None:
         """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
-        self._walked = max(self._walked, trace.step + 1)
+        self.walked = max(self.walked, trace.step + 1)
         if not trace.joinable or self._wire.size == 1:
             return
         if self.ahead is not None:
@@ -267,10 +275,11 @@ class BackwardOrder:
             trace.is_parted = False
         if following is not None:
             following.gather(from_parts=True)
-        if not stays:
+        # Other ranks have it until the last of its uses in this backward: one that ran twice this rank may have to enter yet.
+        if not stays and not trace.ran_twice:
             trace.release()
-        if self._walked < len(self._walk):
-            self._leave_used_after(self._walk[self._walked])
+        if self.walked < len(self._walk):
+            self._leave_used_after(self._walk[self.walked])
 
     def _make_way(self, trace: Trace) -> None:
         """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
@@ -360,8 +369,8 @@ class BackwardOrder:
         """The end of a backward that sends nothing: what no hook has come to, and gathers that other ranks may need."""
         if self._frees:
             self.agreed()
-            while self._walked < len(self._walk):
-                self._stand_in(self._walk[self._walked])
+            while self.walked < len(self._walk):
+                self._stand_in(self._walk[self.walked])
         for trace in self._traces:
             if trace.unit.trained:
                 self._wait(trace)
@@ -378,8 +387,8 @@ class BackwardOrder:
                 self.preemption.agreed |= self.preemption.signalled
         else:
             self.agreed()
-            while self._walked < len(self._walk):
-                self._stand_in(self._walk[self._walked])
+            while self.walked < len(self._walk):
+                self._stand_in(self._walk[self.walked])
             self.reduce_up_to(self._used - 1)
             self._finish_reduces()
             self._agree_on_gradients()
@@ -417,7 +426,7 @@ class BackwardOrder:
     def skip_gathers(self) -> None:
         """Nothing is to be gathered in this backward: it has been already, or gradients alone are sent."""
         self.agreed()
-        self._walked = len(self._walk)
+        self.walked = len(self._walk)
 
     def forget(self) -> None:
         """After an exception in a backward. Its agreement is read, for other ranks may wait for this one's part."""

@@ -129,21 +129,22 @@ class Backward:
             use.left += 1
             # The hook owns the use, and the trace refers to it weakly: the use ends with its graph, whoever drops that.
             entry.register_prehook(partial(post_backward, self.lead, use))
-        if not trace.has_middle and self.current.frees and self.wire.size > 1:
+        if trace.has_middle is None and self.order.fetches_late:
             self._find_middle(trace)
         return use
 
     def _find_middle(self, trace: Trace) -> None:
-        """A hook on the parameter whose gradient comes when half of the unit's are there: in the reverse order of their use."""
-        trace.has_middle = True
+        """Hooks on the parameters whose gradients come when half and three quarters of the unit's are there, in the reverse
+        order of their use. Two, for one may have no gradient in a backward."""
         mine = {param for flat in trace.unit.trained for param in flat.params if param.requires_grad}
         ordered = dict.fromkeys(param for module in trace.modules for param in module.parameters() if param in mine)
-        left = sum(param.numel() for param in ordered) / 2
+        numel = sum(param.numel() for param in ordered)
+        trace.has_middle = bool(ordered)
+        came = 0
         for param in reversed(ordered):
-            left -= param.numel()
-            if left <= 0:
+            before, came = came, came + param.numel()
+            if any(4 * before < part * numel <= 4 * came for part in (2, 3)):
                 self._hear(param, _fetch)
-                return
 
     def _hear(self, param: nn.Parameter, what: Callable[[Backward], object]) -> None:
         """Call it when this parameter has its gradient."""
@@ -167,9 +168,9 @@ class Backward:
                     self._hear(param, _begin)
 
     def notice_again(self) -> None:
-        """Other parameters are trained from now on: `notice` hooks them, too."""
+        """Other parameters are trained from now on: those are hooked, too."""
         for trace in self.current.traces:
-            trace.noticed = False
+            trace.noticed, trace.has_middle = False, None
 
     def begin(self) -> bool:
         """The first event of a backward. False for one inside a forward: that one sends nothing and ends nothing."""
@@ -235,6 +236,8 @@ class Backward:
                     self.order.reduce(trace)
         else:
             self.order.agreed()
+            if trace.joinable and trace.step >= self.order.walked and self.current.frees:
+                self.order.pass_by(trace)
             self.order.reduce_up_to(trace.place)
 
     def _end(self) -> None:

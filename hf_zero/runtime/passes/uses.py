@@ -144,7 +144,7 @@ class Trace:
         self.use: weakref.ref[Use] | None = None  # of the pass under way
         self.noted = 0
         self.noticed = False  # its parameters have hooks of their own
-        self.has_middle = False  # one of its parameters tells of the middle of its backward
+        self.has_middle: bool | None = None  # whether hooks tell of the middle of its backward; None: not looked for
         self.opened = False  # modules inside its hosts act as hosts
         self.borrowed = False  # others than its hosts have read it
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
@@ -168,6 +168,12 @@ class Trace:
         trace.expected, trace.strict, trace.stays = self.expected, self.strict, self.stays
         trace.opened, trace.noticed = self.opened, self.noticed
         return trace
+
+    @property
+    def ran_twice(self) -> bool:
+        """In the last pass, in hosts of which a backward may come."""
+        use = None if self.use is None else self.use()
+        return use is not None and use.events > 1
 
     def release(self) -> None:
         """Unless it is held, or kept for its backward."""

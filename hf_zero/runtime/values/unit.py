@@ -444,13 +444,12 @@ class Unit:
 
     def look_local(self) -> None:
         """The ledger's peaks have what backward has left on the parameters so far."""
-        now = self.trained[0].account.now
+        account = self.trained[0].account
         with AsTheyAre():
-            grads = [param.grad for flat in self.trained for param in flat.params]
-        nbytes = sum([grad.nbytes for grad in grads if grad is not None])
-        now["communication"] += nbytes
-        self.trained[0].account.look()
-        now["communication"] -= nbytes
+            nbytes = sum([flat.fresh_bytes() for flat in self.trained])
+        account.now["communication"] += nbytes
+        account.look()
+        account.now["communication"] -= nbytes
 
     def reduce(self) -> None:
         """Start to send the local gradients to their owners; `finish_reduce` ends it."""
