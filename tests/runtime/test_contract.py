@@ -228,22 +228,92 @@ def losses_on_other_heads(model: Any, rank: int, step: int) -> Tensor:
     return token_loss([head(hidden) for head in model.heads][(rank + step) % 2], ids)
 
 
-class Twice(Model):
-    """Its first block runs twice in a forward; `uses`: whether what it puts out has a gradient."""
+class Ways(nn.Module):
+    """Every rank runs the same forward; which ways back there are depends on `who`.
 
-    def forward(self, ids: Tensor, uses: bool) -> Tensor:
-        x = self.body.embed(ids)
-        one, two, three = self.body.blocks
+    Args:
+        frozen: the first part of it has no gradient anywhere.
+    """
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks, self.left, self.right = (nn.ModuleList(Block() for _ in range(3)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.aux = nn.ModuleList(nn.Linear(WIDTH, VOCAB) for _ in range(3))
+        if frozen:
+            self.embed.requires_grad_(False)
+            self.blocks.requires_grad_(False)
+
+    def forward(self, ids: Tensor, way: str, who: int) -> Tensor:
+        return getattr(self, way)(self.embed(ids), who)
+
+    def towers(self, x: Tensor, who: int) -> Tensor:
+        """A loss on the first tower alone, or on the one that reads it."""
+        y = x
+        for block in self.blocks:
+            x = block(x)
+        for block in self.left:
+            y = block(y + 0.1 * x)
+        return self.head(x if who % 2 else y)
+
+    def branches(self, x: Tensor, who: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        one = two = x
+        for left in self.left:
+            one = left(one)
+        for right in self.right:
+            two = right(two)
+        return self.head(one.detach() + two if who % 3 == 0 else one + two.detach() if who % 3 == 1 else one + two)
+
+    def auxiliary(self, x: Tensor, who: int) -> Tensor:
+        found = []
+        for block, head in zip(self.blocks, self.aux):
+            x = block(x)
+            found.append(head(x))
+        return sum((each for at, each in enumerate(found) if (at + who) % 3), torch.zeros(()))
+
+    def cut(self, x: Tensor, who: int) -> Tensor:
+        """Nothing goes back beyond another block on each rank."""
+        for at, block in enumerate(self.blocks):
+            x = block(x)
+            x = x.detach() if at == who % 2 else x
+        return self.head(x)
+
+    def again(self, x: Tensor, who: int) -> Tensor:
+        """All blocks a second time, the other way round; from these nothing goes back on some ranks."""
+        for block in self.blocks:
+            x = block(x)
+        y = x
+        for block in reversed(self.blocks):
+            y = block(y if who % 2 else y.detach())
+        return self.head(x + y)
+
+    def twice(self, x: Tensor, who: int) -> Tensor:
+        one, two, three = self.blocks
         first = one(x)
-        x = two(x + (first if uses else first.detach()))
+        x = two(x + (first if who % 4 in (0, 3) else first.detach()))
         second = one(x)
-        x = three(x + (second if uses else second.detach()))
-        return self.heads[0](self.body.norm(x))
+        return self.head(three(x + (second if who % 4 in (0, 3) else second.detach())))
+
+    def apart(self, x: Tensor, who: int) -> Tensor:
+        """A second graph begins at a leaf."""
+        for block in self.blocks:
+            x = block(x)
+        leaf = x.detach().requires_grad_()
+        for block in self.left:
+            leaf = block(leaf)
+        return self.head(x if who % 2 else leaf)
 
 
-def later_use_dropped(model: Any, rank: int, step: int) -> Tensor:
+WAYS = ("towers", "branches", "auxiliary", "cut", "again", "twice", "apart")
+
+
+def another_way_back(model: Any, rank: int, step: int, way: str) -> Tensor:
     ids = ids_of(rank, step)
-    return token_loss(model(ids, (rank + step) % 4 in (0, 3)), ids)
+    return token_loss(model(ids, way, rank + step), ids)
 
 
 def skipping(model: Any, rank: int, step: int) -> Tensor:
@@ -388,7 +458,6 @@ PROGRAMS = {
     "alternating heads": Program(lambda: Model(heads=2), alternating),
     "other heads": Program(lambda: Model(heads=2), other_heads, stages=(0, 1, 2)),
     "losses on other heads": Program(lambda: Model(heads=2), losses_on_other_heads, steps=7),
-    "later use dropped": Program(Twice, later_use_dropped, steps=7),
     "unused head": Program(lambda: Model(heads=3), plain),
     "layer drop": Program(Model, skipping, stages=(0, 1, 2)),
     "uneven forwards": Program(Model, uneven_forwards, stages=(0, 1, 2)),
@@ -397,6 +466,11 @@ PROGRAMS = {
     "not reentrant": Program(Model, functools.partial(checkpointed, use_reentrant=False)),
     "boxes": Program(Boxes, plain, steps=7),
 }
+for way in WAYS:
+    for built, settings in (("", {}), (", frozen", {"frozen": True})):
+        PROGRAMS[f"{way}{built}"] = Program(
+            functools.partial(Ways, **settings), functools.partial(another_way_back, way=way), steps=7
+        )
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -89,7 +89,7 @@ class BackwardOrder:
         self._sync = self._sends = True
         self._unseen: Trace | None = None  # it has gradients, and was not gathered in the backward under way
         self.reducing: Trace | None = None
-        self.ahead: tuple[Unit, Unit] | None = None
+        self.ahead: tuple[Unit, Trace] | None = None
         self._late: list[Trace] = []  # reduces that another rank may start only at the end of its backward
         self._agreement: Callable[[], list[int]] | None = None
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
@@ -97,19 +97,20 @@ class BackwardOrder:
         self._turn = self.walked = 0  # how far these have come
         self._used = 0  # the length of the first; asked for often
 
-    def begin(self, sync: bool, sends: bool) -> None:
+    def begin(self, sync: bool, sends: bool, start_of: Callable[[int], int]) -> None:
         """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
 
         Args:
             sync: it is the last backward of a step.
             sends: gradients are reduced in it; else they wait on this rank for one that does.
+            start_of: what the clock was when the pass began in which a use did.
         """
         self._sync, self._sends = sync, sends
         there = self._there() if self._frees else 0
         for trace in self._traces:
             trace.reduced = trace.stepped = False
             # Kept from forward, on every rank: it is not gathered again.
-            trace.came = trace.entered = trace.unit.state is not State.SHARDED
+            trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
         self._turn = self.walked = self._used = 0
         self._order, self._walk = [], []
@@ -129,8 +130,9 @@ class BackwardOrder:
             firsts += (first,)  # no call for each
             lasts += ((first if first > trace.latest else trace.latest) if first else 0,)
             passes += (len(uses),)
-        # Clocks of ranks have other readings: what is compared is the time since the first use that this backward may come to.
-        base = min([first for first in firsts if first], default=1) - 1
+        # Clocks of ranks have other readings: what is compared is the time since the first pass began that this backward may
+        # come to. Not since its first use: another rank may have dropped the graph of that one.
+        base = start_of(min([first for first in firsts if first], default=1))
         numbers = [first and first - base for first in firsts]
         numbers += [latest and latest - base for latest in lasts]
         numbers += passes
@@ -195,7 +197,7 @@ class BackwardOrder:
         """Ranks have other units than each other from their forwards: each of these is gathered from all ranks."""
         for trace in self._traces:
             trace.leave()
-            trace.came = trace.entered = trace.unit.state is not State.SHARDED
+            trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
 
     def need(self, trace: Trace) -> None:
         """Backward enters this unit: it is there afterwards. The one that comes next is on its way, or is fetched in the middle
@@ -214,16 +216,16 @@ class BackwardOrder:
                 self.walked = trace.step + 1
             following = self._next_in_walk()
         self._make_way(trace)
-        trace.came = trace.entered = True
+        trace.came = trace.sent = trace.entered = True
         unit = trace.unit
         if unit.state is State.SHARDED:
             unit.gather(from_parts=True)
         trace.is_parted = False  # should this backward need it once more, it comes from all ranks
-        if following is not None and following.state is State.SHARDED:
+        if following is not None and following.unit.state is State.SHARDED:
             if self.reducing is not None and trace.has_middle and self.fetches_late:
                 self.ahead = unit, following
             else:
-                following.gather(from_parts=True)
+                self._send(following)
         if unit.state is not State.GATHERED:
             unit.wait()
         elif unit.is_masked:
@@ -242,14 +244,22 @@ class BackwardOrder:
         if self.reducing is not None:
             now.look_local()  # beside the bucket that is about to go
             self._end_reduce()
-        if following.state is State.SHARDED:
-            following.gather(from_parts=True)
+        if following.unit.state is State.SHARDED and not following.sent:  # as `_send`, without a call
+            following.sent = True
+            following.unit.gather(from_parts=True)
 
-    def _next_in_walk(self) -> Unit | None:
+    @staticmethod
+    def _send(trace: Trace) -> None:
+        """This rank's part in the gather of a unit, once in a backward: whether or not it will enter it itself."""
+        if not trace.sent:
+            trace.sent = True
+            trace.unit.gather(from_parts=True)
+
+    def _next_in_walk(self) -> Trace | None:
         """What all ranks gather next in this backward."""
         for trace in self._walk[self.walked :]:
             if trace.joinable and not trace.came:
-                return trace.unit
+                return trace
             if not trace.weightless and not trace.came:
                 return None
         return None
@@ -271,10 +281,10 @@ class BackwardOrder:
         following = self._next_in_walk()
         self._make_way(trace)  # collectives in the order in which `need` has them on other ranks
         if not stays:
-            trace.unit.gather(from_parts=True)
+            self._send(trace)
             trace.is_parted = False
         if following is not None:
-            following.gather(from_parts=True)
+            self._send(following)
         # Other ranks have it until the last of its uses in this backward: one that ran twice this rank may have to enter yet.
         if not stays and not trace.ran_twice:
             trace.release()

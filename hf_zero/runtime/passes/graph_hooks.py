@@ -36,6 +36,8 @@ from .backward_order import BackwardOrder, Callbacks
 from .pass_state import LEARNING, Pass
 from .uses import Order, Trace, Use
 
+_BEGIN, _FETCH = "begin", "fetch"
+
 
 class Lead:
     """What hooks on a graph hold of a `Backward`: a weak reference, and whether a backward may do without it.
@@ -90,7 +92,7 @@ class Backward:
         self.task = -1
         self.touched: list[Use] = []
         self.handles: dict[nn.Parameter, Any] = {}
-        self._told: dict[nn.Parameter, list[Callable[[Backward], object]]] = {}
+        self._whys: dict[nn.Parameter, set[str]] = {}
         self.lead, self.order = Lead(self), self._begin_order()
 
     def set_out(self) -> None:
@@ -119,6 +121,7 @@ class Backward:
                 trace.begun = trace.latest = self.current.clock
             use = Use(trace, trace.begun)
             trace.use = weakref.ref(use)
+        use.forwards += 1
         if entry is None:
             use.is_open = True
             self.notice(trace)
@@ -144,18 +147,16 @@ class Backward:
         for param in reversed(ordered):
             before, came = came, came + param.numel()
             if any(4 * before < part * numel <= 4 * came for part in (2, 3)):
-                self._hear(param, _fetch)
+                self._hear(param, _FETCH)
 
-    def _hear(self, param: nn.Parameter, what: Callable[[Backward], object]) -> None:
-        """Call it when this parameter has its gradient."""
+    def _hear(self, param: nn.Parameter, why: str) -> None:
+        """`_came` is called when this parameter has its gradient."""
         # One hook each: a program that freezes and unfreezes it in every step would get one more each time.
         if param not in self.handles:
-            told: list[Callable[[Backward], object]] = []
+            whys = self._whys[param] = set()
             # Weakly: the collector does not look into a tensor's hooks, and the schedule has the parameter.
-            self._told[param] = told
-            self.handles[param] = param.register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), told))
-        if what not in self._told[param]:
-            self._told[param].append(what)
+            self.handles[param] = param.register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), whys))
+        self._whys[param].add(why)
 
     def notice(self, trace: Trace) -> None:
         """A backward may begin inside this unit and end there, past all nodes with hooks: its gradients tell of it."""
@@ -165,7 +166,7 @@ class Backward:
         for flat in trace.unit.trained:
             for param in flat.params:
                 if param.requires_grad:
-                    self._hear(param, _begin)
+                    self._hear(param, _BEGIN)
 
     def notice_again(self) -> None:
         """Other parameters are trained from now on: those are hooked, too."""
@@ -186,7 +187,7 @@ class Backward:
         if not self.sync:
             self.puts_off = not self.sends
         self.callbacks.before_backward()  # before the agreement, of which the edits that it finds are a part
-        self.order.begin(self.sync, self.sends)
+        self.order.begin(self.sync, self.sends, self.current.start_of)
         if self._again and self.current.frees:  # what it saves of parameters is not told to `Pass.saved`
             for trace in self.current.traces:
                 if trace.uses or trace.kept or trace.noted:
@@ -308,7 +309,7 @@ class Backward:
             with AsTheyAre():
                 for trace in self.current.traces:
                     trace.local = trace.local or trace.unit.has_grads()
-                self.order.begin(self.sync, self.sends)
+                self.order.begin(self.sync, self.sends, self.current.start_of)
                 self.order.skip_gathers()
                 self.order.finish()
         finally:
@@ -351,24 +352,15 @@ class Backward:
         gc.collect()
 
 
-def _came(backward: weakref.ref[Backward], told: list[Callable[[Backward], object]], _: nn.Parameter) -> None:
-    """A parameter's gradient is there."""
+def _came(backward: weakref.ref[Backward], whys: set[str], _: nn.Parameter) -> None:
+    """A parameter's gradient is there: maybe no node has told of this backward, or it is in the middle of a unit."""
     there = backward()
     if there is not None:
-        for each in told:
-            each(there)
-
-
-def _begin(backward: Backward) -> None:
-    """Maybe no node has told of this backward."""
-    if not backward.current.in_backward:
-        backward.begin()
-
-
-def _fetch(backward: Backward) -> None:
-    """Backward is in the middle of a unit, maybe."""
-    if backward.order.ahead is not None:
-        backward.order.fetch()
+        if not there.current.in_backward:
+            if _BEGIN in whys:
+                there.begin()
+        elif there.order.ahead is not None and _FETCH in whys:
+            there.order.fetch()
 
 
 def root_pre_backward(lead: Lead, lent: list[Use], *_: Any) -> None:

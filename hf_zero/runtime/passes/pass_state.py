@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ from .backward_order import BackwardOrder
 from .compiling import refuse_transformed
 from .uses import Host, Order, Trace
 
+_PASSES = 256
 LEARNING = 4
 """In so many backwards all saved tensors are looked at, to find units that a backward comes to by other ways than outputs."""
 
@@ -42,6 +45,7 @@ class Pass:
         self.traces, self.inner = traces, inner
         self.frees = any(not trace.unit.policy.keep_full for trace in traces)
         self.number, self.clock = 1, 0
+        self._starts = [0]  # what the clock was when the last passes began
         self.forward = Order()
         self.in_backward = self.with_graph = self.raised = False
         self.running: list[Host] = []
@@ -53,6 +57,8 @@ class Pass:
     def begin(self) -> None:
         """A forward that is in no other of the model's."""
         self.number += 1
+        self._starts += (self.clock,)
+        del self._starts[:-_PASSES]
         # Else a second forward would add its hosts to the first one's use, and their backwards be taken for one.
         for trace in self.traces:
             trace.use = None
@@ -108,6 +114,11 @@ class Pass:
             if not trace.noted:
                 trace.first = trace.begun
             trace.noted = self.number
+
+    def start_of(self, first: int) -> int:
+        """What the clock was when the pass began in which a use did, at `first`."""
+        place = bisect_left(self._starts, first)
+        return self._starts[place - 1] if place else first - 1
 
     def end_use(self, trace: Trace) -> None:
         self.clock += 1

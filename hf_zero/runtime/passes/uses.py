@@ -77,17 +77,18 @@ class Use:
     Attributes:
         trace: weakly, see `graph_hooks.Lead`.
         first: when it began.
+        forwards: of its hosts, with a graph.
         events: hosts of it whose post-backward will come; `left` of them in the backward under way.
         is_open: it has a host whose post-backward will not come, its inputs need no gradient.
         done: a backward has been through it; with `retain_graph` there may be another.
     """
 
-    __slots__ = ("__weakref__", "done", "events", "first", "is_open", "left", "trace")
+    __slots__ = ("__weakref__", "done", "events", "first", "forwards", "is_open", "left", "trace")
 
     def __init__(self, trace: Trace, first: int) -> None:
         self.trace = weakref.ref(trace)
         self.first = first
-        self.events = self.left = 0
+        self.forwards = self.events = self.left = 0
         self.is_open = self.done = False
         trace.uses.append(first)
 
@@ -127,7 +128,7 @@ class Trace:
         "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
         "expected", "first", "has_middle", "held", "in_backward", "in_open", "is_kept", "is_parted", "joinable", "keeps",
         "kept", "latest", "local", "modules", "noted", "noticed", "opened", "parts", "pending", "place", "reduced",
-        "running", "seen", "stays", "step", "stepped", "strict", "unit", "use", "uses", "weightless",
+        "running", "seen", "sent", "stays", "step", "stepped", "strict", "unit", "use", "uses", "weightless",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
@@ -158,6 +159,7 @@ class Trace:
         self.everywhere = True  # every rank has used it: none makes the others wait for its part
         self.in_backward = self.in_open = self.reduced = False
         self.came = False  # gathered in it, also for other ranks alone
+        self.sent = False  # this rank's part in the gather that all ranks make of it has begun
         self.entered = False  # there for this rank's use
         self.stepped = False  # who wants to know has been told that all gradients are there
         self.local = False  # gradients wait on this rank, from a backward that did not send them
@@ -171,9 +173,9 @@ class Trace:
 
     @property
     def ran_twice(self) -> bool:
-        """In the last pass, in hosts of which a backward may come."""
+        """In the last pass, and a backward of it may come."""
         use = None if self.use is None else self.use()
-        return use is not None and use.events > 1
+        return use is not None and use.forwards > 1
 
     def release(self) -> None:
         """Unless it is held, or kept for its backward."""

@@ -32,7 +32,7 @@ class SpanGradients:
     Attributes:
         arrived: by parameter, this rank has had a gradient of it since `drop_master_grad`.
         present: the same on any rank, after a backward.
-        local_bytes: what a backward leaves on the parameters.
+        local_bytes: what a backward leaves on the parameters; `grad_bytes` of each.
         moving_bytes: beside the bucket, what the ledger has of this span as communication: local gradients, the mean, a copy of
             the bucket in the type that is sent.
         waiting_bytes: local gradients that add up on the parameters between backwards; gradients in the ledger.
@@ -64,7 +64,7 @@ class SpanGradients:
         self._bucket_kind = "communication"
         """In the ledger. Local gradients that wait for the last backward are gradients, and so is the gradient on one rank."""
         self.local_bytes = span.used_numel * self.compute_dtype.itemsize
-        self._grad_bytes = [slot.spec.numel * self.compute_dtype.itemsize for slot in span.slots]
+        self.grad_bytes = [slot.spec.numel * self.compute_dtype.itemsize for slot in span.slots]
         self.moving_bytes = self.waiting_bytes = 0
         self.account = storage.ledger.device
 
@@ -129,12 +129,6 @@ class SpanGradients:
         elif not self.waiting_bytes and self.has_grads():  # they add up where they are
             self.waiting_bytes = self.local_bytes
             self.account.add("gradients", self.local_bytes)
-
-    def fresh_bytes(self) -> int:
-        """Of gradients that backward has left on the parameters, and that the ledger does not have yet."""
-        if self.moving_bytes or self.waiting_bytes:
-            return 0
-        return sum([nbytes for nbytes, param in zip(self._grad_bytes, self.params) if param.grad is not None])
 
     def count_local(self) -> None:
         """The ledger has what backward has just left on the parameters."""

@@ -443,10 +443,10 @@ class Unit:
         self.trained[0].account.look()
 
     def look_local(self) -> None:
-        """The ledger's peaks have what backward has left on the parameters so far."""
-        account = self.trained[0].account
-        with AsTheyAre():
-            nbytes = sum([flat.fresh_bytes() for flat in self.trained])
+        """The ledger's peaks have what backward has left on the parameters so far, and the ledger does not have yet."""
+        new = [flat for flat in self.trained if not (flat.moving_bytes or flat.waiting_bytes)]
+        sizes = [each for flat in new for each in zip(flat.grad_bytes, flat.params)]
+        account, nbytes = self.trained[0].account, sum([size for size, param in sizes if param.grad is not None])
         account.now["communication"] += nbytes
         account.look()
         account.now["communication"] -= nbytes
