@@ -28,9 +28,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "7m": {"n_layer": 6, "n_embd": 256, "n_head": 4, "vocab_size": 8192},
     "50m": {"n_layer": 8, "n_embd": 512, "n_head": 8},
     "124m": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "109m-blocks": {"n_layer": 8, "n_embd": 1024, "n_head": 16, "vocab_size": 8192},
     "350m": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
 }
-"""GPT-2 shapes by the name that `--model-size` takes; what is not named here is as in GPT-2."""
+"""GPT-2 shapes by the name that `--model-size` takes; what is not named here is as in GPT-2. In `109m-blocks` the blocks are
+what is large, and not the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
