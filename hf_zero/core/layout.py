@@ -183,13 +183,15 @@ class Span:
         """Any of its specs: dtypes, trainable and group are equal for all."""
         return self.slots[0].spec
 
+    def part_of(self, slot: Slot, rank: int) -> Extent[Slot] | None:
+        """The part of one parameter that `rank` owns, if any. "Here" is the rank's slice."""
+        low, high = self.bounds(rank)
+        part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
+        return None if part is None else part.moved(-low)
+
     def overlaps(self, rank: int) -> Iterator[Extent[Slot]]:
         """The parts of this span's parameters that `rank` owns, in order. "Here" is the rank's slice."""
-        low, high = self.bounds(rank)
-        for slot in self.slots:
-            part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
-            if part is not None:
-                yield part.moved(-low)
+        return (part for slot in self.slots if (part := self.part_of(slot, rank)) is not None)
 
     def owner(self, slot: Slot) -> int:
         """The rank that has all of a parameter, where each has one owner; 0 where every rank has all."""
@@ -206,10 +208,9 @@ class Span:
         if not self.cuts:
             ranks = range(slot.offset // self.slice_numel, -(-slot.stop // self.slice_numel))
         for rank in ranks:
-            low, high = self.bounds(rank)
-            part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
+            part = self.part_of(slot, rank)
             if part is not None:
-                yield rank, part.moved(-low)
+                yield rank, part
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,10 +207,10 @@ class Gradients:
         if flat.waits:
             run(flat.waiting(index), lambda whole: whole)
             return
-        for shard, at, numel, start in flat.pieces(index):
+        for shard, piece in flat.pieces(index):
             grad = shard.whole_grad()
             if grad is not None:
-                run(grad[at : at + numel], _slicer(start, numel, grad.device))
+                run(grad[piece.here], _slicer(piece.there, grad.device))
 
     def norm(self, handles: Handles[Flat], index: int, order: float) -> Tensor:
         """As `norms`, for who asks for one after another: the first question is answered for all."""
@@ -312,8 +312,8 @@ def _version(flat: Flat) -> int:
     return found
 
 
-def _slicer(start: int, numel: int, device: torch.device) -> Callable[[Any], Any]:
-    return lambda whole: whole.reshape(-1)[start : start + numel].to(device)
+def _slicer(part: slice, device: torch.device) -> Callable[[Any], Any]:
+    return lambda whole: whole.reshape(-1)[part].to(device)
 
 
 def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
@@ -322,8 +322,8 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
         parts = [flat.waiting(index).reshape(-1)]
     else:
         parts = []
-        for shard, at, numel, _ in flat.pieces(index):
+        for shard, piece in flat.pieces(index):
             grad = grad_to_read(shard)
             if grad is not None:
-                parts.append(grad[at : at + numel])
+                parts.append(grad[piece.here])
     return power_sum([part for part in parts if part.numel()], order, flat.device)

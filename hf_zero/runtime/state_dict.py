@@ -339,8 +339,8 @@ class ShardedHooks(StateDictHooks):
 
     def close(self, param: nn.Parameter, landing: Tensor) -> None:
         _, flat, index = self._sharded.places[param]
-        for shard, at, numel, start in flat.pieces(index):
-            shard.values[at : at + numel].copy_(landing.view(-1)[start : start + numel])
+        for shard, piece in flat.pieces(index):
+            shard.values[piece.here].copy_(landing.view(-1)[piece.there])
         flat.unshow(index, gathered=False)
 
     def after_load(self) -> None:

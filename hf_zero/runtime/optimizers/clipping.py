@@ -14,8 +14,7 @@ from ...core.precision import Precision
 from ...errors import LayoutError
 from ...tiers.pool import Storage
 from ..values.flat_param import Flat
-from ..values.pieces import extents
-from ..values.state_shard import Shard
+from ..values.state_shard import Shard, extents
 from ..values.unit import Unit
 
 ROW_NUMEL = 4096

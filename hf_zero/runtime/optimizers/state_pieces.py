@@ -17,8 +17,8 @@ from ...core.precision import dtype_name, dtype_of
 from ...errors import CheckpointError
 from ...tiers.array import OnDisk, Values, flat_of, is_array
 from ..values.flat_param import Flat
-from ..values.pieces import extents, held_of, is_sliced, parts_written
-from ..values.state_shard import Shard
+from ..values.pieces import held_of, is_sliced, parts_written
+from ..values.state_shard import Shard, extents
 from .shadow_optimizer import refusal_of, states_of
 
 

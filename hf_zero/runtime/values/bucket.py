@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.wire import SoloWire
-from ...core.layout import Span
+from ...core.layout import Extent, Slot, Span
 from ...core.precision import Precision, dtype_of
 from ...errors import StateError
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
 from .gradients import Gradient, Handles
-from .state_shard import Shard, assembled, cut
+from .state_shard import Shard, assembled, extents
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
@@ -71,13 +71,10 @@ class SpanGradients:
     def cut_up(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.span.slots]
 
-    def pieces(self, index: int) -> Iterator[tuple[Shard, int, int, int]]:
-        """This rank's elements of a parameter: shard, first element there, how many, first element in the parameter."""
-        slot, (low, high) = self.span.slots[index], self.span.bounds(self.rank)
-        start, stop = max(low, slot.offset), min(high, slot.stop)
-        if start < stop:
-            for shard, at, numel in cut(self.shards, start - low, stop - start):
-                yield shard, at, numel, low + shard.start + at - slot.offset
+    def pieces(self, index: int) -> Iterator[tuple[Shard, Extent[Slot]]]:
+        """This rank's elements of a parameter, shard by shard. "Here" is the shard."""
+        part = self.span.part_of(self.span.slots[index], self.rank)
+        return extents(() if part is None else (part,), self.shards)
 
     def has_grads(self) -> bool:
         if self._held:
@@ -199,10 +196,10 @@ class SpanGradients:
         for index in cleared:
             if self._held:
                 self._bucket_views[index].zero_()
-            for shard, at, numel, _ in self.pieces(index):
+            for shard, piece in self.pieces(index):
                 grad = shard.whole_grad()
                 if grad is not None:
-                    grad[at : at + numel].zero_()
+                    grad[piece.here].zero_()
 
     @property
     def waits(self) -> bool:

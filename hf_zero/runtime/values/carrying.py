@@ -122,16 +122,16 @@ def put(flat: Flat, index: int, value: Tensor) -> None:
 
 def _put(flat: Flat, index: int, value: Tensor, known: Tensor | None = None) -> None:
     """`known`: what the slice showed, where that were not the masters as they are."""
-    for shard, at, numel, start in flat.pieces(index):
-        mine = shard.values[at : at + numel]
+    for shard, piece in flat.pieces(index):
+        mine = shard.values[piece.here]
         master = fetch(mine)
-        new = value.reshape(-1)[start : start + numel].to(master.device)
+        new = value.reshape(-1)[piece.there].to(master.device)
         values = torch.where(new == master.to(new.dtype), master, new.to(master.dtype))
         if known is not None:
-            values = _moved(flat, known, shard.start + at, new, master, values)
+            values = _moved(flat, known, shard.start + piece.start, new, master, values)
         mine.copy_(values)
         if flat.codec is None or flat.own is not flat.place:
-            flat.publish(shard, at, values)
+            flat.publish(shard, piece.start, values)
 
 
 def carry_replaced(flat: Flat, unit: str) -> None:

@@ -1,4 +1,4 @@
-"""Which elements of a parameter lie where in this rank's shards; the pieces of parameters that checkpoints write and fill."""
+"""The pieces of parameters that checkpoints write and fill."""
 
 from __future__ import annotations
 
@@ -14,17 +14,8 @@ from ...core.layout import Extent, ParamSpec, Slot
 from ...errors import CheckpointError
 from ...tiers.array import OnDisk, Values
 from .flat_param import Flat
-from .state_shard import Shard, is_elementwise
+from .state_shard import Shard, extents, is_elementwise
 from .unit import Unit
-
-
-def extents(parts: Iterable[Extent[Slot]], shards: Sequence[Shard]) -> Iterator[tuple[Shard, Extent[Slot]]]:
-    """Elements of `parts`, as `Span.overlaps` has them, that these shards have. "Here" is the shard."""
-    for part in parts:
-        for shard in shards:
-            piece = part.cut(shard.start, shard.stop)
-            if piece is not None:
-                yield shard, piece.moved(-shard.start)
 
 
 def held_of(piece: Extent[Slot], values: Values) -> Held:

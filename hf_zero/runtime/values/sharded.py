@@ -22,9 +22,9 @@ from ...tiers.array import Values
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
 from .flat_param import Flat, sent
-from .pieces import extents, is_sliced
+from .pieces import is_sliced
 from .reads import AsTheyAre, plain_class
-from .state_shard import Shard, assembled
+from .state_shard import Shard, assembled, extents
 from .unit import State, Unit
 
 Of = Callable[[Shard], Values | None]
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     @property
     def own(self) -> Extent[Slot] | None:
         """The stretch of the parameter that this rank has, if any."""
-        return next((part for rank, part in self.flat.span.owners(self.slot) if rank == self.flat.rank), None)
+        return self.flat.span.part_of(self.slot, self.flat.rank)
 
     @property
     def own_numel(self) -> int:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...comm.inflight import Inflight
+from ...core.layout import Extent, S
 from ...errors import ZeroError
 from ...tiers.array import DiskArray, OnDisk, Values, fetch, in_memory
 from ...tiers.fingerprint import sample
@@ -473,35 +474,28 @@ def is_elementwise(key: str, value: Any, numel: int) -> bool:
     return isinstance(value, (Tensor, OnDisk)) and key != "step" and value.dim() > 0 and value.numel() == numel
 
 
-def cut(shards: Sequence[Shard], start: int, numel: int) -> list[tuple[Shard, int, int]]:
-    """The shards that hold elements [start, start + numel) of the slice, each with its own first element and count there."""
-    out = []
-    for shard in shards:
-        low, high = max(start, shard.start), min(start + numel, shard.stop)
-        if low < high:
-            out.append((shard, low - shard.start, high - low))
-    return out
+def extents(parts: Iterable[Extent[S]], shards: Sequence[Shard]) -> Iterator[tuple[Shard, Extent[S]]]:
+    """Elements of `parts`, as `Span.overlaps` has them, that these shards have. "Here" is the shard."""
+    for part in parts:
+        for shard in shards:
+            piece = part.cut(shard.start, shard.stop)
+            if piece is not None:
+                yield shard, piece.moved(-shard.start)
 
 
 def assembled(
     shards: Sequence[Shard], of: Callable[[Shard], Values | None], start: int, numel: int, device: torch.device
 ) -> Tensor | None:
     """Elements [start, start + numel) of the slice on `device`, a view where that is possible; None where no shard has any."""
-    parts = [(of(shard), at, count) for shard, at, count in cut(shards, start, numel)]
-    if not parts:
-        some = next((values for shard in shards if (values := of(shard)) is not None), None)
-        return None if some is None else torch.empty(0, dtype=some.dtype, device=device)
-    if all(values is None for values, _, _ in parts):
+    parts = [(of(shard), piece) for shard, piece in extents([Extent(None, 0, start, numel)], shards)]
+    held: Iterable[Values | None] = [values for values, _ in parts] if parts else map(of, shards)
+    some = next((values for values in held if values is not None), None)
+    if some is None:
         return None
-    if len(parts) == 1 and isinstance(parts[0][0], Tensor):
-        values, at, count = parts[0]
-        if isinstance(values, Tensor):
-            return values[at : at + count].to(device)
-    sample = next(values for values, _, _ in parts if values is not None)
-    out = torch.zeros(numel, dtype=sample.dtype, device=device)
-    done = 0
-    for values, at, count in parts:
+    if len(parts) == 1 and isinstance(some, Tensor):
+        return some[parts[0][1].here].to(device)
+    out = torch.zeros(numel if parts else 0, dtype=some.dtype, device=device)
+    for values, piece in parts:
         if values is not None:
-            out[done : done + count].copy_(fetch(values[at : at + count]))
-        done += count
+            out[piece.there].copy_(fetch(values[piece.here]))
     return out
