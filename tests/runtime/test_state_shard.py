@@ -40,7 +40,7 @@ def made(storage: Storage, tier: Tier, numel: int = NUMEL) -> tuple[Shard, torch
     """A shard with state, in an optimizer's groups."""
     shard = new_shard(storage, 100, random(0, numel), tier, trainable=True)
     optimizer = torch.optim.Adam([shard.master])
-    shard.put(optimizer, states(numel))
+    shard.put(optimizer, shard.master, states(numel))
     return shard, optimizer
 
 
@@ -72,11 +72,11 @@ def test_values_and_states(storage: Storage, tier: Tier, numel: int) -> None:
     assert not fetch(shard.values[: numel // 2]).any()
     assert torch.equal(fetch(shard.values[numel // 2 :]), random(0, numel)[numel // 2 :])
     # Another optimizer's states replace them, given in memory of the shard's own.
-    room = shard.new_state("momentum_buffer", torch.float32)
+    room = shard.new_state(shard.master, "momentum_buffer", torch.float32, (numel,))
     room.copy_(random(4, numel))
-    shard.put(optimizer, {"momentum_buffer": room})
+    shard.put(optimizer, shard.master, {"momentum_buffer": room})
     assert differing(shard.entries(optimizer), {"momentum_buffer": random(4, numel)}) == []
-    shard.forget(optimizer)
+    shard.put(optimizer, shard.master, {})
     assert shard.entries(optimizer) == {}
     shard.close()
     assert not storage.has_disk or storage.disk.nbytes == 0
@@ -205,8 +205,7 @@ def test_slabs(storage: Storage) -> None:
         shard.write(start, {MASTER: views[MASTER], "exp_avg": views["exp_avg"], "new": new}).wait()
         assert list(shard.views(start, memory)) == [MASTER, "exp_avg", "exp_avg_sq"]
     assert shard.disk_bytes == before + padded(4 * NUMEL)
-    shard.keep_states(["exp_avg", "new"])
-    optimizer.state[shard.master] = {**shard.states_at_rest}
+    optimizer.state[shard.master] = {**shard.keep_states(shard.master, ["exp_avg", "new"])}
     assert shard.disk_bytes == 3 * padded(4 * NUMEL)
     values = random(0) + random(1)
     assert torch.equal(fetch(shard.values), values)

@@ -210,7 +210,7 @@ class Stepper:
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
             found = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
             entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, found)
-            shard.put(step.optimizer, entries)
+            shard.put(step.optimizer, shard.master, entries)
             return
 
         def publish(at: int, values: Tensor) -> None:
@@ -233,8 +233,8 @@ class Stepper:
             states = {key: value for key, value in entries.items() if is_elementwise(key, value, master.numel())}
             written = shard.write(start, {MASTER: master, **states}, self._woken.set)
             self._leave(step, written, slab, self._slabs)
-        shard.keep_states(states)
-        kept = {key: value for key, value in entries.items() if key not in states} | shard.states_at_rest
+        kept = {key: value for key, value in entries.items() if key not in states}
+        kept |= shard.keep_states(shard.master, states)
         if kept:
             state[shard.master] = kept
 

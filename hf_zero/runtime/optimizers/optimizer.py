@@ -120,7 +120,7 @@ class Binding:
         for flat in self.flats:
             for shard in flat.shards:
                 if shard.is_offloaded and shard.master in states:
-                    shard.put(self.optimizer, states[shard.master])
+                    shard.put(self.optimizer, shard.master, states[shard.master])
 
     def has(self, flat: Flat) -> bool:
         spec = flat.span.spec
@@ -152,7 +152,7 @@ class Binding:
     def _forget(self, flats: Iterable[Flat]) -> None:
         for flat in flats:
             for shard in flat.shards:
-                shard.forget(self.optimizer)
+                shard.put(self.optimizer, shard.master, {})
 
     def is_current(self) -> bool:
         """False once someone added, removed or moved a group, or edited or replaced the parameters of one."""

@@ -42,8 +42,7 @@ class OptimizerPieces:
         self._wire = wire
         self._everyones: dict[str, dict[str, Any]] = {}  # by parameter that has one owner: its state, arrays as shapes
         self._optimizer = optimizer
-        self._fresh: list[tuple[Shard, dict[str, Any]]] = []
-        self._fresh_wholes: list[tuple[Flat, int, dict[str, Any]]] = []
+        self._fresh: list[tuple[Shard, nn.Parameter, dict[str, Any]]] = []
 
     @property
     def kind(self) -> str:
@@ -161,7 +160,6 @@ class OptimizerPieces:
 
     def room(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, Held]]:
         self._fresh.clear()
-        self._fresh_wholes.clear()
         out: list[tuple[str, Held]] = []
         for flat in self._flats:
             here = {slot.spec.name: saved[slot.spec.name] for slot in flat.span.slots if slot.spec.name in saved}
@@ -173,10 +171,8 @@ class OptimizerPieces:
         return out
 
     def put(self, options: Sequence[Mapping[str, Any]]) -> None:
-        for shard, entries in self._fresh:
-            shard.put(self._optimizer, entries)
-        for flat, index, entries in self._fresh_wholes:
-            flat.put_whole(self._optimizer, index, entries)
+        for shard, param, entries in self._fresh:
+            shard.put(self._optimizer, param, entries)
         for group, values in zip(self._optimizer.param_groups, options):
             group.update(values)
 
@@ -203,7 +199,7 @@ class OptimizerPieces:
             for state in saved[name].arrays if name in saved else ():
                 yield state, held_of(piece, entries[state])
         entries.pop(MASTER, None)
-        self._fresh.append((shard, entries))
+        self._fresh.append((shard, shard.master, entries))
 
     def _room_of_wholes(self, flat: Flat, saved: Mapping[str, ParameterState]) -> Iterator[tuple[str, Held]]:
         """Parameters of true shape: each array of the shape it was saved with."""
@@ -216,9 +212,9 @@ class OptimizerPieces:
             entries = dict(one.scalars)
             for state, (dtype, shape) in one.arrays.items():
                 if state != MASTER:
-                    entries[state] = values = shard.new_whole_state(whole, state, dtype_of(dtype), shape)
+                    entries[state] = values = shard.new_state(whole, state, dtype_of(dtype), shape)
                     yield state, (slot.spec.name, Extent(flat_of(values), 0, 0, values.numel()))
-            self._fresh_wholes.append((flat, index, entries))
+            self._fresh.append((shard, whole, entries))
 
 
 def _only_master(state: ParameterState) -> ParameterState:
@@ -229,7 +225,7 @@ def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, c
     """Where a state's values rest; zeros, unless all of them are about to be read."""
     whole = covered and flat.span.numel == flat.span.used_numel
     fits = isinstance(kept, (Tensor, OnDisk)) and kept.shape == (shard.numel,) and kept.dtype == dtype
-    room: Values = kept if fits else shard.new_state(state, dtype)
+    room: Values = kept if fits else shard.new_state(shard.master, state, dtype, (shard.numel,))
     return room if whole else room.zero_()
 
 

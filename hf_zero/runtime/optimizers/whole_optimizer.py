@@ -104,8 +104,7 @@ class WholeBinding(Binding):
     def _forget(self, flats: Iterable[Flat]) -> None:
         for flat in flats:
             for whole in (flat.wholes or {}).values():
-                self.optimizer.state.pop(whole, None)
-                flat.shards[0].forget_whole(whole)
+                flat.shards[0].put(self.optimizer, whole, {})
 
     def keep_states(self, settle: Callable[[], None] | None) -> None:
         self._settle = settle
@@ -113,9 +112,9 @@ class WholeBinding(Binding):
 
     def _take_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
         for flat in self._offloaded:
-            for index, whole in (flat.wholes or {}).items():
+            for whole in (flat.wholes or {}).values():
                 if whole in states:
-                    flat.put_whole(self.optimizer, index, states[whole])
+                    flat.shards[0].put(self.optimizer, whole, states[whole])
 
     # State: the optimizer's own -------------------------------------------------------------------------------------
 
@@ -191,10 +190,10 @@ class WholeBinding(Binding):
         """For spans that were cut anew: they get wholes, and those the state."""
         for flat in flats:
             flat.make_wholes()
-            for index in flat.wholes or {}:
+            for index, whole in (flat.wholes or {}).items():
                 entries = state.get(flat.params[index])
                 if entries is not None:
-                    flat.put_whole(self.optimizer, index, entries)
+                    flat.shards[0].put(self.optimizer, whole, entries)
 
 
 class _Outline(NamedTuple):

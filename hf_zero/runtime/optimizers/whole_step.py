@@ -142,7 +142,7 @@ class WholeSteps:
             return None
         param, low = (flat.wholes or {})[index], flat.span.bounds(flat.rank)[0]
         at = flat.span.slots[index].offset - low
-        entries = shard.whole_entries(states, param)
+        entries = states.get(param, {})
         at_rest: dict[str, Values] = {MASTER: shard.values[at : at + param.numel()]}
         at_rest |= {key: value for key, value in entries.items() if is_array(value)}
         single = {key: value for key, value in entries.items() if key not in at_rest}
@@ -229,9 +229,9 @@ class WholeSteps:
         arrays = {key: value for key, value in found.items() if is_array(value) and value.numel()}
         whole.written = [whole.values[MASTER].view(-1), *(value.detach().reshape(-1) for value in arrays.values())]
         places = [OnDisk(shard.array)[whole.at : whole.at + whole.param.numel()]]
-        places += [shard.new_whole_state(whole.param, k, v.dtype, v.shape).flat for k, v in arrays.items()]
+        places += [shard.new_state(whole.param, k, v.dtype, v.shape).flat for k, v in arrays.items()]
         whole.move = together([place.begin_write(values) for place, values in zip(places, whole.written)])
-        kept = shard.keep_whole_states(whole.param, arrays)
+        kept = shard.keep_states(whole.param, arrays)
         if found:
             states[whole.param] = {key: kept.get(key, value) for key, value in found.items()}
 

@@ -251,6 +251,7 @@ class Flat(SpanValues):
         for shard in self.shards:
             shard.put(
                 optimizer,
+                shard.master,
                 {
                     key: (value if len(self.shards) == 1 else value[shard.start : shard.stop].clone())
                     if is_elementwise(key, value, numel)

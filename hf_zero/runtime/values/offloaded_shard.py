@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...comm.inflight import Inflight, together
 from ...errors import StateError
-from ...tiers.array import DiskArray, OnDisk, OnDone, Shaped, Values, is_array
+from ...tiers.array import DiskArray, OnDisk, OnDone, Shaped, Source, Values, is_array
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
 from .stand_in import Slice
@@ -202,10 +202,8 @@ class DiskShard(HostShard):
     def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
         super().__init__(storage, start, numel, dtype, travels)
         self._array: DiskArray | None = None
-        self._states: dict[str, DiskArray] = {}
-        self._new: dict[str, DiskArray] = {}  # arrays of states that the optimizer does not have yet
-        self._whole_states: dict[nn.Parameter, dict[str, Shaped]] = {}
-        self._new_whole_states: dict[nn.Parameter, dict[str, Shaped]] = {}
+        self._states: dict[nn.Parameter, dict[str, Shaped]] = {}
+        self._new: dict[nn.Parameter, dict[str, Shaped]] = {}  # that the optimizer does not have yet
 
     @staticmethod
     def over(storage: Storage, array: DiskArray) -> DiskShard:
@@ -237,13 +235,8 @@ class DiskShard(HostShard):
 
     def _arrays(self) -> list[DiskArray]:
         values = [] if self._array is None else [self._array]
-        shaped = [each for of in (self._whole_states, self._new_whole_states) for each in of.values()]
-        return [
-            *values,
-            *self._states.values(),
-            *self._new.values(),
-            *(_array(s) for of in shaped for s in of.values()),
-        ]
+        states = [*self._states.values(), *self._new.values()]
+        return [*values, *(_array(shaped) for arrays in states for shaped in arrays.values())]
 
     @property
     def in_files(self) -> bool:
@@ -256,93 +249,53 @@ class DiskShard(HostShard):
         """What was read from the array rests elsewhere now."""
         self.aliased = False
 
-    # The optimizer's state --------------------------------------------------------------------------------------------
+    # The optimizer's state: each array of numbers is one on disk, whatever its shape; single values are in host memory -------
 
     def follow_states(self, optimizer: torch.optim.Optimizer) -> None:
         entries = self.entries(optimizer)
-        names = [key for key, value in entries.items() if is_elementwise(key, value, self.numel)]
-        if names != [*self._states] or not all(isinstance(entries[name], OnDisk) for name in names):
-            self.put(optimizer, entries)
+        names = [key for key, value in entries.items() if self._is_stored(self.master, key, value)]
+        known = self._states.get(self.master, {})
+        if names != [*known] or not all(isinstance(entries[name], OnDisk) for name in names):
+            self.put(optimizer, self.master, entries)
 
-    @property
-    def states_at_rest(self) -> dict[str, OnDisk]:
-        """The element-wise ones, as `optimizer.state` has them: whoever clears that clears these."""
-        return {name: OnDisk(array) for name, array in self._states.items()}
+    def _is_stored(self, param: nn.Parameter, key: str, value: Any) -> bool:
+        if param is self.master:
+            return is_elementwise(key, value, self.numel)
+        return is_array(value) and bool(value.numel())
 
-    def new_state(self, name: str, dtype: torch.dtype) -> OnDisk:
-        return OnDisk(self._array_of(name, dtype))
-
-    def _array_of(self, name: str, dtype: torch.dtype) -> DiskArray:
-        for arrays in (self._states, self._new):
-            found = arrays.get(name)
-            if found is not None and found.dtype == dtype:
-                return found
-        if name in self._new:
-            self._new.pop(name).close()
-        self._new[name] = DiskArray(self.storage.disk, self.numel, dtype)
-        return self._new[name]
-
-    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
-        names = [key for key, value in entries.items() if is_elementwise(key, value, self.numel)]
-        for name in names:
-            value = entries[name]
-            array = self._array_of(name, value.dtype)
-            if not (isinstance(value, OnDisk) and value.source is array):
-                OnDisk(array).copy_(value)
-        rest = {key: value for key, value in entries.items() if key not in names}
-        self.keep_states(names)
-        return super()._at_rest(optimizer, rest) | self.states_at_rest
-
-    def keep_states(self, names: Iterable[str]) -> None:
-        """The optimizer has these states, which have been written, and no others."""
-        arrays = {name: self._new.get(name) or self._states[name] for name in names}
-        for array in (*self._states.values(), *self._new.values()):
-            if all(array is not kept for kept in arrays.values()):
-                array.close()
-        self._states, self._new = arrays, {}
-
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        super().forget(optimizer)
-        self.keep_states(())
-
-    # States of wholes: each array of numbers is one on disk, whatever its shape; single values are in host memory -------
-
-    def whole_at_rest(
-        self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        names = [key for key, value in entries.items() if is_array(value) and value.numel()]
-        for name in names:
-            value = entries[name]
-            room = self.new_whole_state(whole, name, value.dtype, value.shape)
-            if not (isinstance(value, Shaped) and value.source is room.source):
-                room.copy_(value)
-        rest = {key: value for key, value in entries.items() if key not in names}
-        return super().whole_at_rest(whole, rest, options) | self.keep_whole_states(whole, names)
-
-    def new_whole_state(self, whole: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Shaped:
-        for arrays in (self._whole_states, self._new_whole_states):
-            found = arrays.get(whole, {}).get(name)
+    def new_state(self, param: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Shaped:
+        for states in (self._states, self._new):
+            found = states.get(param, {}).get(name)
             if found is not None and (found.dtype, found.shape) == (dtype, torch.Size(shape)):
                 return found
-        new = self._new_whole_states.setdefault(whole, {})
+        new = self._new.setdefault(param, {})
         if name in new:
             _array(new.pop(name)).close()
         new[name] = Shaped(DiskArray(self.storage.disk, math.prod(shape), dtype), shape)
         return new[name]
 
-    def keep_whole_states(self, whole: nn.Parameter, names: Iterable[str]) -> dict[str, Shaped]:
-        """The optimizer has these arrays of it, which have been written, and no others."""
-        old, new = self._whole_states.pop(whole, {}), self._new_whole_states.pop(whole, {})
-        kept = {name: new.get(name) or old[name] for name in names}
+    def _at_rest(
+        self, optimizer: torch.optim.Optimizer, param: nn.Parameter, entries: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = [key for key, value in entries.items() if self._is_stored(param, key, value)]
+        for name in names:
+            value = entries[name]
+            room = self.new_state(param, name, value.dtype, value.shape)
+            if not (isinstance(value, OnDisk) and value.source is room.source):
+                room.copy_(value)
+        rest = {key: value for key, value in entries.items() if key not in names}
+        return super()._at_rest(optimizer, param, rest) | self.keep_states(param, names)
+
+    def keep_states(self, param: nn.Parameter, names: Iterable[str]) -> dict[str, Shaped]:
+        """The optimizer has these arrays of its state, which have been written, and no others."""
+        old, new = self._states.pop(param, {}), self._new.pop(param, {})
+        kept = {name: new[name] if name in new else old[name] for name in names}
         for shaped in (*old.values(), *new.values()):
             if all(shaped is not each for each in kept.values()):
                 _array(shaped).close()
         if kept:
-            self._whole_states[whole] = kept
+            self._states[param] = kept
         return kept
-
-    def forget_whole(self, whole: nn.Parameter) -> None:
-        self.keep_whole_states(whole, ())
 
     # Slabs: what a step reads and writes at a time --------------------------------------------------------------------
 
@@ -355,10 +308,12 @@ class DiskShard(HostShard):
         """Host memory for a slab of values and states, each from a page's start."""
         return sum(padded(nbytes) for _, _, nbytes in self._parts(0))
 
-    def _parts(self, start: int) -> list[tuple[str, DiskArray, int]]:
+    def _parts(self, start: int) -> list[tuple[str, Source, int]]:
         """Of the slab from element `start` on: name, array and bytes."""
         numel = min(self.storage.sizes.slab_numel, self.numel - start)
-        return [(name, a, numel * a.dtype.itemsize) for name, a in ((MASTER, self.array), *self._states.items())]
+        states = self._states.get(self.master, {})
+        arrays: dict[str, Source] = {MASTER: self.array, **{name: state.source for name, state in states.items()}}
+        return [(name, array, numel * array.dtype.itemsize) for name, array in arrays.items()]
 
     def views(self, start: int, memory: Tensor) -> dict[str, Tensor]:
         """Values (`MASTER`) and states in memory that holds the slab from element `start` on."""
@@ -381,8 +336,10 @@ class DiskShard(HostShard):
         Raises:
             TierError: there is no room for a new one.
         """
-        arrays = {
-            name: self.array if name == MASTER else self._array_of(name, part.dtype) for name, part in parts.items()
+        whole = (self.numel,)
+        arrays: dict[str, Source] = {
+            name: self.array if name == MASTER else self.new_state(self.master, name, part.dtype, whole).source
+            for name, part in parts.items()
         }
         return together([arrays[name].write(start, part, on_done) for name, part in parts.items()])
 
@@ -390,7 +347,7 @@ class DiskShard(HostShard):
 def _array(shaped: Shaped) -> DiskArray:
     array = shaped.source
     if not isinstance(array, DiskArray):
-        raise StateError("a state of a whole parameter rests in a file that is not this rank's")
+        raise StateError("a state rests in a file that is not this rank's")
     return array
 
 

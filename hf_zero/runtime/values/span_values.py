@@ -16,7 +16,7 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -418,9 +418,7 @@ class SpanValues(SpanGradients):
             place = self.own[shard.start : shard.stop]
             alias = place if equal and tier is rest and isinstance(place, Tensor) else None
             if tier is not shard.tier:
-                wholes = [*(self.wholes or {}).values()]
-                options = optimizer.param_groups[self.span.spec.group] if optimizer is not None and wholes else None
-                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias, wholes, options)
+                self.shards[index] = shard.move(SHARDS[tier], optimizer, alias, (self.wholes or {}).values())
             elif moves:
                 shard.rest_on(alias)
         self._point_wholes()
@@ -472,21 +470,7 @@ class SpanValues(SpanGradients):
 
     def whole_entries(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
         """By place in `params`, the optimizer's state of this rank's wholes; nothing where there are none."""
-        shard = self.shards[0]
-        return {index: shard.whole_entries(optimizer.state, whole) for index, whole in (self.wholes or {}).items()}
-
-    def put_whole(self, optimizer: torch.optim.Optimizer, index: int, entries: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of one of them; values come from anywhere and rest where the shard does.
-
-        Raises:
-            TierError: there is no room.
-        """
-        whole, options = (self.wholes or {})[index], optimizer.param_groups[self.span.spec.group]
-        at_rest = self.shards[0].whole_at_rest(whole, entries, options)
-        if at_rest:
-            optimizer.state[whole] = at_rest
-        else:
-            optimizer.state.pop(whole, None)
+        return {index: dict(optimizer.state.get(whole, {})) for index, whole in (self.wholes or {}).items()}
 
     def settle_wholes(self) -> None:
         """A whole that was given other memory (`p.data = …`): its values are the master's."""

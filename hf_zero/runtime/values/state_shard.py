@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ...comm.inflight import Inflight
 from ...core.layout import Extent, S
 from ...errors import ZeroError
-from ...tiers.array import DiskArray, OnDisk, Values, fetch, in_memory
+from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import sample
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
@@ -136,79 +136,48 @@ class Shard(ABC):
         for array in self._arrays():
             array.close()
 
-    # The optimizer's state --------------------------------------------------------------------------------------------
+    # The optimizer's state, of the master or of wholes: parameters of true shape, parts of the master (`whole_optimizer`) --
 
     def entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state of this shard: 1-D values by name, and what is one value for all."""
+        """The optimizer's state of the master: 1-D values by name, and what is one value for all."""
         return {str(key): value for key, value in optimizer.state.get(self.master, {}).items()}
 
     def follow_states(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 -- in memory there is nothing but them
         """Before a step: what a program has done to `optimizer.state` holds for what rests elsewhere, too."""
 
-    def new_state(self, name: str, dtype: torch.dtype) -> Values:
-        """Memory in this tier for an element-wise state, its content undefined; to be given to `put`."""
-        return torch.empty(self.numel, dtype=dtype, device=self._device)
+    def new_state(self, param: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Values:
+        """Room in this tier for a tensor of `param`'s state, its content undefined; to be given to `put`."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
-    def put(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> None:
-        """Replace the optimizer's state; values come from anywhere and rest where the shard does.
+    def put(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, entries: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state; values come from anywhere and rest where the shard does, what rests there already is
+        not copied. Nothing is left of a state that has no entries.
+
+        Args:
+            param: the master, or a whole.
 
         Raises:
             TierError: there is no room.
         """
-        self._set_state(optimizer, self._at_rest(optimizer, entries))
+        _set_state(optimizer, param, self._at_rest(optimizer, param, entries))
 
-    def _at_rest(self, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Any]:
-        """The state in this tier, as the optimizer is to have it."""
+    def _at_rest(
+        self, optimizer: torch.optim.Optimizer, param: nn.Parameter, entries: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The state in this tier, as the optimizer is to have it; what it had before may be given up."""
         return {
-            key: value.to(self._home(optimizer, value)) if isinstance(value, Tensor) else value
+            key: fetch(value).to(self._home(optimizer, param, key, value))
+            if isinstance(value, (Tensor, OnDisk))
+            else value
             for key, value in entries.items()
         }
-
-    def _set_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if state:
-            optimizer.state[self.master] = state
-        else:
-            optimizer.state.pop(self.master, None)
 
     @property
     def _device(self) -> torch.device:
         return torch.device("cpu")
 
-    def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
+    def _home(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, key: str, value: Values) -> torch.device:
         return self._device
-
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state.pop(self.master, None)
-
-    # States of wholes: parameters of true shape, parts of the master (`whole_optimizer`) --------------------------------
-
-    def whole_entries(self, states: Mapping[Any, dict[str, Any]], whole: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of one: tensors of any shape, and single values."""
-        return dict(states.get(whole, {}))
-
-    def whole_at_rest(
-        self, whole: nn.Parameter, entries: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """A state of one in this tier, as `optimizer.state` is to have it; what it had before may be given up.
-
-        Args:
-            entries: from anywhere; what rests here already is not copied.
-            options: of its group.
-
-        Raises:
-            TierError: there is no room.
-        """
-        return {key: self._whole_home(key, value, options) for key, value in entries.items()}
-
-    def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
-        return fetch(value).to("cpu") if isinstance(value, (Tensor, OnDisk)) else value
-
-    def new_whole_state(self, whole: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Values:
-        """Room in this tier for a state, its content undefined; to be given to `whole_at_rest`."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
-    def forget_whole(self, whole: nn.Parameter) -> None:  # noqa: B027 -- there is nothing in memory
-        """Nothing of its state is left here, beside what `optimizer.state` has."""
 
     # The gradient -----------------------------------------------------------------------------------------------------
 
@@ -348,14 +317,13 @@ class Shard(ABC):
         kind: type[Shard],
         optimizer: torch.optim.Optimizer | None,
         alias: Tensor | None = None,
-        wholes: Sequence[nn.Parameter] = (),
-        options: Mapping[str, Any] | None = None,
+        wholes: Iterable[nn.Parameter] = (),
     ) -> Shard:
         """The shard in `kind`'s tier, with everything of this one, the same to the bit, and the same master. This one is over.
 
         Args:
             alias: memory in that tier that has the master's values already.
-            wholes: whose states are here; `options`: of their group.
+            wholes: whose states are here.
 
         Raises:
             TierError, ConfigError: a tier failed or has no room; everything is where it was.
@@ -363,17 +331,14 @@ class Shard(ABC):
         if kind.tier is self.tier:
             return self
         grad, values = self.whole_grad(), fetch(self.values)
-        found = {} if optimizer is None else self.entries(optimizer)
-        entries = {key: in_memory(value) for key, value in found.items()}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
         moved = kind(self.storage, self.start, self.numel, self.dtype, self._travels)
         moved.master = self.master
         try:
             data = moved._hold(values) if alias is None else alias
-            state = {} if optimizer is None else moved._at_rest(optimizer, entries)
-            states = {}
-            for whole in wholes if optimizer is not None else ():
-                found = self.whole_entries(optimizer.state, whole)  # type: ignore[union-attr]
-                states[whole] = moved.whole_at_rest(whole, found, options or {})
+            if optimizer is not None:
+                for param in (self.master, *wholes):
+                    states[param] = moved._at_rest(optimizer, param, optimizer.state.get(param, {}))
         except ZeroError:
             moved._close_arrays()
             raise
@@ -385,10 +350,8 @@ class Shard(ABC):
             moved.shown, moved._references = self.shown, self._references
             moved.shown.shard = weakref.ref(moved)
         if optimizer is not None:
-            moved._set_state(optimizer, state)
-            for whole, at_rest in states.items():
-                if at_rest or whole in optimizer.state:
-                    optimizer.state[whole] = at_rest
+            for param, state in states.items():
+                _set_state(optimizer, param, state)
         moved._take_grad(self, grad)
         self._close_arrays()
         moved.note()
@@ -418,21 +381,15 @@ class DeviceShard(Shard):
     def _device(self) -> torch.device:
         return self.storage.device
 
-    def _home(self, optimizer: torch.optim.Optimizer, value: Tensor) -> torch.device:
+    def _home(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, key: str, value: Values) -> torch.device:
         """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
-        if value.dim():
+        if value.dim() if param is self.master else key != "step":
             return self._device
         groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
         # Looked for only where groups differ: a search through all parameters for each of them grows with their square.
         if len(groups) < len(optimizer.param_groups):
-            groups = [group for group in groups if any(p is self.master for p in group["params"])]
+            groups = [group for group in groups if any(p is param for p in group["params"])]
         return self._device if groups else value.device
-
-    def _whole_home(self, key: str, value: Any, options: Mapping[str, Any]) -> Any:
-        if not isinstance(value, (Tensor, OnDisk)):
-            return value
-        is_there = key != "step" or options.get("fused") or options.get("capturable")
-        return fetch(value).to(self._device) if is_there else value
 
     @property
     def grad(self) -> Tensor | None:
@@ -467,6 +424,13 @@ class DeviceShard(Shard):
             self.master.grad = grad.at_rest
             if self.shown is not None:
                 self.shown.local = None
+
+
+def _set_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, state: dict[str, Any]) -> None:
+    if state:
+        optimizer.state[param] = state
+    else:
+        optimizer.state.pop(param, None)
 
 
 def is_elementwise(key: str, value: Any, numel: int) -> bool:
