@@ -37,6 +37,7 @@ from ..errors import ConfigError, RankMismatchError
 from ..runtime.instance_methods import DeferredHooks
 from ..runtime.values.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
 from ..runtime.values.ownership import OWNERS, adopt
+from ..runtime.values.reads import VALUE_ATTRIBUTES, name_of, needs_values
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once
 from ..tiers.tier import Meter
@@ -51,15 +52,6 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Functions that look at a parameter and not at its values. Getters but for those below are such, too.
-_METADATA = _words(
-    "size dim numel nelement ndimension element_size storage_offset data_ptr untyped_storage get_device is_floating_point "
-    "is_complex is_signed is_same_size is_inference is_shared is_pinned is_tensor requires_grad_ register_hook "
-    "register_post_accumulate_grad_hook retain_grad result_type can_cast has_names _is_view "
-    "_has_compatible_shallow_copy_type __len__ new_empty new_zeros new_ones new_full new_tensor new_empty_strided "
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
-)
-_VALUES = _words("data T mT H mH real imag")
 _SHAPED = _words("stride is_contiguous")  # answered for the memory the parameter has when open
 # Functions that write every element of their first argument and read none.
 _OVERWRITES = _words(
@@ -399,11 +391,10 @@ class _Watch(OpeningMode):
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return attribute not in _VALUES
-    return name in _METADATA
+    name = name_of(func)
+    if name == "__set__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUE_ATTRIBUTES
+    return not needs_values(func) and name not in _SHAPED | {"storage"}
 
 
 def _find_born(value: Any, found: dict[int, tuple[nn.Parameter, Birth]]) -> int:

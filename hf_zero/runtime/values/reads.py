@@ -28,21 +28,22 @@ DESCRIPTIONS = frozenset(
 """Of a tensor, what is the same while its unit is released."""
 _NEED_NO_VALUES = DESCRIPTIONS | frozenset(
     (
-        "__delete__", "__dir__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "can_cast", "data_ptr",
-        "empty_like", "full_like", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
-        "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement",
-        "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "ones_like", "promote_types", "rand_like",
-        "randint_like", "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-        "result_type", "retain_grad", "storage", "storage_offset", "stride", "untyped_storage", "zeros_like",
+        "__delete__", "__dir__", "__get__", "__hash__", "__len__", "__set__", "_has_compatible_shallow_copy_type",
+        "_is_view", "can_cast", "data_ptr", "empty_like", "full_like", "get_device", "has_names", "is_complex",
+        "is_conj", "is_contiguous", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed",
+        "is_tensor", "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full", "new_ones",
+        "new_tensor", "new_zeros", "ones_like", "promote_types", "rand_like", "randint_like", "randn_like",
+        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad",
+        "storage", "storage_offset", "stride", "untyped_storage", "zeros_like",
     )
 )  # fmt: skip
 """Torch functions that look at a tensor, and not at its elements; `__get__` is of attributes other than
-`_VALUE_ATTRIBUTES`."""
+`VALUE_ATTRIBUTES`."""
 _WITHOUT_GRAPH = frozenset(
     ("__array__", "__bool__", "__float__", "__int__", "allclose", "data", "detach", "equal", "item", "numpy", "tolist")
 )
 """Torch functions and attributes whose result has no gradient."""
-_VALUE_ATTRIBUTES = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
+VALUE_ATTRIBUTES = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
 AsTheyAre = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters are plain tensors: the engine's own looks at `.grad` and flags are no torch functions."""
 _DIFFERENTIATES = "grad"  # `torch.autograd.grad`: parameters tell it where gradients go
@@ -110,7 +111,7 @@ def name_of(func: Any) -> str:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(func.__self__, "__name__", "data")
-        name = name if name in _VALUE_ATTRIBUTES else "__get__"
+        name = name if name in VALUE_ATTRIBUTES else "__get__"
     return name
 
 
