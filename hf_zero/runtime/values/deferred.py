@@ -157,7 +157,7 @@ class Birth:
     @property
     def own(self) -> Tensor:
         """1-D, this rank's elements. Only while closed."""
-        if self.at_rest or (self._stored is not None and not self.is_open):
+        if self._file() is not None:
             self._own = self.values()
             self._unstore()
         if self._own is None or self.is_open:
@@ -183,25 +183,30 @@ class Birth:
         """
         if self._stored is not None and not self.is_open:
             self._follow_alias()
-        stored = self._stored
-        if stored is not None and not self.is_open:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                return OnDisk(stored).read_into(torch.empty(stored.numel, dtype=stored.dtype, device=self._device))
-        if not self.at_rest or self.origin is None:
+        file = self._file()
+        if file is None:
             return self.own
-        low, high = slice_bounds(self.origin.numel(), self.wire.rank, self.wire.size)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return self.origin[low:high].read_into(
-                torch.empty(high - low, dtype=self.origin.dtype, device=self._device)
-            )
+            return file.read_into(torch.empty(file.numel(), dtype=file.dtype, device=self._device))
+
+    def _file(self) -> OnDisk | None:
+        """This rank's elements, where a file alone has them. None while open."""
+        if self._own is not None or self.is_open:
+            return None
+        if self._stored is not None:
+            return OnDisk(self._stored)
+        return None if self.origin is None else self.origin[self._mine(self.origin.numel())]
+
+    def _mine(self, numel: int) -> slice:
+        """Which of so many elements are this rank's."""
+        return slice(*slice_bounds(numel, self.wire.rank, self.wire.size))
 
     def slice_of(self, param: nn.Parameter) -> Tensor:
         """1-D, this rank's elements, in either state; may be a view."""
         if not self.is_open:
             return self.own
         with torch._C.DisableTorchFunction():
-            low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
-            return param.detach().reshape(-1)[low:high]
+            return param.detach().reshape(-1)[self._mine(param.numel())]
 
     def new_sentinel(self, shape: Sequence[int]) -> Tensor:
         """What a closed parameter points at."""
@@ -217,11 +222,10 @@ class Birth:
         """Type of the values, and where they are or will be read to."""
         if self._own is not None:
             return self._own.dtype, self._own.device
-        if self._stored is not None and self._device is not None:
-            return self._stored.dtype, self._device
-        if self.origin is None or self._device is None:
+        values = self.origin if self._stored is None else self._stored
+        if values is None or self._device is None:
             raise StateError("a born parameter has no slice yet")
-        return self.origin.dtype, self._device
+        return values.dtype, self._device
 
     def check_guard(self, param: nn.Parameter, name: str = "") -> None:
         """Raise if the parameter was written to while it was closed."""
@@ -304,8 +308,7 @@ class Birth:
                 self._alias = whole
 
     def _cut(self, whole: Tensor, stores: bool) -> None:
-        low, high = slice_bounds(whole.numel(), self.wire.rank, self.wire.size)
-        part = whole.reshape(-1)[low:high]
+        part = whole.reshape(-1)[self._mine(whole.numel())]
         if stores and self._put_away(part):
             return
         own = self._own
@@ -405,8 +408,7 @@ class Birth:
                 param.data.copy_(value)
                 return
             self.check_guard(param)
-            low, high = slice_bounds(param.numel(), self.wire.rank, self.wire.size)
-            self.own.copy_(value.detach().reshape(-1)[low:high])
+            self.own.copy_(value.detach().reshape(-1)[self._mine(param.numel())])
 
     def pour(self, param: nn.Parameter, room: Tensor) -> None:
         """The whole values into the first elements of `room`, a 1-D buffer of any type; what follows may be overwritten. A
