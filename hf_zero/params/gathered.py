@@ -17,6 +17,7 @@ from ..comm.wire import SoloWire
 from ..core.precision import dtype_of
 from ..errors import ConfigError, StateError
 from ..runtime.engine import engine_of
+from ..runtime.values.carrying import put
 from ..runtime.values.deferred import Birth
 from ..runtime.values.ownership import owner_of
 from ..runtime.values.sharded import Place, master_of
@@ -177,9 +178,7 @@ class _Gathered:
         place = holder.place
         place.unit.release()
         place.unit.close()
-        master, new = place.local(master_of), place.own_part(value)
-        # An element that was left alone keeps what its own type cannot show.
-        place.write(master_of, torch.where(new == master.to(new.dtype), master, new.to(master.dtype)))
+        put(place.flat, place.at, value)
 
     def discard(self) -> None:
         """Back to what the parameter was, with what has been kept."""
