@@ -91,11 +91,10 @@ def _pickle(reference: weakref.ref[nn.Parameter], protocol: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Where a parameter's elements lie: bytes [start, stop) of one device."""
+    """Where a parameter's elements lie: bytes [start, stop) of its device."""
 
     name: str
     values: Tensor
-    device: torch.device
     start: int
     stop: int
 
@@ -123,7 +122,6 @@ def refuse_owned(names: Mapping[nn.Parameter, list[str]]) -> None:
             "shard one module that holds everything, copy the part first (copy.deepcopy), or call detach() on that engine"
         )
     own = [memory for param, (name, *_) in names.items() if (memory := _memory_of(param, name)) is not None]
-    _refuse_shared(own, [])
     theirs = []
     for param, owner in list(OWNERS.items()):
         if isinstance(owner, weakref.ref) and (sharded := owner()) is not None:
@@ -148,19 +146,18 @@ def _memory_of(param: nn.Parameter, name: str) -> _Memory | None:
             "its own, p.data = tensor.clone()"
         )
     start = values.data_ptr()
-    return _Memory(name, values, values.device, start, start + extent * values.element_size())
+    return _Memory(name, values, start, start + extent * values.element_size())
 
 
 def _refuse_shared(own: Iterable[_Memory], theirs: Iterable[_Memory]) -> None:
-    """No two overlap: among `own` where `theirs` is empty, else of one and the other."""
+    """No one of `own` overlaps another, or one of `theirs`."""
     mine = {id(memory) for memory in own}
-    among = not (others := list(theirs))
-    ordered = sorted([*own, *others], key=lambda memory: (str(memory.device), memory.start))
+    ordered = sorted([*own, *theirs], key=lambda memory: (str(memory.values.device), memory.start))
     reach: list[_Memory] = []  # those that may go on beyond the start of the next
     for memory in ordered:
-        reach = [other for other in reach if other.device == memory.device and other.stop > memory.start]
+        reach = [each for each in reach if each.values.device == memory.values.device and each.stop > memory.start]
         for other in reach:
-            if (among or (id(memory) in mine) != (id(other) in mine)) and _overlap(memory, other):
+            if not mine.isdisjoint((id(memory), id(other))) and _overlap(memory, other):
                 first, second = (memory, other) if id(memory) in mine else (other, memory)
                 raise LayoutError(
                     f"parameter {first.name!r} shares memory with {second.name!r} and is another parameter (as after "
