@@ -236,17 +236,7 @@ class Assembly:
                 flats[-1].span = span
                 flats[-1].watched = []  # nothing is gathered that could be compared
                 continue
-            flats.append(
-                Flat(
-                    span,
-                    params,
-                    self.sharded.wire,
-                    self.sharded.policy,
-                    self.sharded.precision,
-                    self.sharded.storage,
-                    self._placements[span.index],
-                )
-            )
+            flats.append(Flat(span, params, self.sharded, self._placements[span.index]))
         unit = Unit(layout, flats, self.sharded.wire, self.sharded.policy)
         unit.release()
         for flat in flats:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...comm.wire import SoloWire
+from ...config import StagePolicy
 from ...core.layout import Extent, Slot, Span
 from ...core.precision import Precision, dtype_of
 from ...errors import StateError
@@ -24,6 +25,15 @@ from .gradients import Gradient, Handles
 from .state_shard import Shard, assembled, extents
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
+
+
+class Common(Protocol):
+    """What all spans of one model have alike; `sharded.Sharded` has it."""
+
+    wire: SoloWire
+    policy: StagePolicy
+    precision: Precision
+    storage: Storage
 
 
 class SpanGradients:
@@ -39,16 +49,15 @@ class SpanGradients:
         shards: this rank's slice, in one stretch or several; the reduced gradients are theirs.
     """
 
-    def __init__(
-        self, span: Span, params: Sequence[nn.Parameter], wire: SoloWire, precision: Precision, storage: Storage
-    ) -> None:
+    def __init__(self, span: Span, params: Sequence[nn.Parameter], common: Common) -> None:
+        wire, storage = common.wire, common.storage
         self.span = span
         self.params = list(params)
         self.rank = (wire.shard_group or wire).rank if span.shards > 1 else 0
         self.storage = storage
         self.device = storage.device
         self.compute_dtype, self.master_dtype = dtype_of(span.spec.compute_dtype), dtype_of(span.spec.master_dtype)
-        self.reduce_dtype = precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
+        self.reduce_dtype = common.precision.reduce_dtype_of(self.master_dtype) if wire.size > 1 else self.master_dtype
         self.shards: list[Shard] = []
         self.arrived = [False] * len(self.params)
         self.present = self.arrived

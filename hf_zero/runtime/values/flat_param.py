@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.wire import SoloWire
-from ...config import StagePolicy
 from ...core.layout import Span
-from ...core.precision import Precision, dtype_of
+from ...core.precision import dtype_of
 from ...plan.costs import Placement
 from ...tiers.fingerprint import digest
-from ...tiers.pool import Storage
+from .bucket import Common
 from .reads import AsTheyAre, Lender, plain_class, released_class
 from .span_values import SpanValues
 from .state_shard import Shard, assembled, is_elementwise
@@ -82,17 +81,8 @@ def _mark(name: str, found: int | None) -> int:
 class Flat(SpanValues):
     """One span on this rank: its values and gradients in the base classes, its parameters here."""
 
-    def __init__(
-        self,
-        span: Span,
-        params: Sequence[nn.Parameter],
-        wire: SoloWire,
-        policy: StagePolicy,
-        precision: Precision,
-        storage: Storage,
-        placement: Placement,
-    ) -> None:
-        super().__init__(span, params, wire, policy, precision, storage, placement)
+    def __init__(self, span: Span, params: Sequence[nn.Parameter], common: Common, placement: Placement) -> None:
+        super().__init__(span, params, common, placement)
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         self.shown_dtype: torch.dtype | None = None

@@ -27,16 +27,13 @@ from torch import Tensor, nn
 from ...comm.codec import gather_codec
 from ...comm.inflight import Inflight
 from ...comm.wire import SoloWire
-from ...config import StagePolicy
 from ...core.layout import ParamSpec, Span
-from ...core.precision import Precision
 from ...errors import StateError, ZeroError
 from ...plan.costs import Placement, part_numel, shares_memory
 from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import copied, digest
-from ...tiers.pool import Storage
 from ...tiers.tier import Tier
-from .bucket import SpanGradients
+from .bucket import Common, SpanGradients
 from .deferred import left_in_files, poured
 from .offloaded_shard import SHARDS, DiskShard, new_shard
 from .state_shard import Shard, assembled
@@ -55,17 +52,9 @@ class SpanValues(SpanGradients):
         placement: where `own` and the shards rest.
     """
 
-    def __init__(
-        self,
-        span: Span,
-        params: Sequence[nn.Parameter],
-        wire: SoloWire,
-        policy: StagePolicy,
-        precision: Precision,
-        storage: Storage,
-        placement: Placement,
-    ) -> None:
-        super().__init__(span, params, wire, precision, storage)
+    def __init__(self, span: Span, params: Sequence[nn.Parameter], common: Common, placement: Placement) -> None:
+        super().__init__(span, params, common)
+        policy, storage = common.policy, common.storage
         self.codec = gather_codec(span)
         self.wholes: dict[int, nn.Parameter] | None = None
         """By place in `params`, a view of the master of true shape of each that this rank owns, where the optimizer has those
@@ -77,7 +66,7 @@ class SpanValues(SpanGradients):
         stretches = placement.optimizer or ((placement.parameters, span.slice_numel),)
         self.rest = placement.parameters
         with torch.no_grad():
-            at_rest = left_in_files(span, self.params, wire, storage) if self.rest is Tier.DISK else None
+            at_rest = left_in_files(span, self.params, common.wire, storage) if self.rest is Tier.DISK else None
             if at_rest is None:
                 whole = poured(span, self.params, self.device)
                 self.full = whole if self.compute_dtype == self.master_dtype else whole.to(self.compute_dtype)
