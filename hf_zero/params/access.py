@@ -93,7 +93,7 @@ def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -
                 holder.settle()
             case "gradient":
                 if whole:
-                    engine.training.flush([place.flat] if place.flat.span.trainable else [])
+                    engine.training.flush([place.flat])
                 if not place.flat.grads():
                     return None
                 of = gradient_of
@@ -151,7 +151,7 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
                     place.flat.refresh()
             case "gradient":
                 if whole:
-                    engine.training.flush([place.flat] if place.flat.span.trainable else [])
+                    engine.training.flush([place.flat])
                 place.flat.some_grad(place.unit.wire)
                 place.write(gradient_of, part)
                 if whole:
