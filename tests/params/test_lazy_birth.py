@@ -478,6 +478,21 @@ def test_a_file_that_changes_is_an_error_on_all_ranks(world: int, tmp_path: Path
     pools[world].run(faults, write(tmp_path), tmp_path)
 
 
+def test_a_parameter_on_disk_that_becomes_small(tmp_path: Path) -> None:
+    """Its slice rested on disk; what it has now is too little for that, and counts."""
+
+    class Shrunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1 << 16))
+            self.after = nn.Linear(2, 2)  # what came before is closed
+            self.weight.data = torch.full((10,), 3.0)
+
+    with zero.Init(offload_params="disk", offload_dir=str(tmp_path)):
+        model = Shrunk()
+    assert torch.equal(zero.full_parameter(model.weight), torch.full((10,), 3.0))
+
+
 def test_settings() -> None:
     with pytest.raises(zero.ConfigError, match=r"offload_params must be one of none, cpu, disk, auto, found 'ssd'"):
         zero.Init(offload_params="ssd")

@@ -323,6 +323,7 @@ class Birth:
         """The slice into the store. False where there is none, or no room in it: it stays in memory."""
         store, stored = self._store, self._stored
         if store is None or part.nbytes < _STORED_BYTES:
+            self._unstore()
             return False
         try:
             if stored is None or stored.numel != part.numel() or stored.dtype != part.dtype:
