@@ -15,13 +15,14 @@ from ...tiers.array import DiskArray, OnDisk, OnDone, Shaped, Source, Values, is
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
 from .stand_in import Slice
-from .state_shard import MASTER, B, Claim, DeviceShard, Shard, is_elementwise
+from .state_shard import MASTER, B, Claim, Shard, is_elementwise
 
 
 class HostShard(Shard):
     """In host memory. The gradient is float32, or of the compute dtype while that loses nothing."""
 
     tier = Tier.HOST
+    is_offloaded = True
 
     def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
         super().__init__(storage, start, numel, dtype, travels)
@@ -33,6 +34,13 @@ class HostShard(Shard):
 
     def _hold(self, values: Tensor) -> Tensor:
         return self.storage.link.empty(self.numel, self.dtype, self._travels).copy_(values)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _home(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, key: str, value: Values) -> torch.device:
+        return self._device
 
     @property
     def grad(self) -> Tensor | None:
@@ -160,6 +168,9 @@ class HostShard(Shard):
     @property
     def grad_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def hide_slice(self) -> None:
+        """The optimizer's own step does not look here."""
 
     def hide_grad(self) -> None:
         self.master.grad = self._offered = None
@@ -351,7 +362,7 @@ def _array(shaped: Shaped) -> DiskArray:
     return array
 
 
-SHARDS: dict[Tier, type[Shard]] = {Tier.DEVICE: DeviceShard, Tier.HOST: HostShard, Tier.DISK: DiskShard}
+SHARDS: dict[Tier, type[Shard]] = {Tier.DEVICE: Shard, Tier.HOST: HostShard, Tier.DISK: DiskShard}
 
 
 def new_shard(

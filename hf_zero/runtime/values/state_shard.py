@@ -2,13 +2,13 @@
 
 A slice is one shard, or a few where the plan splits it between tiers. The optimizer's groups hold the shards' masters.
 
-* `DeviceShard`: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
+* `Shard`, on the device: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
 * `HostShard`: the same in host memory. The gradient comes down the link as it is reduced; `host_step` runs the optimizer.
 * `DiskShard`: values and element-wise states are arrays in this rank's file; `master` is one NaN expanded to the length, so
   that groups, hooks and gradient scalers have a parameter to look at. The gradient rests in host memory.
 
-`Shard.move` makes the one of another tier, with the same master. The last two and `SHARDS`, which has the class of each tier,
-are in `offloaded_shard`.
+`Shard.move` makes the one of another tier, with the same master. The last two, each of which is the one before with what is
+otherwise there, and `SHARDS`, which has the class of each tier, are in `offloaded_shard`.
 
 On several ranks a master shows a `stand_in.Slice` between a backward and the optimizer's own step. Code of this package asks
 for `grad` or `device_grad`, which are never one.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -42,8 +41,9 @@ Claim = tuple[Tensor, Tensor | None, Inflight | None]
 """A gradient for a step: its values, a factor they are still to be multiplied by, and what to wait for before."""
 
 
-class Shard(ABC):
-    """One stretch of a slice, see above. Made by `offloaded_shard.new_shard`, `DiskShard.over` and `move`.
+class Shard:
+    """One stretch of a slice, see above; this class itself in the device's memory, where torch's own step is for it. Made by
+    `offloaded_shard.new_shard`, `DiskShard.over` and `move`.
 
     Args:
         start: its first element in the slice.
@@ -58,8 +58,8 @@ class Shard(ABC):
             not touch memory.
     """
 
-    tier: ClassVar[Tier]
-    is_offloaded: ClassVar[bool] = True
+    tier: ClassVar[Tier] = Tier.DEVICE
+    is_offloaded: ClassVar[bool] = False
     master: nn.Parameter
 
     def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
@@ -87,9 +87,9 @@ class Shard(ABC):
         """The master's, 1-D: a tensor where it rests in memory."""
         return self.master.detach()
 
-    @abstractmethod
     def _hold(self, values: Tensor) -> Tensor:
         """Memory in this tier with these values; what the master is to be."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self._device).copy_(values)
 
     def _arrays(self) -> list[DiskArray]:
         return []
@@ -142,7 +142,7 @@ class Shard(ABC):
         """The optimizer's state of the master: 1-D values by name, and what is one value for all."""
         return {str(key): value for key, value in optimizer.state.get(self.master, {}).items()}
 
-    def follow_states(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 -- in memory there is nothing but them
+    def follow_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step: what a program has done to `optimizer.state` holds for what rests elsewhere, too."""
 
     def new_state(self, param: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Values:
@@ -174,17 +174,24 @@ class Shard(ABC):
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.storage.device
 
     def _home(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, key: str, value: Values) -> torch.device:
-        return self._device
+        """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
+        if value.dim() if param is self.master else key != "step":
+            return self._device
+        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        # Looked for only where groups differ: a search through all parameters for each of them grows with their square.
+        if len(groups) < len(optimizer.param_groups):
+            groups = [group for group in groups if any(p is param for p in group["params"])]
+        return self._device if groups else value.device
 
     # The gradient -----------------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def grad(self) -> Tensor | None:
         """As it is kept; `coefficient` is still to be applied."""
+        return self.device_grad
 
     @property
     def device_grad(self) -> Tensor | None:
@@ -208,33 +215,40 @@ class Shard(ABC):
         self.master.grad = grad
 
     @property
-    @abstractmethod
     def has_grad(self) -> bool:
         """Whether there is one, here or on its way."""
+        return self.master.grad is not None
 
-    @abstractmethod
     def whole_grad(self) -> Tensor | None:
         """In the master's type, with the coefficient applied; to read and to write."""
+        return self.device_grad
 
-    @abstractmethod
     def _new_grad(self, grad: Tensor | None) -> Tensor:
         """From now on the gradient is a copy of this, in the master's type; None: zeros."""
+        self.device_grad = new = torch.zeros_like(self.master) if grad is None else grad.to(self._device)
+        return new
 
     def some_grad(self) -> Tensor:
         """`whole_grad`; zeros, from now on, where there was none."""
         grad = self.whole_grad()
         return self._new_grad(None) if grad is None else grad
 
-    @abstractmethod
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
+        grad = self.device_grad
+        if grad is None:
+            self.device_grad = piece.to(self.dtype, copy=True)
+        else:
+            grad.add_(piece)
 
-    def land(self) -> None:  # noqa: B027 -- on the device pieces are added at once, in stream order
-        """What is on its way is in `grad` afterwards."""
+    def land(self) -> None:
+        """What is on its way is in `grad` afterwards. On the device pieces are added at once, in stream order."""
 
-    @abstractmethod
     def scale(self, coefficient: Tensor) -> None:
         """Multiply the gradient, at once or on its way through the step."""
+        grad = self.device_grad
+        if grad is not None:
+            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
 
     def grad_of_wholes(self) -> Tensor | None:
         """What wholes may show parts of as their gradients; None while there is none in the master's type."""
@@ -301,14 +315,19 @@ class Shard(ABC):
         if self.is_offloaded:
             self._offered = shown
 
-    def hide_slice(self) -> None:  # noqa: B027 -- the optimizer's own step looks at nothing else
+    def hide_slice(self) -> None:
         """Before the optimizer's own step: what rests on the device shows the gradient itself."""
+        grad = self.master.grad
+        if type(grad) is Slice:
+            self.master.grad = grad.at_rest
+            if self.shown is not None:
+                self.shown.local = None
 
-    def hide_grad(self) -> None:  # noqa: B027 -- not what rests on the device
+    def hide_grad(self) -> None:
         """Around the optimizer's own step, which is for what rests on the device."""
 
-    def show_grad(self) -> None:  # noqa: B027 -- on the device the master has it from the start
-        """For loss scalers and whoever looks at the groups' gradients, once it has arrived."""
+    def show_grad(self) -> None:
+        """For loss scalers and whoever looks at the groups' gradients, once it has arrived. On the device the master has it."""
 
     # Between tiers ----------------------------------------------------------------------------------------------------
 
@@ -366,64 +385,6 @@ class Shard(ABC):
     def _keep(self, buffer: B) -> B:
         """The memory of a gradient in host memory is this from now on."""
         return buffer
-
-
-class DeviceShard(Shard):
-    """In the device's memory: what torch's own step is for."""
-
-    tier = Tier.DEVICE
-    is_offloaded = False
-
-    def _hold(self, values: Tensor) -> Tensor:
-        return torch.empty(self.numel, dtype=self.dtype, device=self._device).copy_(values)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.storage.device
-
-    def _home(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, key: str, value: Values) -> torch.device:
-        """Where a tensor of the state is needed. A step count is so on the device only where a kernel there reads it."""
-        if value.dim() if param is self.master else key != "step":
-            return self._device
-        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
-        # Looked for only where groups differ: a search through all parameters for each of them grows with their square.
-        if len(groups) < len(optimizer.param_groups):
-            groups = [group for group in groups if any(p is param for p in group["params"])]
-        return self._device if groups else value.device
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self.device_grad
-
-    @property
-    def has_grad(self) -> bool:
-        return self.master.grad is not None
-
-    def whole_grad(self) -> Tensor | None:
-        return self.device_grad
-
-    def _new_grad(self, grad: Tensor | None) -> Tensor:
-        self.device_grad = new = torch.zeros_like(self.master) if grad is None else grad.to(self._device)
-        return new
-
-    def add(self, piece: Tensor) -> None:
-        grad = self.device_grad
-        if grad is None:
-            self.device_grad = piece.to(self.dtype, copy=True)
-        else:
-            grad.add_(piece)
-
-    def scale(self, coefficient: Tensor) -> None:
-        grad = self.device_grad
-        if grad is not None:
-            grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
-
-    def hide_slice(self) -> None:
-        grad = self.master.grad
-        if type(grad) is Slice:
-            self.master.grad = grad.at_rest
-            if self.shown is not None:
-                self.shown.local = None
 
 
 def _set_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, state: dict[str, Any]) -> None:
