@@ -21,6 +21,7 @@ from ..runtime.values.carrying import put
 from ..runtime.values.deferred import Birth
 from ..runtime.values.ownership import owner_of
 from ..runtime.values.sharded import Place, master_of
+from ..runtime.values.unit import State
 from ..tiers.fingerprint import fingerprint
 from .access import HeldParameter, holder_of
 
@@ -192,7 +193,7 @@ class _Gathered:
             return
         unit, flat, index = holder.place
         flat.pinned.discard(index)
-        flat.unshow(index, gathered=unit.policy.keep_full or unit.state.name == "GATHERED")
+        flat.unshow(index, gathered=unit.policy.keep_full or unit.state is State.GATHERED)
 
 
 @contextmanager

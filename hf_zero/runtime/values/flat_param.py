@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ from .bucket import Common
 from .reads import AsTheyAre, Lender, plain_class, released_class
 from .span_values import SpanValues
 from .state_shard import Shard, assembled, is_elementwise
-
-
-class State(Enum):
-    """Of a unit and all its spans, see `unit`."""
-
-    SHARDED = "SHARDED"
-    GATHERING = "GATHERING"
-    GATHERED = "GATHERED"
 
 
 class Guards:

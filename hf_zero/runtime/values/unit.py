@@ -9,6 +9,7 @@ gradients to their owners and is independent of these states.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from itertools import chain
 from typing import Protocol
 
@@ -24,8 +25,15 @@ from ...errors import OutOfMemoryError, StallError, StateError, TierError, ZeroE
 from ...tiers.tier import Tier
 from . import carrying
 from .flat_param import Flat
-from .flat_param import State as State  # what others need of a unit
 from .reads import AsTheyAre, GatherOnRead, ParameterDict
+
+
+class State(Enum):
+    """Of a unit and all its spans, see above."""
+
+    SHARDED = "SHARDED"
+    GATHERING = "GATHERING"
+    GATHERED = "GATHERED"
 
 
 class Step(Protocol):
