@@ -124,11 +124,6 @@ class Birth:
         store: where slices that are computed rest while the parameter is closed; None: in memory.
     """
 
-    __slots__ = (
-        "__weakref__", "_alias", "_device", "_guard", "_own", "_shape", "_store", "_stored", "_stride", "is_open", "origin",
-        "pins", "wire",
-    )  # fmt: skip
-
     def __init__(
         self,
         wire: SoloWire,
