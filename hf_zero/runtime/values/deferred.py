@@ -380,13 +380,31 @@ class Birth:
 
     # Whole values -----------------------------------------------------------------------------------------------------
 
-    def read(self, shape: Sequence[int]) -> Tensor:
-        """The whole values as a new tensor of `shape`; a collective. Only while closed."""
-        numel = torch.Size(shape).numel()
+    def read(self, shape: Sequence[int], room: Tensor | None = None) -> Tensor:
+        """The whole values as a tensor of `shape`; a collective. Only while closed.
+
+        Args:
+            room: 1-D, to whose first elements they go if it is of their type and large enough, else they go to new memory. What
+                follows them there may be overwritten.
+        """
+        wire, numel = self.wire, torch.Size(shape).numel()
+        per_rank = -(-numel // wire.size)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             dtype, device = self._kind
-            room = torch.empty(self.room_numel(numel), dtype=dtype, device=device)
-            self.read_into(room, numel)
+            if room is None or room.dtype != dtype or room.numel() < per_rank * wire.size:
+                room = torch.empty(per_rank * wire.size, dtype=dtype, device=device)
+            own = read(wire, self.values, may_fail=self.may_fail and wire.size > 1)
+            if wire.size == 1:
+                room[:numel].copy_(own)
+                return room[:numel].view(tuple(shape))
+            if own.numel() < per_rank:  # the last slices come padded to the length of the first
+                own = torch.cat([own, own.new_zeros(per_rank - own.numel())])
+            place, padded = wire_device(wire, own.device), room[: per_rank * wire.size]
+            whole = padded if padded.device == place else torch.empty_like(padded, device=place)
+            # As bytes: not every backend moves every type.
+            wire.gather(whole.view(torch.uint8), own.to(place).view(torch.uint8), _TAG).close()
+            if whole is not padded:
+                padded.copy_(whole)
             return room[:numel].view(tuple(shape))
 
     def whole(self, param: nn.Parameter) -> Tensor:
@@ -406,41 +424,6 @@ class Birth:
             self.check_guard(param)
             self.own.copy_(value.detach().reshape(-1)[self._mine(param.numel())])
 
-    def pour(self, param: nn.Parameter, room: Tensor) -> None:
-        """The whole values into the first elements of `room`, a 1-D buffer of any type; what follows may be overwritten. A
-        collective, unless open."""
-        numel = param.numel()
-        if self.is_open:
-            room[:numel].copy_(param.detach().reshape(-1))
-            return
-        if room.dtype == self._kind[0] and room.numel() >= self.room_numel(numel):
-            self.read_into(room, numel)
-        else:
-            room[:numel].copy_(self.read((numel,)))
-
-    def room_numel(self, numel: int) -> int:
-        """Elements that `read_into` needs: the last slices come padded to the length of the first."""
-        return -(-numel // self.wire.size) * self.wire.size
-
-    def read_into(self, room: Tensor, numel: int) -> None:
-        """The whole values into the first `numel` elements of `room` (1-D, of `room_numel` or more); a collective. What lies
-        between `numel` and `room_numel` is overwritten."""
-        wire = self.wire
-        own = read(wire, self.values, may_fail=self.may_fail and wire.size > 1)
-        if wire.size == 1:
-            room[:numel].copy_(own)
-            return
-        room = room[: self.room_numel(numel)]
-        per_rank = room.numel() // wire.size
-        if own.numel() < per_rank:
-            own = torch.cat([own, own.new_zeros(per_rank - own.numel())])
-        place = wire_device(wire, own.device)
-        whole = room if room.device == place else torch.empty_like(room, device=place)
-        # As bytes: not every backend moves every type.
-        wire.gather(whole.view(torch.uint8), own.to(place).view(torch.uint8), _TAG).close()
-        if whole is not room:
-            room.copy_(whole)
-
 
 def _holders(tensor: Tensor) -> int:
     """How many tensors share this one's storage, itself included. Says what memory there is to free, nothing else."""
@@ -455,11 +438,12 @@ def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> 
     """The whole span's, in the master dtype, on the device; what was born gives its own up."""
     whole = torch.zeros(span.numel, dtype=dtype_of(span.spec.master_dtype), device=device)
     for slot, param in zip(span.slots, params):
-        birth = birth_of(param)
-        if birth is None:
-            whole[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
-        else:
-            birth.pour(param, whole[slot.offset :])
+        birth, place = birth_of(param), whole[slot.offset : slot.stop].view(slot.spec.shape)
+        room = whole[slot.offset :]
+        values = param.detach() if birth is None or birth.is_open else birth.read(slot.spec.shape, room)
+        if values.data_ptr() != place.data_ptr():
+            place.copy_(values)
+        if birth is not None:
             release(param)
     whole[span.used_numel :].zero_()
     return whole
