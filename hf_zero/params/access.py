@@ -127,9 +127,8 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
             if whole:
                 holder.put(param, value)
             else:
-                own = holder.slice_of(param)
-                _fit(own.numel(), value, what)
-                own.copy_(value.detach())
+                _fit(holder.slice_of(param).numel(), value, what)
+                holder.put_own(param, value.detach())
             return
         place, engine = holder
         if quantity == "parameter":

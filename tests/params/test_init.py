@@ -400,6 +400,20 @@ def half_made(rank: int, world: int) -> None:
     assert entered() is None
 
 
+def test_own_elements_of_an_open_parameter_that_is_not_row_major() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 7).t())
+
+    with zero.Init():
+        model = Turned()
+        assert birth_of(model.weight).is_open
+        zero.set_local_parameter(model.weight, torch.arange(35.0))
+        assert torch.equal(zero.local_parameter(model.weight), torch.arange(35.0))
+    assert torch.equal(zero.full_parameter(model.weight), torch.arange(35.0).view(7, 5))
+
+
 def test_modules_are_not_asked_while_they_are_made(two: RankPool) -> None:
     two.run(half_made)
 

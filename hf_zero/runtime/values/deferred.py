@@ -424,6 +424,15 @@ class Birth:
             self.check_guard(param)
             self.own.copy_(value.detach().reshape(-1)[self._mine(param.numel())])
 
+    def put_own(self, param: nn.Parameter, values: Tensor) -> None:
+        """New values of this rank's elements, 1-D; no communication."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            own = self.slice_of(param).copy_(values)
+            if self.is_open and not param.is_contiguous():  # that was a copy
+                whole = param.detach().reshape(-1)
+                whole[self._mine(whole.numel())] = own
+                param.data.copy_(whole.view(param.shape))
+
 
 def _holders(tensor: Tensor) -> int:
     """How many tensors share this one's storage, itself included. Says what memory there is to free, nothing else."""
