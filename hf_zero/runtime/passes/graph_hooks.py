@@ -46,8 +46,6 @@ class Lead:
     would keep itself, its engine and all memory of that alive for ever.
     """
 
-    __slots__ = ("backward", "dispensable")
-
     def __init__(self, backward: Backward) -> None:
         self.backward: Callable[[], Backward | None] = weakref.ref(backward)
         self.dispensable = not backward.current.frees  # else parameters may be released

@@ -22,8 +22,6 @@ from .uses import Host, Trace
 class Loans:
     """What released parameters hold of a `Lending`: a weak reference. Graphs keep parameters; see `graph_hooks.Lead`."""
 
-    __slots__ = ("lending",)
-
     def __init__(self, lending: Lending) -> None:
         self.lending: Callable[[], Lending | None] = weakref.ref(lending)
 

@@ -81,10 +81,8 @@ class Pass:
                     self.hooked = None
         self.running.append(host)
 
-    def leave(self, host: Host) -> bool:
-        """It is over, or has raised. False where that was noticed before."""
-        if host not in self.running:
-            return False
+    def leave(self, host: Host) -> None:
+        """It is over, or has raised. It is one of `running`: who is not has no forward, or one that `abandon` has ended."""
         while self.running.pop() is not host:  # an exception that no hook was told of
             pass
         if self.hooked is not None and self.hooked not in self.running:
@@ -97,7 +95,6 @@ class Pass:
                 self.end_use(trace)
             if not trace.running and not self.in_backward:
                 self.end_hosts(trace)
-        return True
 
     def abandon(self) -> None:
         """No forward is under way."""

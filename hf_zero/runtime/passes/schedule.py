@@ -49,7 +49,6 @@ class Schedule:
             trace = Trace(unit, modules, len(traces))
             traces.append(trace)
             self._hosts += [Host(module, trace) for module in modules]
-        self._guests: list[Host] = []  # modules inside hosts that act as hosts
         hosts = {host.module for host in self._hosts}
         inner = [(m, host) for host in self._hosts for m in host.module.modules() if m not in hosts]
         self._current = Pass(traces, inner)
@@ -85,7 +84,7 @@ class Schedule:
         unit stay. Backwards over graphs that were made before are refused where parameters are released."""
         heirs = {trace: trace.heir(unit) for trace, unit in zip(self._current.traces, units)}
         self._current.traces = list(heirs.values())
-        for host in self._hosts + self._guests:
+        for host in self._hosts:
             if host.trace is not None:
                 host.trace = heirs[host.trace]
         self.backward.set_out()
@@ -98,14 +97,14 @@ class Schedule:
 
     def _host_inside(self, trace: Trace) -> None:
         """Someone calls modules inside this unit's hosts and goes around their forward: these act as hosts from now on."""
-        if trace.opened:
+        if trace.opened or self._lending is None:
             return
         trace.opened = True
         known = {host.module for host in self._hosts}
-        for module, owner in self._lending.trace_of.items() if self._lending is not None else ():
+        for module, owner in self._lending.trace_of.items():
             if owner is trace and module not in known:
-                self._guests.append(Host(module, trace))
-                self._hook(self._guests[-1], self._guest_pre_forward, self._guest_post_forward)
+                self._hosts.append(Host(module, trace))
+                self._hook(self._hosts[-1], self._guest_pre_forward, self._post_forward)
 
     def detach(self) -> None:
         """Take all hooks off the model. Its parameters are plain ones: a backward over an earlier graph needs no hooks."""
@@ -142,14 +141,8 @@ class Schedule:
                 trace.seen = trace.running = 0
 
     def _guest_pre_forward(self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if host.trace is not None and not host.trace.running:
-            host.acting = True
+        if host.trace is not None and not host.trace.running:  # else the unit is there for a host around this module
             self._pre_forward(host, module, args, kwargs)
-
-    def _guest_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
-        if host.acting:
-            host.acting = False
-            self._post_forward(host, module, args, output)
 
     def _pre_forward(
         self, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -190,8 +183,9 @@ class Schedule:
         trace = host.trace
         if host.named:
             host.named.pop().__exit__(None, None, None)
-        if trace is None or not self._current.leave(host):
+        if trace is None or host not in self._current.running:
             return
+        self._current.leave(host)
         if trace.running:
             trace.running -= 1
         if trace.noted:
@@ -227,7 +221,10 @@ class Schedule:
     def _root_post_forward(self, host: Host, module: nn.Module, args: Any, output: Any) -> None:
         if output is None and sys.exc_info()[1] is not None:
             self._current.raised = True
-        if not self._current.leave(host) or self._current.in_backward:
+        if host not in self._current.running:
+            return
+        self._current.leave(host)
+        if self._current.in_backward:
             return
         graph = torch.is_grad_enabled()
         lent, host.lent = host.lent, []

@@ -43,24 +43,9 @@ class Host:
         borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
     """
 
-    __slots__ = (
-        "acting",
-        "borrowed",
-        "entry",
-        "given",
-        "inputs",
-        "is_embedding",
-        "lent",
-        "module",
-        "named",
-        "trace",
-        "use",
-    )
-
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
         self.module = module
         self.trace = trace
-        self.acting = False  # of a guest: its own forward brought the unit in
         self.given: list[Any] = []
         self.inputs: Any = None
         self.entry: Any = None
@@ -82,8 +67,6 @@ class Use:
         is_open: it has a host whose post-backward will not come, its inputs need no gradient.
         done: a backward has been through it; with `retain_graph` there may be another.
     """
-
-    __slots__ = ("__weakref__", "done", "events", "first", "forwards", "is_open", "left", "trace")
 
     def __init__(self, trace: Trace, first: int) -> None:
         self.trace = weakref.ref(trace)
@@ -123,13 +106,6 @@ class Trace:
         keeps: it is to stay gathered from a forward to its backward, on every rank; `is_kept`: it does.
         parts: it is to stay so by parts, cut among the ranks of each node; `is_parted`: it does, once it is released.
     """
-
-    __slots__ = (
-        "__weakref__", "agreed_first", "agreed_latest", "at", "begun", "borrowed", "came", "entered", "everywhere",
-        "expected", "first", "has_middle", "held", "in_backward", "in_open", "is_kept", "is_parted", "joinable", "keeps",
-        "kept", "latest", "local", "modules", "noted", "noticed", "opened", "parts", "pending", "place", "reduced",
-        "running", "seen", "sent", "stays", "step", "stepped", "strict", "unit", "use", "uses", "weightless",
-    )  # fmt: skip
 
     def __init__(self, unit: Unit, modules: list[nn.Module], at: int) -> None:
         self.unit = unit
