@@ -58,7 +58,6 @@ class BackwardOrder:
     """Of one schedule.
 
     Args:
-        callbacks: see `graph_hooks.Callbacks`.
         frees: whether units are released after their use.
 
     Attributes:
@@ -95,7 +94,6 @@ class BackwardOrder:
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
         self._walk: list[Trace] = []  # and of their gathers, where units are released
         self._turn = self.walked = 0  # how far these have come
-        self._used = 0  # the length of the first; asked for often
 
     def begin(self, sync: bool, sends: bool, start_of: Callable[[int], int]) -> None:
         """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
@@ -108,11 +106,11 @@ class BackwardOrder:
         self._sync, self._sends = sync, sends
         there = self._there() if self._frees else 0
         for trace in self._traces:
-            trace.reduced = trace.stepped = False
+            trace.unstepped = False
             # Kept from forward, on every rank: it is not gathered again.
             trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
-        self._turn = self.walked = self._used = 0
+        self._turn = self.walked = 0
         self._order, self._walk = [], []
         self._unseen = self.ahead = None
         if not self._frees and (self._wire.size == 1 or not sends):
@@ -123,9 +121,8 @@ class BackwardOrder:
         lasts: list[int] = []
         passes: list[int] = []
         for trace in self._traces:
-            uses = (
-                trace.uses if waiting else trace.kept
-            )  # all have had a backward: it is one over a graph that was kept
+            # If none waits, all have had a backward: it is one over a graph that was kept.
+            uses = trace.uses if waiting else trace.kept
             first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
             firsts += (first,)  # no call for each
             lasts += ((first if first > trace.latest else trace.latest) if first else 0,)
@@ -164,7 +161,6 @@ class BackwardOrder:
                 trace.joinable = passes[trace.at] == 1 and not trace.weightless
             # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
             self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
-            self._used = len(self._order)
             for place, trace in enumerate(self._order):
                 trace.place = place
             # Before anybody asks `came`: a rank that has a unit would not take part in the gather of one that has not.
@@ -210,12 +206,13 @@ class BackwardOrder:
             self.fetch()
         following = None
         if trace.joinable:
-            while self.walked < trace.step:
-                self._stand_in(self._walk[self.walked])
+            if self.walked < trace.step:
+                self.stand_in(trace.step)
             if self.walked <= trace.step:
                 self.walked = trace.step + 1
             following = self._next_in_walk()
-        self._make_way(trace)
+        trace.unit.settle_read()
+        self._leave_used_after(trace)
         trace.came = trace.sent = trace.entered = True
         unit = trace.unit
         if unit.state is State.SHARDED:
@@ -264,41 +261,36 @@ class BackwardOrder:
                 return None
         return None
 
-    def pass_by(self, trace: Trace) -> None:
-        """Backward comes out of this unit, which it has never entered here: its output had no gradient on this rank, its input
-        has others. On ranks that have entered it the next unit was fetched before this one's reduce."""
-        while self.walked <= trace.step:
-            self._stand_in(self._walk[self.walked])
-
-    def _stand_in(self, trace: Trace) -> None:
-        """Backward has passed a unit without a use of it, here: other ranks may need this one's part of it."""
-        self.walked = max(self.walked, trace.step + 1)
-        if not trace.joinable or self._wire.size == 1:
-            return
-        if self.ahead is not None:
-            self.fetch()
-        stays, trace.came = trace.came, True
-        following = self._next_in_walk()
-        self._make_way(trace)  # collectives in the order in which `need` has them on other ranks
-        if not stays:
-            self._send(trace)
-            trace.is_parted = False
-        if following is not None:
-            self._send(following)
-        # Other ranks have it until the last of its uses in this backward: one that ran twice this rank may have to enter yet.
-        if not stays and not trace.ran_twice:
-            trace.release()
-        if self.walked < len(self._walk):
-            self._leave_used_after(self._walk[self.walked])
-
-    def _make_way(self, trace: Trace) -> None:
-        """Before backward enters this unit, and the next one is fetched: what it is done with leaves."""
-        trace.unit.settle_read()
-        self._leave_used_after(trace)
+    def stand_in(self, step: int) -> None:
+        """Backward has passed the units before this step of the walk without a use of them, here: other ranks may need this
+        one's part of them."""
+        while self.walked < step:
+            trace = self._walk[self.walked]
+            self.walked += 1
+            if not trace.joinable or self._wire.size == 1:
+                continue
+            if self.ahead is not None:
+                self.fetch()
+            stays, trace.came = trace.came, True
+            following = self._next_in_walk()
+            # Collectives in the order in which `need` has them on other ranks.
+            trace.unit.settle_read()
+            self._leave_used_after(trace)
+            if not stays:
+                self._send(trace)
+                trace.is_parted = False
+            if following is not None:
+                self._send(following)
+            # Other ranks have it until the last of its uses in this backward: one that ran twice this rank may have to enter
+            # yet.
+            if not stays and not trace.ran_twice:
+                trace.release()
+            if self.walked < len(self._walk):
+                self._leave_used_after(self._walk[self.walked])
 
     def _leave_used_after(self, trace: Trace) -> None:
         """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
-        while self._turn < self._used and self._order[self._turn].agreed_first > trace.agreed_latest:
+        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
             self.reduce_up_to(self._turn)
 
     def reduce_up_to(self, place: int) -> None:
@@ -325,7 +317,7 @@ class BackwardOrder:
             self._end_reduce()
         self.reducing = trace
         trace.unit.reduce()
-        trace.reduced, trace.stepped = True, False
+        trace.unstepped = True
 
     def _end_reduce(self) -> None:
         """The reduce under way is waited for, but where another rank may send at its backward's end only: to wait for that here
@@ -361,8 +353,8 @@ class BackwardOrder:
             self._step(trace)
 
     def _step(self, trace: Trace) -> None:
-        if self._after_reduce is not None and self._sync and trace.reduced and not trace.stepped:
-            trace.stepped = True
+        if self._after_reduce is not None and self._sync and trace.unstepped:
+            trace.unstepped = False
             self._after_reduce(trace.unit)
 
     def _finish_reduces(self) -> None:
@@ -379,8 +371,7 @@ class BackwardOrder:
         """The end of a backward that sends nothing: what no hook has come to, and gathers that other ranks may need."""
         if self._frees:
             self.agreed()
-            while self.walked < len(self._walk):
-                self._stand_in(self._walk[self.walked])
+            self.stand_in(len(self._walk))
         for trace in self._traces:
             if trace.unit.trained:
                 self._wait(trace)
@@ -397,9 +388,8 @@ class BackwardOrder:
                 self.preemption.agreed |= self.preemption.signalled
         else:
             self.agreed()
-            while self.walked < len(self._walk):
-                self._stand_in(self._walk[self.walked])
-            self.reduce_up_to(self._used - 1)
+            self.stand_in(len(self._walk))
+            self.reduce_up_to(len(self._order) - 1)
             self._finish_reduces()
             self._agree_on_gradients()
         for trace in self._traces:

@@ -236,7 +236,9 @@ class Backward:
         else:
             self.order.agreed()
             if trace.joinable and trace.step >= self.order.walked and self.current.frees:
-                self.order.pass_by(trace)
+                # It has never been entered here: its output had no gradient on this rank, its input has others. On ranks that
+                # have entered it the next unit was fetched before this one's reduce.
+                self.order.stand_in(trace.step + 1)
             self.order.reduce_up_to(trace.place)
 
     def _end(self) -> None:
@@ -246,12 +248,10 @@ class Backward:
             self.current.end_looks()
         for trace in self.current.traces:
             trace.in_backward = trace.in_open = trace.is_kept = False
-            if trace.is_parted:
-                trace.forget_parts()
             if not self._again:
                 trace.held = 0
-            if self.current.frees and trace.unit.state is not State.SHARDED:
-                trace.release()
+            if trace.is_parted or (self.current.frees and trace.unit.state is not State.SHARDED):
+                trace.leave()
         # After the releases: what `finish` gathers for other ranks comes on top of what is there.
         with AsTheyAre():
             if self.sends:
@@ -329,14 +329,12 @@ class Backward:
         self.current.learning = LEARNING  # the exception may have come from a way to a unit that nobody knew
         self.current.forward = Order()
         for trace in self.current.traces:
-            trace.in_backward = trace.in_open = trace.reduced = trace.local = trace.is_kept = False
-            if trace.is_parted:
-                trace.forget_parts()
+            trace.in_backward = trace.in_open = trace.unstepped = trace.local = False
             trace.running = trace.held = trace.noted = 0
             trace.use = None
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
-            trace.unit.release()
+            trace.leave()
         self.unsynced = False
         if broke_off:
             self.collect()

@@ -262,8 +262,6 @@ class Schedule:
         self._current.look_over()
         for trace in self._current.traces:
             trace.held, trace.is_kept = 0, False
-            if trace.is_parted:
-                trace.forget_parts()
-            if self._current.frees and trace.unit.state is not State.SHARDED:
-                trace.unit.release()
+            if trace.is_parted or (self._current.frees and trace.unit.state is not State.SHARDED):
+                trace.leave()
             trace.unit.close()

@@ -133,11 +133,11 @@ class Trace:
         self.place = self.step = -1
         self.joinable = False  # used in one pass: its one gather in backward has one place in the order of all ranks
         self.everywhere = True  # every rank has used it: none makes the others wait for its part
-        self.in_backward = self.in_open = self.reduced = False
+        self.in_backward = self.in_open = False
         self.came = False  # gathered in it, also for other ranks alone
         self.sent = False  # this rank's part in the gather that all ranks make of it has begun
         self.entered = False  # there for this rank's use
-        self.stepped = False  # who wants to know has been told that all gradients are there
+        self.unstepped = False  # reduced, and who steps in backward has not been told that all gradients are there
         self.local = False  # gradients wait on this rank, from a backward that did not send them
 
     def heir(self, unit: Unit) -> Trace:
