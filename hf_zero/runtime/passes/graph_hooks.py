@@ -212,7 +212,7 @@ class Backward:
         """Backward enters a host that has read parameters of other units."""
         for use in lent:
             trace = use.trace()
-            if self.current.frees and trace is not None and trace.unit.state is not State.GATHERED:
+            if trace is not None and trace.unit.state is not State.GATHERED:
                 self.current.need(trace)
 
     def end_inner(self, use: Use) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from ...errors import StateError
+from ..saved_tensors import SavedTensors
 from ..values import reads as on_read
 from ..values.unit import State
-from .graph_hooks import Backward
+from .graph_hooks import Backward, bring
 from .uses import Host, Trace
 
 
@@ -72,12 +74,17 @@ class Lending:
         known = {param for trace in self.current.traces for flat in trace.unit.flats for param in flat.params}
         readable = [module for module in model.modules() if not known.isdisjoint(module._parameters.values())]
         self._dictionaries = on_read.put_on(readable, self.read)
+        self.set_out()
 
     def set_out(self) -> None:
-        """The units are new ones."""
+        """The units are new ones: what saved tensors and reads of parameters refer to."""
         self._loans.end()
         self._loans = Loans(self)
         traces = self.current.traces
+        owner_of = {
+            flat.full.untyped_storage()._cdata: weakref.ref(trace) for trace in traces for flat in trace.unit.flats
+        }
+        self.current.saved = SavedTensors(owner_of, partial(bring, self._backward.lead))
         trace_of = {param: trace for trace in traces for flat in trace.unit.flats for param in flat.params}
         watched: dict[Trace, list[on_read.ParameterDict]] = {trace: [] for trace in traces}
         for each in self._dictionaries:

@@ -170,6 +170,7 @@ class Pass:
 
     def drop_holds(self) -> None:
         """Units that were held until the next forward or step are released."""
+        self.look_over()  # first: a release carries over what torch counts, this also what was written through `.data`
         if self.looks:
             self.end_looks()
         for trace in self.traces:

@@ -13,7 +13,6 @@ Everything here costs Python time per unit, never per parameter.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -23,11 +22,11 @@ from torch import nn
 from torch.autograd import profiler
 
 from ...comm.wire import SoloWire
-from ..saved_tensors import SavedTensors, in_backward_of_any, nodes_of, tensors_in, youngest_of
+from ..saved_tensors import in_backward_of_any, nodes_of, tensors_in, youngest_of
 from ..values.unit import State, Unit
 from .backward_order import Callbacks
 from .compiling import refuse_transformed
-from .graph_hooks import Backward, bring, pre_backward, root_pre_backward
+from .graph_hooks import Backward, pre_backward, root_pre_backward
 from .lending import Lending
 from .pass_state import Pass
 from .uses import Host, Trace
@@ -53,13 +52,11 @@ class Schedule:
         inner = [(m, host) for host in self._hosts for m in host.module.modules() if m not in hosts]
         self._current = Pass(traces, inner)
         self.backward = Backward(self._current, wire, callbacks)
-        self._before_forward, self._before_part = callbacks.before_forward, callbacks.before_part
         self._handles: list[Any] = []
         self._root = Host(model, None)
         for host in self._hosts:
             self._hook(host, self._pre_forward, self._post_forward)
         self._lending = Lending(model, self.backward, self._host_inside) if self._current.frees else None
-        self._set_out()
         if self._lending is not None:
             for trace in traces:
                 # Recurrent layers keep their parameters in lists: nobody sees those read.
@@ -67,17 +64,6 @@ class Schedule:
                     self._host_inside(trace)
         # The last to come first: the root may be a host, too, and its forward begins a new count.
         self._hook(self._root, self._root_pre_forward, self._root_post_forward)
-
-    def _set_out(self) -> None:
-        """The units are new ones: what saved tensors and reads of parameters refer to."""
-        if self._lending is None:
-            return
-        traces = self._current.traces
-        owner_of = {
-            flat.full.untyped_storage()._cdata: weakref.ref(trace) for trace in traces for flat in trace.unit.flats
-        }
-        self._current.saved = SavedTensors(owner_of, partial(bring, self.backward.lead))
-        self._lending.set_out()
 
     def recut(self, units: Iterable[Unit]) -> None:
         """The same modules' units with other spans. Between passes, also as a forward begins. Hooks and what was learnt of each
@@ -88,7 +74,8 @@ class Schedule:
             if host.trace is not None:
                 host.trace = heirs[host.trace]
         self.backward.set_out()
-        self._set_out()
+        if self._lending is not None:
+            self._lending.set_out()
 
     def _hook(self, host: Host, before: Callable[..., None], after: Callable[..., None]) -> None:
         module, add = host.module, self._handles.append
@@ -129,13 +116,11 @@ class Schedule:
             self.backward.collect()
         if not self._current.running:
             refuse_transformed()  # before masters are looked at, which have no memory there
-            self._before_forward(args, kwargs)
-        # Before anything is released: a release carries over what torch counts, this also what was written through `.data`.
-        self._current.look_over()
+            self.backward.callbacks.before_forward(args, kwargs)
+        self._current.drop_holds()
         self._current.with_graph = torch.is_grad_enabled()
         self._current.enter(host)
         self._current.begin()
-        self._current.drop_holds()
         if self._current.frees:
             for trace in self._current.traces:
                 trace.seen = trace.running = 0
@@ -155,7 +140,7 @@ class Schedule:
                 self.backward.reset()
             self._current.with_graph = torch.is_grad_enabled()
             if not self._current.in_backward:
-                self._before_part()
+                self.backward.callbacks.before_part()
                 self._current.look_over()
                 self._current.begin()
         self._current.enter(host)
@@ -249,7 +234,6 @@ class Schedule:
             StateError: somebody keeps a view of it.
         """
         if self._current.looks:
-            self._current.look_over()
             self._current.drop_holds()
 
     def quiesce(self) -> None:
