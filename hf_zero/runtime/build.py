@@ -279,18 +279,16 @@ class Assembly:
         specs = self.specs(originals)
         before = [list(mine) for mine in specs]
         for number, (mine, group) in enumerate(zip(before, self._drafter.groups)):
-            pairs = [(param, spec, marks.get(spec.name)) for param, spec in zip(group.params, mine) if spec.group >= 0]
-            thawed = {param for param, spec, mark in pairs if mark is not None and not spec.trainable}
             specs[number] = [
                 replace(spec, trainable=True, master_dtype=dtype_name(Precision.trained_as(dtype_of(spec.dtype))))
-                if param in thawed
+                if spec.group >= 0 and spec.name in marks and not spec.trainable
                 else spec
-                for param, spec in zip(group.params, mine)
+                for spec in mine
             ]
             seen: dict[tuple[object, ...], dict[str | None, set[nn.Parameter]]] = {}
-            for (param, _, mark), spec in zip(pairs, [spec for spec in specs[number] if spec.group >= 0]):
-                if spec.trainable:
-                    seen.setdefault(spec.key, {}).setdefault(mark, set()).add(param)
+            for param, spec in zip(group.params, specs[number]):
+                if spec.group >= 0 and spec.trainable:
+                    seen.setdefault(spec.key, {}).setdefault(marks.get(spec.name), set()).add(param)
             for parts in seen.values():
                 for params in [*parts.values()][1:]:
                     specs[number] = self._apart(specs[number], number, params)
@@ -323,7 +321,9 @@ class Assembly:
             # What a unit has is taken before `drop`, after which its masters are empty.
             grads = self._take_grads(old)
             states = [binding.take(old) for binding in bindings]
-            self._restore(old, in_own_type=False)
+            for flat in old:
+                for index, value in enumerate(flat.cut_up(self._whole(flat, flat.values))):
+                    flat.show(index, value)
             for flat in old:
                 flat.drop()
             self.sharded.units[number] = unit = self._build(number, unit_specs, kept)
@@ -420,7 +420,9 @@ class Assembly:
 
     def dissolve(self) -> None:
         """Every parameter whole and plain again, in its own type; a collective."""
-        self._restore(self.sharded.flats, in_own_type=True)
+        for param, value in self.whole_values(self.sharded.places):
+            _, flat, index = self.sharded.places[param]
+            flat.show(index, value)
         for param in self.sharded.names:
             release(param)
 
@@ -432,12 +434,6 @@ class Assembly:
                 for slot, param, value in zip(flat.span.slots, flat.params, flat.cut_up(whole)):
                     if param in params:
                         yield param, value.to(dtype_of(slot.spec.dtype), copy=True)
-
-    def _restore(self, flats: Sequence[Flat], in_own_type: bool) -> None:
-        for flat in flats:
-            whole = self._whole(flat, flat.values)
-            for index, (slot, value) in enumerate(zip(flat.span.slots, flat.cut_up(whole))):
-                flat.show(index, value.to(dtype_of(slot.spec.dtype), copy=True) if in_own_type else value)
 
     def _whole(self, flat: Flat, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """All ranks' slices of a span, in the master dtype. A collective."""

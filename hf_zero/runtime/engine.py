@@ -53,8 +53,7 @@ class Engine:
 
     def __init__(self, training: Training, assembly: Assembly, patches: overrides.Patches) -> None:
         self.sharded, self.training, self._assembly, self._patches = training.sharded, training, assembly, patches
-        self.model, self.config, self.policy = training.model, training.config, training.policy
-        self.precision, self.device = self.sharded.precision, self.sharded.device
+        self.model, self.config, self.precision = training.model, training.config, self.sharded.precision
         self.units, self.offload = self.sharded.units, training.offload
         self.buffers, self.schedule = training.buffers, training.schedule
         self._wire = self.sharded.wire

@@ -257,8 +257,7 @@ class Training:
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self.schedule.backward.sync and self.sharded.layout.shards > 1)
         self.gradients.show()
-        for binding in self.optimizers.bindings:
-            binding.show_grads()
+        self.show_grads()
         if self._checks is not None:
             self._checks.after_backward(reduced=self.schedule.backward.sends)
         self._passes += 1
@@ -454,8 +453,7 @@ class Training:
             return
         if self._checks is not None and not self._uncleared:
             self._checks.sightings.drop_used()
-        for each in self.optimizers.bindings:
-            each.show_grads()
+        self.show_grads()
 
     def show_grads(self) -> None:
         """What the optimizers' parameters have as gradients is what the spans have."""
