@@ -183,14 +183,14 @@ class Buffers:
         self._seen = self._now()
         moved = {id(buffer) for buffer, version in self._seen if before.get(id(buffer)) != version}
         mine_moved = [name for name, buffer in self._named().items() if id(buffer) in moved]
-        said = self._wire.exchange((mine_moved, [name for name in self._bits if name in self._uncounted]))
-        uncounted = dict.fromkeys(name for _, theirs in said for name in theirs)
-        names = dict.fromkeys([*(name for theirs, _ in said for name in theirs), *uncounted])
+        said = self._wire.exchange((mine_moved, [*self._uncounted]))
+        uncounted = {name for _, theirs in said for name in theirs}
+        names = uncounted.union(*(theirs for theirs, _ in said))
         mine = {name: buffer for name, buffer in self._named().items() if name in names}
         everyone = self._wire.exchange(self.prints(mine))
         alike = self._alike(everyone)
         equal = {name for name in alike if all(theirs[name] == everyone[0][name] for theirs in everyone)}
-        again = self._passed | uncounted.keys()  # nothing tells of the next write of an uncounted one
+        again = self._passed | uncounted  # nothing tells of the next write of an uncounted one
         self._make_live([name for name in alike if name not in equal or name in again], alike)
         self._passed |= equal
         self._seen = self._now()

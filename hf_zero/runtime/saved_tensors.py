@@ -179,20 +179,12 @@ class SavedTensors:
         return tensor
 
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
-        owners = self._owner_of
-
         def packed(tensor: Tensor) -> Any:
-            try:
-                memory = tensor.untyped_storage()._cdata
-            except NotImplementedError:
-                memory = _memory_without_storage(tensor)
-            if memory in owners:
-                return True, self._pack(tensor)
-            return False, pack(tensor)
+            saved = self._pack(tensor)
+            return saved if saved[-1] is not None else (pack(tensor), None)
 
         def unpacked(saved: Any) -> Tensor:
-            is_parameter, value = saved
-            return self._unpack(value) if is_parameter else unpack(value)
+            return self._unpack(saved) if saved[-1] is not None else unpack(saved[0])
 
         return packed, unpacked
 

@@ -508,8 +508,8 @@ class Training:
         self.quiesce()
         self.writes.follow()
         free_bytes = free_device_bytes(self.sharded, self.offload, self._wire.ranks_here())
-        whole = Unsharded(self.sharded, in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
-        whole.begin()
+        whole = Unsharded(self.sharded)
+        whole.begin(in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
         self._unsharded, self.sharded.is_unsharded = whole, True
         self.sharded.shows_masters = not in_compute_dtype
         completed = False

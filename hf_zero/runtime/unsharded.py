@@ -8,7 +8,7 @@ edits have to be the same on every rank, as all writes between steps have; the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,53 +52,50 @@ class _Whole:
                 found.append((index, value))
         return found
 
-    def collect(self, values: Sequence[tuple[int, Tensor]]) -> None:
-        """`values`, as `replaced` has them, are in the buffer, and parameters show them there.
+    def collect(self, index: int, value: Tensor) -> None:
+        """A value, as `replaced` has it, is in the buffer, and its parameter shows it there.
 
         Raises:
             StateError: of another shape.
         """
-        for index, value in values:
-            param, view = self.flat.params[index], self.views[index]
-            param.data = view
-            if value.shape != view.shape:
-                raise StateError(
-                    f"parameter {self.flat.span.slots[index].spec.name!r} was given `.data` of {tuple(value.shape)} inside "
-                    f"zero.unsharded, expected {tuple(view.shape)}: a sharded parameter keeps its shape"
-                )
-            view.copy_(value)
+        param, view = self.flat.params[index], self.views[index]
+        param.data = view
+        if value.shape != view.shape:
+            raise StateError(
+                f"parameter {self.flat.span.slots[index].spec.name!r} was given `.data` of {tuple(value.shape)} inside "
+                f"zero.unsharded, expected {tuple(view.shape)}: a sharded parameter keeps its shape"
+            )
+        view.copy_(value)
 
 
 class Unsharded:
-    """Of one model, from `begin` to `end`.
+    """Of one model, from `begin` to `end`."""
 
-    Args:
-        in_compute_dtype: in the types that forwards use, and not in the parameters' own.
-        free_bytes: of the device, on this rank.
-    """
-
-    def __init__(self, sharded: Sharded, *, in_compute_dtype: bool, free_bytes: int) -> None:
+    def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
-        self._in_compute_dtype = in_compute_dtype
-        self._free_bytes = free_bytes
         self._wholes: dict[Flat, _Whole] = {}
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin(self, *, in_compute_dtype: bool, free_bytes: int) -> None:
         """Nothing is gathered for a pass, masters are those of one step. A collective.
+
+        Args:
+            in_compute_dtype: in the types that forwards use, and not in the parameters' own.
+            free_bytes: of the device, on this rank.
 
         Raises:
             OutOfMemoryError: on every rank, where one has not got the memory.
         """
-        wire = self._sharded.wire
-        keeps, spans = self._sharded.policy.keep_full, [(u, flat) for u in self._sharded.units for flat in u.flats]
-        is_there = {
-            flat for _, flat in spans if keeps and flat.codec is None and self._dtype(flat) == flat.compute_dtype
-        }
-        wanted = [(unit, flat) for unit, flat in spans if flat not in is_there]
-        needed = sum(flat.span.numel * self._dtype(flat).itemsize for _, flat in wanted)
+        wire, keeps = self._sharded.wire, self._sharded.policy.keep_full
+        wanted: list[tuple[Unit, Flat, torch.dtype]] = []
+        for unit in self._sharded.units:
+            for flat in unit.flats:
+                dtype = flat.compute_dtype if in_compute_dtype else dtype_of(flat.span.spec.dtype)
+                if not (keeps and flat.codec is None and dtype == flat.compute_dtype):  # else it is there
+                    wanted.append((unit, flat, dtype))
+        needed = sum(flat.span.numel * dtype.itemsize for _, flat, dtype in wanted)
         with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
-            missing = needed - self._free_bytes if wanted else 0
+            missing = needed - free_bytes if wanted else 0
             if missing > 0:
                 raise OutOfMemoryError(
                     f"zero.unsharded: whole weights take {size_text(needed)} of {self._sharded.device} beside what is there, "
@@ -108,8 +105,8 @@ class Unsharded:
         with wire.watch.doing("zero.unsharded"):
             try:
                 with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
-                    for unit, flat in wanted:
-                        self._wholes[flat] = self._allocate(unit, flat)
+                    for unit, flat, dtype in wanted:
+                        self._wholes[flat] = self._allocate(unit, flat, dtype)
                 for whole in self._wholes.values():
                     self._fill(whole)
             except BaseException:
@@ -118,11 +115,9 @@ class Unsharded:
         for unit in self._sharded.units:
             unit.show_whole(not unit.policy.keep_full)
 
-    def _dtype(self, flat: Flat) -> torch.dtype:
-        return flat.compute_dtype if self._in_compute_dtype else dtype_of(flat.span.spec.dtype)
-
-    def _allocate(self, unit: Unit, flat: Flat) -> _Whole:
-        numel, dtype = flat.span.numel, self._dtype(flat)
+    @staticmethod
+    def _allocate(unit: Unit, flat: Flat, dtype: torch.dtype) -> _Whole:
+        numel = flat.span.numel
         buffer = flat.storage.allocate(
             "gathered",
             f"unit {unit.name!r} in zero.unsharded",
@@ -165,8 +160,16 @@ class Unsharded:
         asked = self._wholes if flats is None else flats
         wholes = [whole for flat in asked if (whole := self._wholes.get(flat)) is not None]
         if any(whole.replaced() for whole in wholes):
+            # Of all: two parameters may have changed places, so each is read before any is written over.
             wholes = [*self._wholes.values()]
-            self._collect(wholes)
+            buffers = {whole.buffer.untyped_storage()._cdata for whole in wholes}
+            found = [
+                (whole, at, value.clone() if value.untyped_storage()._cdata in buffers else value)
+                for whole in wholes
+                for at, value in whole.replaced()
+            ]
+            for whole, at, value in found:
+                whole.collect(at, value)
         for whole in wholes:
             now = digest(whole.buffer)
             if now == whole.known:
@@ -191,17 +194,6 @@ class Unsharded:
                 if unit.policy.keep_full:
                     flat.views[index].copy_(whole.views[index])
             flat.note_place()
-
-    @staticmethod
-    def _collect(wholes: Sequence[_Whole]) -> None:
-        """Of all: two parameters may have changed places, so each is read before any is written over."""
-        buffers = {whole.buffer.untyped_storage()._cdata for whole in wholes}
-        found = [
-            (whole, [(at, v.clone() if v.untyped_storage()._cdata in buffers else v) for at, v in whole.replaced()])
-            for whole in wholes
-        ]
-        for whole, values in found:
-            whole.collect(values)
 
     def end(self, settle: Callable[[], None], *, compare: bool) -> None:
         """Parameters show what they did before, with what was written to them.
