@@ -15,9 +15,8 @@ before, and room is made for them before its forward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,9 @@ from torch import Tensor
 from ..config import size_text
 from ..errors import ConfigError, TierError
 from ..plan.machine import MARGIN, free_device_bytes, free_disk_bytes
-from ..plan.outline import activation_bytes
+from ..plan.outline import Batch, activation_bytes
 from ..tiers.tier import Tier
 from .optimizers.optimizer import state_tensors
-from .spare_room import BatchWatch
 from .values.flat_param import Flat
 from .values.sharded import Sharded
 from .values.unit import State, Unit
@@ -90,7 +88,6 @@ class Monitor:
         self.moves: list[str] = []
         self._refused: set[Tier] = set()
         config = sharded.config
-        self._watch = BatchWatch(sharded)
         self._activation_bytes = 0
         spans = [(unit, flat) for unit in sharded.units for flat in unit.flats]
         shards = [Movable(u, f, index) for u, f in spans if f.span.trainable for index in range(len(f.shards))]
@@ -112,12 +109,9 @@ class Monitor:
         if self._calm > CALM_STEPS:
             self._bring_back({Tier.DEVICE: -device, Tier.HOST: -host})
 
-    def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a forward with these inputs that backward follows: room for what it keeps, as far as anything may move now."""
+    def expect(self, batch: Batch) -> None:
+        """Before a forward of it that backward follows: room for what it keeps, as far as anything may move now."""
         sharded = self._sharded
-        batch = self._watch.batch(args, kwargs)
-        if batch is None:
-            return
         dtype = sharded.precision.autocast_dtype or next(flat for u in sharded.units for flat in u.flats).compute_dtype
         expected, _ = activation_bytes(batch, dtype.itemsize, sharded.precision.autocast_dtype is not None)
         if expected <= self._activation_bytes:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..plan.outline import Architecture, Batch
 from ..plan.plan import Kept, Plan, candidates, room_for
@@ -22,10 +22,10 @@ from .values.sharded import Sharded
 class BatchWatch:
     """What the inputs of a model's forwards tell of activations; nothing where its architecture is not known."""
 
-    def __init__(self, sharded: Sharded) -> None:
-        self._model = sharded.model
-        names = (name for name, _ in sharded.model.named_parameters())
-        self._architecture = Architecture.of(getattr(sharded.model, "config", None), names)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        names = (name for name, _ in model.named_parameters())
+        self._architecture = Architecture.of(getattr(model, "config", None), names)
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch | None:
         if self._architecture is None:
@@ -44,15 +44,13 @@ class SpareRoom:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
-        self._watch = BatchWatch(sharded)
         self._batch: Batch | None = None
         self._of: tuple[Plan, Batch | None] | None = None
         self._room = Kept()
 
-    def expect(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward with these inputs begins that backward follows."""
-        batch = self._watch.batch(args, kwargs)
-        if batch is not None and (self._batch is None or batch.tokens > self._batch.tokens):
+    def expect(self, batch: Batch) -> None:
+        """A forward of it begins that backward follows."""
+        if self._batch is None or batch.tokens > self._batch.tokens:
             self._batch = batch
 
     def room(self) -> Kept:

@@ -34,7 +34,7 @@ from .passes.compiling import blocks_of
 from .passes.schedule import Schedule
 from .replicas import Options
 from .saved_tensors import in_backward_of_any
-from .spare_room import SpareRoom
+from .spare_room import BatchWatch, SpareRoom
 from .state_dict import ShardedHooks
 from .unsharded import Unsharded
 from .usage import free_device_bytes
@@ -159,7 +159,8 @@ class Training:
         )
         # 3. Before the schedule's pre-hooks, though registered later: state may move while nothing is gathered.
         if self.config.is_auto or self._spare is not None:
-            add(model.register_forward_pre_hook(self._expect, prepend=True, with_kwargs=True))
+            expect = partial(self._expect, BatchWatch(model))
+            add(model.register_forward_pre_hook(expect, prepend=True, with_kwargs=True))
         # 4. After the schedule's: the forward has waited for its reads. Not after an exception: ranks do not share it.
         if self.offload.reads or self.buffers.watched:
             add(model.register_forward_hook(self._after_forward))
@@ -222,14 +223,14 @@ class Training:
         if self._group_flags.follow():
             self.schedule.backward.notice_again()
 
-    def _expect(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or in_backward_of_any():
+    def _expect(self, batches: BatchWatch, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or in_backward_of_any() or (batch := batches.batch(args, kwargs)) is None:
             return
         if self.offload.monitor is not None:
             self.offload.refuse_while_away("forward")
-            self.offload.monitor.expect(args, kwargs)
+            self.offload.monitor.expect(batch)
         if self._spare is not None:
-            self._spare.expect(args, kwargs)
+            self._spare.expect(batch)
 
     def _after_forward(self, *_: Any) -> None:
         self.buffers.after_forward(self.schedule.backward.sync)
