@@ -145,39 +145,40 @@ class BackwardOrder:
         numbers += (alike, -alike)
         self._agreement = self._wire.start_maximum(numbers)
 
-    def agreed(self) -> list[Trace]:
-        """The units in the order of their reduces; the last to be used first."""
+    def agreed(self) -> None:
+        """Once a backward: `_order` has the units in the order of their reduces, the last to be used first; `_walk` in that of
+        their gathers."""
         answer, self._agreement = self._agreement, None
+        if answer is None:
+            return
         # Read once, and before the first gather or reduce of the backward: all collectives after it follow from its numbers.
-        if answer is not None:
-            numbers, count = answer(), len(self._traces)
-            if numbers[-2] != -numbers[-1]:
-                self._options.explain(self._wire, self._sends)
-            first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
-            used = [trace for trace in self._traces if first[trace.at]]
-            for trace in used:
-                trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
-                trace.everywhere = not unused[trace.at]
-                trace.joinable = passes[trace.at] == 1 and not trace.weightless
-            # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
-            self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
-            for place, trace in enumerate(self._order):
-                trace.place = place
-            # Before anybody asks `came`: a rank that has a unit would not take part in the gather of one that has not.
-            if self._frees and numbers[4 * count] != -numbers[4 * count + 1]:
-                self._let_go()
-            if self._spare is not None:  # from the next forward on
-                least_whole, least_count = numbers[4 * count + 2 : 4 * count + 4]
-                kept, parts = self._spare.first(Kept(-least_whole, -least_count))
-                for trace in self._traces:
-                    trace.keeps, trace.parts = trace.at in kept, trace.at in parts
-                    if trace.keeps:  # else who reads a parameter meanwhile would not be known in a second backward
-                        trace.unit.ask_always()
-            if self._frees:
-                self._walk = sorted(used, key=attrgetter("agreed_latest"), reverse=True)
-                for step, trace in enumerate(self._walk):
-                    trace.step = step
-        return self._order
+        numbers, count = answer(), len(self._traces)
+        if numbers[-2] != -numbers[-1]:
+            self._options.explain(self._wire, self._sends)
+        first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
+        used = [trace for trace in self._traces if first[trace.at]]
+        for trace in used:
+            trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
+            trace.everywhere = not unused[trace.at]
+            trace.joinable = passes[trace.at] == 1 and not trace.weightless
+        # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
+        self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
+        for place, trace in enumerate(self._order):
+            trace.place = place
+        # Before anybody asks `came`: a rank that has a unit would not take part in the gather of one that has not.
+        if self._frees and numbers[4 * count] != -numbers[4 * count + 1]:
+            self._let_go()
+        if self._spare is not None:  # from the next forward on
+            least_whole, least_count = numbers[4 * count + 2 : 4 * count + 4]
+            kept, parts = self._spare.first(Kept(-least_whole, -least_count))
+            for trace in self._traces:
+                trace.keeps, trace.parts = trace.at in kept, trace.at in parts
+                if trace.keeps:  # else who reads a parameter meanwhile would not be known in a second backward
+                    trace.unit.ask_always()
+        if self._frees:
+            self._walk = sorted(used, key=attrgetter("agreed_latest"), reverse=True)
+            for step, trace in enumerate(self._walk):
+                trace.step = step
 
     def _there(self) -> int:
         """Which units are here from a forward, whole or by parts, as one number of 31 bits. Ranks may differ in it: a block, or

@@ -11,7 +11,6 @@ from ...errors import StateError
 from ..saved_tensors import SavedTensors
 from ..values.unit import State
 from .backward_order import BackwardOrder
-from .compiling import refuse_transformed
 from .uses import Host, Order, Trace
 
 _PASSES = 256
@@ -65,8 +64,6 @@ class Pass:
 
     def enter(self, host: Host) -> None:
         """A host's forward begins."""
-        if not self.running:
-            refuse_transformed()
         if self.frees and self.hooked is None and torch.is_grad_enabled():
             if not self.running:
                 # A hook of others on a module inside a host may record its tensors: a backward may begin there.

@@ -138,6 +138,7 @@ class Schedule:
         if not self._current.running:  # a part of the model, called by itself
             if self._current.in_backward and not in_backward_of_any():
                 self.backward.reset()
+            refuse_transformed()
             self._current.with_graph = torch.is_grad_enabled()
             if not self._current.in_backward:
                 self.backward.callbacks.before_part()
