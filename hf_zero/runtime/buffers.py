@@ -1,15 +1,7 @@
-"""Buffers as DistributedDataParallel has them: rank 0's at the start, and rank 0's again in training.
+"""Buffers as DistributedDataParallel has them: rank 0's at the start, and rank 0's again in training, of those that change.
 
-DDP sends every buffer before a forward, if the forward before that one was to be differentiated and synchronised (it was not
-under `no_grad`, nor inside `no_sync`). The forward that it is sent before may be of any kind. Here this is done for those
-buffers that change, in one message of bytes. Which these are the ranks agree on, at the end of a backward that syncs: their
-word on gradients also says whether any rank has another tensor in a buffer's place, or one that was written to (version
-counters), and only then names are exchanged. A change that left a buffer alike on all ranks (a state dict was loaded) is let
-pass once.
-
-Writes that torch counts none of (`buffer.data`, the fused observers of quantisation-aware training) are found by fingerprints,
-in some backwards: the 1st, 2nd, 4th, ... since the ranks last agreed, then every `_EVERY`th. Such a buffer is sent from
-then on.
+DDP sends every buffer before a forward of any kind, if the forward before that one was to be differentiated and synchronised
+(it was not under `no_grad`, nor inside `no_sync`). How ranks find those that change: docs/DESIGN.md, "Buffers".
 """
 
 from __future__ import annotations
@@ -32,6 +24,7 @@ Sign = tuple[tuple[int, ...], str]
 """Shape and type."""
 _ALIGN = 16  # every buffer's bytes begin at a multiple of this
 _EVERY = 64
+"""Fingerprints are compared in backwards 1, 2, 4, … since the ranks last agreed, and in every so many."""
 
 
 class Buffers:

@@ -24,23 +24,21 @@ class GroupFlags:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
-        self._tensors: list[torch.Tensor] = []
-        self._parts: list[tuple[Flat, Sequence[nn.Parameter]]] = []
+        self._parts: list[tuple[torch.Tensor, Flat, Sequence[nn.Parameter]]] = []
+        """A tensor in the groups, and the parameters that it has values of."""
         self._seen: list[bool] = []
         self._frozen: set[nn.Parameter] = set()
         self._has_heard = False
 
     def set_out(self) -> None:
         """The optimizers' groups have other tensors."""
-        self._tensors, self._parts = [], []
+        self._parts = []
         for flat in self._sharded.trained:
             if flat.wholes is None:
-                self._tensors += [shard.master for shard in flat.shards]
-                self._parts += [(flat, flat.params)] * len(flat.shards)
+                self._parts += [(shard.master, flat, flat.params) for shard in flat.shards]
             else:
-                self._tensors += flat.wholes.values()
-                self._parts += [(flat, [flat.params[index]]) for index in flat.wholes]
-        self._seen = [True] * len(self._tensors)
+                self._parts += [(whole, flat, [flat.params[index]]) for index, whole in flat.wholes.items()]
+        self._seen = [True] * len(self._parts)
 
     def follow(self) -> bool:
         """A forward begins: parameters have the flags of the optimizers' tensors. Whether one has changed. No communication.
@@ -49,19 +47,19 @@ class GroupFlags:
             LayoutError: of a matrix with one owner: the other ranks do not have it in their groups.
         """
         self._has_heard = True
-        now = [tensor.requires_grad for tensor in self._tensors]
+        now = [tensor.requires_grad for tensor, _, _ in self._parts]
         if now == self._seen:
             return False
-        for (flat, _), before, flag in zip(self._parts, self._seen, now):
-            if before != flag and flat.span.cuts:
+        changed = [(*part, flag) for part, before, flag in zip(self._parts, self._seen, now) if before != flag]
+        for _, flat, _, _ in changed:
+            if flat.span.cuts:
                 raise LayoutError(
                     f"requires_grad of {flat.span.spec.name!r}, or of a parameter beside it, was set through the optimizer's "
                     f"groups, which other ranks cannot see: {_ADVICE}"
                 )
-        changed = [(part, flag) for part, before, flag in zip(self._parts, self._seen, now) if before != flag]
         self._seen = now
         with AsTheyAre():
-            for (_, params), flag in changed:
+            for _, _, params, flag in changed:
                 for param in params:
                     if flag and param in self._frozen:
                         self._frozen.discard(param)
@@ -77,7 +75,7 @@ class GroupFlags:
         Raises:
             StateError: flags were changed, and the forward came by no module that is known, so that it did not follow them.
         """
-        if not self._has_heard and self._seen != [tensor.requires_grad for tensor in self._tensors]:
+        if not self._has_heard and self._seen != [tensor.requires_grad for tensor, _, _ in self._parts]:
             raise StateError(
                 "requires_grad was set through the optimizer's groups, and the forward went around the modules that were to "
                 f"follow it: call the sharded model itself, or {_ADVICE}"

@@ -201,9 +201,7 @@ class BackwardOrder:
         of this one's backward: with the bucket that is on its way just now there would be one buffer more."""
         if self._agreement is not None:
             self.agreed()
-        if (
-            self.ahead is not None and self.ahead[0] is not trace.unit
-        ):  # else its forward is computed again, or another host's
+        if self.ahead is not None and self.ahead[0] is not trace.unit:  # else it is computed again, or another host's
             self.fetch()
         following = None
         if trace.joinable:

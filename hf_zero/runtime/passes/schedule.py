@@ -193,8 +193,6 @@ class Schedule:
                 trace.strict = True
             if trace.stays and not self._current.in_backward:
                 trace.held = 2
-        if trace.in_backward:
-            return
         if self._current.frees and not self._current.in_backward:
             if trace.keeps and torch.is_grad_enabled():  # not before a reentrant recomputation, see docs/LIMITS.md
                 trace.is_kept = True
