@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -231,10 +232,7 @@ class Buffers:
         buffers = [of.get(key) for of, key in self._slots]
         fits = [b is not None and _sign(b) == sign for b, sign in zip(buffers, self._live.values())]
         sizes = [_nbytes(sign) for sign in self._live.values()]
-        starts, end = [], 0
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // _ALIGN) * _ALIGN
+        *starts, end = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
         device = getattr(self._wire, "device", torch.device("cpu"))
         message = torch.zeros(end + len(sizes), dtype=torch.uint8, device=device)
         if self._wire.rank == 0:

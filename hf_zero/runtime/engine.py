@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
-from ..comm.wire import SoloWire, Traffic
+from ..comm.wire import Traffic
 from ..core.layout import Layout
 from ..errors import ConfigError, StateError, ZeroError
 from ..plan.plan import Plan
@@ -56,8 +56,8 @@ class Engine:
         self.model, self.config, self.precision = training.model, training.config, self.sharded.precision
         self.units, self.offload = self.sharded.units, training.offload
         self.buffers, self.schedule = training.buffers, training.schedule
-        self._wire = self.sharded.wire
-        self.saves = Saves(self._wire)
+        self.wire = self.sharded.wire
+        self.saves = Saves(self.wire)
         patches.method(self.model, "compile", self.compile)
         if not hasattr(self.model, "no_sync"):
             patches.method(self.model, "no_sync", partial(overrides.no_sync, self))
@@ -74,15 +74,15 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        return self._wire.rank
+        return self.wire.rank
 
     @property
     def world_size(self) -> int:
-        return self._wire.size
+        return self.wire.size
 
     @property
     def traffic(self) -> Traffic:
-        return self._wire.traffic
+        return self.wire.traffic
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -144,8 +144,8 @@ class Engine:
         Raises:
             ConfigError: on every rank: a weight on some rank that is no number of at least 0; all weights are 0.
         """
-        with self._wire.watch.doing("total_weight()"):
-            return weighing.over_ranks(self._wire, weight)
+        with self.wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self.wire, weight)
 
     def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
         """`loss` scaled such that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
@@ -164,8 +164,8 @@ class Engine:
         """
         problem = weighing.is_loss(loss)
         if total is None:
-            with self._wire.watch.doing("weigh()"):
-                total = weighing.over_ranks(self._wire, weight, problem)
+            with self.wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self.wire, weight, problem)
         elif problem is not None:
             raise ConfigError(problem)
         return weighing.scaled(loss, weight, total, self.world_size)
@@ -186,13 +186,13 @@ class Engine:
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"))  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
-        with self._wire.watch.doing("clip_grad_norm_()"):
+        with self.wire.watch.doing("clip_grad_norm_()"):
             self.training.flush()
             self.training.gradients.wrote()
             return clip_norm(
                 self.sharded.trained,
                 self.sharded.names,
-                self._wire,
+                self.wire,
                 max_norm,
                 float(norm_type),
                 parameters,
@@ -392,7 +392,7 @@ class Engine:
             StateError: states are away already.
         """
         self.sharded.refuse_unsharded("offload_states")
-        with self._wire.watch.doing("Engine.offload_states"):
+        with self.wire.watch.doing("Engine.offload_states"):
             self.training.flush()
             self.quiesce()
             self.offload.leave(include)
@@ -404,18 +404,14 @@ class Engine:
         Raises:
             StateError: nothing is away.
         """
-        with self._wire.watch.doing("Engine.reload_states"):
+        with self.wire.watch.doing("Engine.reload_states"):
             self.offload.come_back()
             self.training.gradients.show_slices()
             self.training.show_grads()
 
-    @property
-    def wire(self) -> SoloWire:
-        return self._wire
-
     def exchange(self, value: Any) -> list[Any]:
         """Small Python values of all ranks, in rank order; a collective."""
-        return self._wire.exchange(value)
+        return self.wire.exchange(value)
 
     def shown_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Inside, the model is as after `model.to(dtype)`, for forwards without a graph; masters and training are as before.
@@ -451,7 +447,7 @@ class Engine:
         if self.model.__dict__.get(_ENGINE) is not self:
             return
         self.sharded.refuse_unsharded("Engine.detach")
-        with self._wire.watch.doing("Engine.detach"):
+        with self.wire.watch.doing("Engine.detach"):
             self.quiesce()
             if (preemption := self.schedule.backward.order.preemption) is not None:
                 preemption.close()

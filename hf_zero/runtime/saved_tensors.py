@@ -104,15 +104,11 @@ def in_backward_of_any() -> bool:
 
 
 class SavedTensors:
-    """Makes backward find a parameter's values whenever it needs them, however it got there.
+    """Makes backward find a parameter's values whenever it needs them, however it got there: docs/DESIGN.md, "Saved tensors".
 
     Between `push` and `pop` every tensor that autograd saves passes through `_pack`. One that lies in the unsharded buffer
-    of a unit (a weight, its transpose) is saved together with that unit: `unpack` gathers it before autograd reads
-    it. So the values are there in a second backward over a retained graph, in one that starts at a tensor recorded inside a
-    block, or behind an output that nobody can look into. The other tensors pass through, with the check of their
-    version that torch makes for tensors without hooks.
-
-    Hooks that are already on (`save_on_cpu`) go on working for what is not a parameter.
+    of a unit (a weight, its transpose) is saved together with that unit: `_unpack` gathers it before autograd reads it. Hooks
+    that are already on (`save_on_cpu`) go on working for what is not a parameter.
 
     Args:
         owner_of: address of a storage (`_cdata`) -> what to pass to `bring`; it is gone when the storage is.

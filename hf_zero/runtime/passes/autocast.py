@@ -1,9 +1,7 @@
 """The type that a model computes in: autocast around every entry; a model evaluated in another type than it is trained in.
 
-Under bf16 and fp16 matrices are gathered in the compute dtype, so whoever runs one of them must be under autocast: the model's
-own forward, and as much the encoder that `generate` calls, `get_image_features`, a value head, a bare block. An entry is a
-call of such a module while no other of the same model is under way in this thread; it is run under autocast, and left on
-an exception, too.
+An entry is a call of a module with parameters while no other of the same model is under way in this thread: docs/DESIGN.md,
+"Precision".
 
 Modules are told by their call, as `nn.Module.compile` does it, and not by hooks: one Python call where nothing is to be done,
 an exception cannot lose the way out, and copies of the module do not have it.
