@@ -165,9 +165,12 @@ class BackwardOrder:
         self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
         for place, trace in enumerate(self._order):
             trace.place = place
-        # Before anybody asks `came`: a rank that has a unit would not take part in the gather of one that has not.
+        # Ranks have other units than each other from their forwards: each of these is gathered from all ranks. Before anybody
+        # asks `came`: a rank that has a unit would not take part in the gather of one that has not.
         if self._frees and numbers[4 * count] != -numbers[4 * count + 1]:
-            self._let_go()
+            for trace in self._traces:
+                trace.leave()
+                trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
         if self._spare is not None:  # from the next forward on
             least_whole, least_count = numbers[4 * count + 2 : 4 * count + 4]
             kept, parts = self._spare.first(Kept(-least_whole, -least_count))
@@ -189,12 +192,6 @@ class BackwardOrder:
         units = [trace.unit for trace in self._traces]
         found = [1 if unit.state is not State.SHARDED else 2 if unit.has_parts else 0 for unit in units]
         return zlib.crc32(bytes(found)) & 0x7FFFFFFF
-
-    def _let_go(self) -> None:
-        """Ranks have other units than each other from their forwards: each of these is gathered from all ranks."""
-        for trace in self._traces:
-            trace.leave()
-            trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
 
     def need(self, trace: Trace) -> None:
         """Backward enters this unit: it is there afterwards. The one that comes next is on its way, or is fetched in the middle

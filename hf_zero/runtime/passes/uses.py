@@ -158,15 +158,11 @@ class Trace:
         if not self.held and not self.is_kept:
             self.unit.release(parts=self.is_parted)
 
-    def forget_parts(self) -> None:
-        """What it has by parts is of no more use. Not called without any: steps count their calls."""
-        self.is_parted = False
-        self.unit.drop_parts()
-
     def leave(self) -> None:
-        """Its backward is over: as `release`, and it is kept no more."""
+        """Its backward is over: as `release`, and it is kept no more, nor its parts."""
         self.is_kept = False
         if self.is_parted:
-            self.forget_parts()
+            self.is_parted = False
+            self.unit.drop_parts()
         if not self.held:
             self.unit.release()
