@@ -106,7 +106,7 @@ class BackwardOrder:
         self._sync, self._sends = sync, sends
         there = self._there() if self._frees else 0
         for trace in self._traces:
-            trace.unstepped = False
+            trace.in_backward = trace.in_open = trace.unstepped = False
             # Kept from forward, on every rank: it is not gathered again.
             trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1

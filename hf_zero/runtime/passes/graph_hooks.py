@@ -247,7 +247,7 @@ class Backward:
         if self.current.looks:
             self.current.end_looks()
         for trace in self.current.traces:
-            trace.in_backward = trace.in_open = trace.is_kept = False
+            trace.is_kept = False
             if not self._again:
                 trace.held = 0
             if trace.is_parted or (self.current.frees and trace.unit.state is not State.SHARDED):
@@ -329,9 +329,8 @@ class Backward:
         self.current.learning = LEARNING  # the exception may have come from a way to a unit that nobody knew
         self.current.forward = Order()
         for trace in self.current.traces:
-            trace.in_backward = trace.in_open = trace.unstepped = trace.local = False
             trace.running = trace.held = trace.noted = 0
-            trace.use = None
+            trace.local, trace.use = False, None
             trace.unit.settle()
             trace.unit.drop_grads(shards=False)
             trace.leave()

@@ -25,11 +25,7 @@ class Loans:
     """What released parameters hold of a `Lending`: a weak reference. Graphs keep parameters; see `graph_hooks.Lead`."""
 
     def __init__(self, lending: Lending) -> None:
-        self.lending: Callable[[], Lending | None] = weakref.ref(lending)
-
-    def end(self) -> None:
-        """The units are no more."""
-        self.lending = lambda: None
+        self.lending = weakref.ref(lending)
 
     def lend(self, owners: Sequence[weakref.ref[Trace]], *, graph: bool) -> None:
         """Somebody reads released parameters of these units.
@@ -78,8 +74,6 @@ class Lending:
 
     def set_out(self) -> None:
         """The units are new ones: what saved tensors and reads of parameters refer to."""
-        self._loans.end()
-        self._loans = Loans(self)
         traces = self.current.traces
         owner_of = {
             flat.full.untyped_storage()._cdata: weakref.ref(trace) for trace in traces for flat in trace.unit.flats

@@ -53,7 +53,6 @@ class Schedule:
         self._current = Pass(traces, inner)
         self.backward = Backward(self._current, wire, callbacks)
         self._handles: list[Any] = []
-        self._root = Host(model, None)
         for host in self._hosts:
             self._hook(host, self._pre_forward, self._post_forward)
         self._lending = Lending(model, self.backward, self._host_inside) if self._current.frees else None
@@ -63,7 +62,7 @@ class Schedule:
                 if any(isinstance(inner, nn.RNNBase) for module in trace.modules for inner in module.modules()):
                     self._host_inside(trace)
         # The last to come first: the root may be a host, too, and its forward begins a new count.
-        self._hook(self._root, self._root_pre_forward, self._root_post_forward)
+        self._hook(Host(model, None), self._root_pre_forward, self._root_post_forward)
 
     def recut(self, units: Iterable[Unit]) -> None:
         """The same modules' units with other spans. Between passes, also as a forward begins. Hooks and what was learnt of each
@@ -109,7 +108,7 @@ class Schedule:
                 self._current.enter(host)
                 return  # the whole model is being recomputed
             self.backward.reset()
-        if self._root in self._current.running:  # an exception that no hook was told of
+        if host in self._current.running:  # an exception that no hook was told of
             self._current.abandon()
             self._current.raised = True
         if self._current.raised:
