@@ -117,23 +117,18 @@ class BackwardOrder:
             self._agreement = None
             return
         waiting = any(trace.uses or trace.noted or trace.local for trace in self._traces)
-        firsts: list[int] = []
-        lasts: list[int] = []
-        passes: list[int] = []
+        uses_of: list[tuple[int, int, int]] = []
         for trace in self._traces:
             # If none waits, all have had a backward: it is one over a graph that was kept.
             uses = trace.uses if waiting else trace.kept
             first = min(uses) if uses else trace.first if trace.noted or trace.local else 0
-            firsts += (first,)  # no call for each
-            lasts += ((first if first > trace.latest else trace.latest) if first else 0,)
-            passes += (len(uses),)
+            uses_of += ((first, first if first > trace.latest else trace.latest, len(uses)),)  # no call for each
         # Clocks of ranks have other readings: what is compared is the time since the first pass began that this backward may
         # come to. Not since its first use: another rank may have dropped the graph of that one.
-        base = start_of(min([first for first in firsts if first], default=1))
-        numbers = [first and first - base for first in firsts]
-        numbers += [latest and latest - base for latest in lasts]
-        numbers += passes
-        numbers += [int(not first) for first in firsts]
+        base = start_of(min([first for first, _, _ in uses_of if first], default=1))
+        numbers: list[int] = []
+        for first, latest, passes in uses_of:  # the last of the four: it is not used here
+            numbers += (first - base, latest - base, passes, 0) if first else (0, 0, 0, 1)
         if self._frees:
             numbers += (there, -there)
         if self._spare is not None:
@@ -152,27 +147,29 @@ class BackwardOrder:
         if answer is None:
             return
         # Read once, and before the first gather or reduce of the backward: all collectives after it follow from its numbers.
-        numbers, count = answer(), len(self._traces)
+        numbers, at = answer(), 0
         if numbers[-2] != -numbers[-1]:
             self._options.explain(self._wire, self._sends)
-        first, latest, passes, unused = (numbers[at : at + count] for at in range(0, 4 * count, count))
-        used = [trace for trace in self._traces if first[trace.at]]
-        for trace in used:
-            trace.agreed_first, trace.agreed_latest = first[trace.at], latest[trace.at]
-            trace.everywhere = not unused[trace.at]
-            trace.joinable = passes[trace.at] == 1 and not trace.weightless
+        used: list[Trace] = []
+        for trace in self._traces:
+            first, latest, passes, unused = numbers[at : at + 4]
+            at += 4
+            if first:
+                used += (trace,)
+                trace.agreed_first, trace.agreed_latest, trace.everywhere = first, latest, not unused
+                trace.joinable = passes == 1 and not trace.weightless
         # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
         self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
         for place, trace in enumerate(self._order):
             trace.place = place
         # Ranks have other units than each other from their forwards: each of these is gathered from all ranks. Before anybody
         # asks `came`: a rank that has a unit would not take part in the gather of one that has not.
-        if self._frees and numbers[4 * count] != -numbers[4 * count + 1]:
+        if self._frees and numbers[at] != -numbers[at + 1]:
             for trace in self._traces:
                 trace.leave()
                 trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
         if self._spare is not None:  # from the next forward on
-            least_whole, least_count = numbers[4 * count + 2 : 4 * count + 4]
+            least_whole, least_count = numbers[at + 2 : at + 4]
             kept, parts = self._spare.first(Kept(-least_whole, -least_count))
             for trace in self._traces:
                 trace.keeps, trace.parts = trace.at in kept, trace.at in parts
