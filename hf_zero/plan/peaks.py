@@ -281,16 +281,21 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
 
 def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
     """Host: a block for gradients that rest in another type than their masters', two for parameters that are cast on their way
-    up to the device, and the slabs under way of the disk tier.
+    up to the device, and what is under way of the disk tier: slabs, and parameters that are stepped over whole.
     """
     sizes = setup.sizes
-    block = lanes = blocks = slabs = largest = 0
+    block = lanes = blocks = records = largest = 0
     for span, placement in zip(layout.spans, placements):
+        compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
         for tier, numel in placement.optimizer:
             if tier is Tier.DISK and not span.is_whole:
-                slabs += -(-numel // sizes.slab_numel)
+                records += -(-numel // sizes.slab_numel)
                 largest = max(largest, disk_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors))
-        compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
+            elif tier is Tier.DISK and numel:
+                for slot in span.wholes:
+                    records += 1
+                    arrays = slot.spec.numel * master, *slot.spec.state_bytes
+                    largest = max(largest, sum(padded(each) for each in arrays))
         below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
         if span.spec.compute_dtype == span.spec.master_dtype or not below:
             continue
@@ -299,29 +304,26 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
         if placement.parameters is Tier.DEVICE:
             blocks += sum(-(-numel // sizes.block_numel) for numel in below)
             lanes = max(lanes, sizes.block_numel * compute)
-    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, slabs) * largest
+    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
 
 
-def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> tuple[int, int, int]:
+def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> tuple[int, int]:
     """What parameters that are stepped over whole, and do not rest on the device, pass through.
 
     Returns:
-        On the host: one is read, one updated, one written. There, too, in the pool's scratch memory: a gradient that is cast.
-        On the device, where the step is made there: master, gradient and state of one.
+        On the host, in the pool's scratch memory: a gradient that is cast. On the device, where the step is made there: master,
+        gradient and state of one.
     """
-    reads, cast, device = [], 0, 0
+    cast = device = 0
     for span, placement in zip(layout.spans, placements):
         master = itemsize(span.spec.master_dtype)
-        below = [tier for tier, numel in placement.optimizer if numel and tier is not Tier.DEVICE]
-        for tier in below if span.is_whole else ():
+        if span.is_whole and any(numel and tier is not Tier.DEVICE for tier, numel in placement.optimizer):
             is_narrow = gradient_itemsize(span, Tier.HOST, setup) not in (0, master)
             for slot in span.wholes:
                 nbytes, states = slot.spec.numel * master, slot.spec.state_bytes
-                if tier is Tier.DISK:
-                    reads.append(padded(nbytes) + sum(padded(each) for each in states))
                 cast = max(cast, nbytes) if is_narrow and setup.is_cpu else cast
                 device = device if setup.is_cpu else max(device, 2 * nbytes + sum(states))
-    return min(3, len(reads)) * max(reads, default=0), cast, device
+    return cast, device
 
 
 def memory_of(
@@ -334,12 +336,12 @@ def memory_of(
             rest[tier][kind] += value
     high = passing_bytes(layout, placements, setup)
     blocks = block_bytes(layout, placements, setup)
-    whole, cast, on_device = whole_buffers(layout, placements, setup)
-    rest[Tier.HOST]["staging"] = blocks + whole + max(high.resting_scratch, cast)
+    cast, on_device = whole_buffers(layout, placements, setup)
+    rest[Tier.HOST]["staging"] = blocks + max(high.resting_scratch, cast)
     peak = {tier: dict(kinds) for tier, kinds in rest.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
-    host["staging"] = blocks + whole + high.scratch + cast
+    host["staging"] = blocks + high.scratch + cast
     device["staging"] = on_device
     device["activations"], host["activations"] = activations
     most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}

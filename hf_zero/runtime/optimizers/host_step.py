@@ -3,8 +3,8 @@
 The user's optimizer is never asked to step over these shards itself: a *twin* of it (same class, same options, no hooks) steps
 over one stretch of memory at a time, as large as the caches like, so that a gradient's up-cast, the update and the
 parameter's down-cast touch memory once (ZeRO-Offload, arXiv 2101.06840, §4; the blocks are ours). What rests on disk is read,
-updated and written in a ring of `Sizes.slabs` host buffers: while one slab is updated, the next is read and the last is written
-(ZeRO-Infinity, arXiv 2104.07857, §5.2).
+updated and written in a ring of `Sizes.slabs` host buffers: while one record, a slab or a parameter of true shape, is updated,
+the next is read and the last is written (ZeRO-Infinity, arXiv 2104.07857, §5.2).
 
 Units are updated in the order they are given; each is done, with its parameters where they rest, when its `Step.wait`
 returns. An element's update depends on that element alone, so results are those of one step over everything.
@@ -21,21 +21,74 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...comm.inflight import DONE, Inflight, Latch
 from ...errors import StateError, TierError, ZeroError
-from ...tiers.array import OnDisk, in_memory
+from ...tiers.array import OnDisk, OnDone, in_memory
+from ...tiers.host import Link
 from ...tiers.pool import Storage
 from ..values.flat_param import Flat
 from ..values.offloaded_shard import DiskShard
 from ..values.state_shard import MASTER, is_elementwise
 from ..values.unit import Unit
 from .shadow_optimizer import Twin, copied
-from .whole_step import Claimed, WholeSteps
+from .whole_step import Claimed, Whole, wholes_of
+
+
+class Slab(NamedTuple):
+    """Of a shard on disk, what is read, updated and written at a time."""
+
+    shard: DiskShard
+    start: int
+    """Its first element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer that it is read to."""
+        return self.shard.slab_bytes
+
+    def read(self, buffer: Tensor, on_done: OnDone) -> Inflight:
+        return self.shard.read(self.start, buffer, on_done)
+
+
+class Buffers:
+    """Host memory that goes round: at most `most` buffers, made when needed, each as large as the largest that was asked for.
+
+    Args:
+        own: told of bytes that are taken here; negative: given up.
+
+    Attributes:
+        free: those that nobody uses; who has done with one appends it.
+    """
+
+    def __init__(self, link: Link, most: int, own: Callable[[int], None]) -> None:
+        self._link, self._most, self._own = link, most, own
+        self.free: list[Tensor] = []
+        self._made = self._nbytes = 0
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """One of `nbytes` at least, uint8; None while all are in use."""
+        self._nbytes = max(self._nbytes, nbytes)
+        while self.free:
+            buffer = self.free.pop()
+            if buffer.numel() >= self._nbytes:
+                return buffer
+            self._made -= 1
+            self._own(-buffer.numel())
+        if self._made == self._most:
+            return None
+        self._made += 1
+        self._own(self._nbytes)
+        return self._link.empty(self._nbytes, torch.uint8)
+
+    def forget(self) -> None:
+        """All are made anew: after an error, which may have taken some out of the round."""
+        self.free.clear()
+        self._made = 0
 
 
 @dataclass(eq=False)
@@ -100,18 +153,14 @@ class Stepper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=start)
         self._lock = threading.Lock()
         self._queued = 0
-        self._ahead: deque[tuple[DiskShard, int]] = deque()  # slabs that will be needed, in order
-        self._reading: deque[tuple[DiskShard, int, Tensor, Inflight]] = deque()
-        self._leaving: deque[tuple[Step, Inflight, Tensor | None, list[Tensor] | None]] = deque()
-        self._woken = Event()  # a transfer of a slab has ended
-        self._slabs: list[Tensor] = []
-        self._made = 0
-        self._slab_bytes = 0
+        self._ahead: deque[Slab | Whole] = deque()  # what will be needed, in order
+        self._reading: deque[tuple[Slab | Whole, Tensor, Inflight]] = deque()
+        self._leaving: deque[tuple[Step, Inflight, Tensor | None, Buffers | None]] = deque()
+        self._woken = Event()  # a transfer of a record has ended
+        self._records = Buffers(storage.link, self._sizes.slabs, self._own)
+        self._lanes = Buffers(storage.link, self._sizes.lanes, self._own)
         self._scratch: Tensor | None = None
-        self._lanes: list[Tensor] = []
-        self._lanes_made = 0
         self._current: Step | None = None
-        self._wholes = WholeSteps(storage, self, self._own, partial(self._drain, 0))
 
     def _own(self, nbytes: int) -> None:
         """Buffers were made; negative: given up."""
@@ -140,8 +189,11 @@ class Stepper:
             with self._lock:
                 self._queued += 1
                 for claim in claims:
-                    if isinstance(claim.shard, DiskShard) and claim.flat.wholes is None:
-                        self._ahead.extend((claim.shard, start) for start in claim.shard.slabs)
+                    if isinstance(claim.shard, DiskShard):
+                        if claim.flat.wholes is not None:
+                            self._ahead.extend(wholes_of(claim, twin, step.states))
+                        else:
+                            self._ahead.extend(Slab(claim.shard, start) for start in claim.shard.slabs)
             self._pool.submit(self._run, step)
 
     def check(self) -> None:
@@ -163,9 +215,8 @@ class Stepper:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-        self._slabs.clear()
-        self._lanes.clear()
-        self._wholes.forget()
+        self._records.forget()
+        self._lanes.forget()
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
@@ -199,59 +250,48 @@ class Stepper:
             step.settle()
 
     def _update(self, step: Step, claim: Claimed) -> None:
-        shard, flat = claim.shard, claim.flat
-        group = flat.span.spec.group
-        state = step.states
+        shard, flat, state = claim.shard, claim.flat, step.states
         if flat.wholes is not None:
-            self._wholes.update(claim, step.twin, state, step.after)
+            for whole in wholes_of(claim, step.twin, state):
+                buffer = self._next(whole) if isinstance(shard, DiskShard) else None
+                values = whole.values(buffer)
+                found = whole.step(values, step.twin, self.storage, step.after)
+                flat.publish(shard, whole.part.start, values[MASTER].view(-1), self)
+                self._leave(step, whole.rest(values, found, self._woken.set), buffer, self._records)
             return
-        goes_out = not shard.aliased  # block by block, while it is in the cache
 
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
-            found = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
-            entries = step.twin.step(group, claim.grad.new_empty(0), claim.grad, found)
-            shard.put(step.optimizer, shard.master, entries)
+            entries = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
+            group = flat.span.spec.group
+            shard.put(step.optimizer, shard.master, step.twin.step(group, claim.grad.new_empty(0), claim.grad, entries))
             return
 
-        def publish(at: int, values: Tensor) -> None:
-            flat.publish(shard, at, values, self)
-
         if not isinstance(shard, DiskShard):
-            before = state.get(shard.master, {})
-            entries = self._blocks(step, group, claim, shard.master.detach(), 0, dict(before), goes_out, publish)
+            entries = self._blocks(step, claim, shard.master.detach(), 0, dict(state.get(shard.master, {})))
             if entries:
                 state[shard.master] = entries
             return
         scalars = {key: value for key, value in state.get(shard.master, {}).items() if not isinstance(value, OnDisk)}
         for start in shard.slabs:
-            slab = self._next(shard, start)
-            views = shard.views(start, slab)
+            buffer = self._next(Slab(shard, start))
+            views = shard.views(start, buffer)
             master = views.pop(MASTER)
-            entries = self._blocks(
-                step, group, claim, master, start, {**scalars, **views}, goes_out, publish, on_disk=True
-            )
+            entries = self._blocks(step, claim, master, start, {**scalars, **views})
             states = {key: value for key, value in entries.items() if is_elementwise(key, value, master.numel())}
             written = shard.write(start, {MASTER: master, **states}, self._woken.set)
-            self._leave(step, written, slab, self._slabs)
+            self._leave(step, written, buffer, self._records)
         kept = {key: value for key, value in entries.items() if key not in states}
         kept |= shard.keep_states(shard.master, states)
         if kept:
             state[shard.master] = kept
 
     def _blocks(
-        self,
-        step: Step,
-        group: int,
-        claim: Claimed,
-        master: Tensor,
-        start: int,
-        entries: dict[str, Any],
-        goes_out: bool,
-        publish: Callable[[int, Tensor], None],
-        on_disk: bool = False,
+        self, step: Step, claim: Claimed, master: Tensor, start: int, entries: dict[str, Any]
     ) -> dict[str, Any]:
-        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest."""
-        numel = master.numel()
+        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest: block by block,
+        while it is in the cache."""
+        shard, group, numel = claim.shard, claim.flat.span.spec.group, master.numel()
+        goes_out, on_disk = not shard.aliased, isinstance(shard, DiskShard)
         grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
         if not step.twin.fused[group]:
@@ -260,47 +300,37 @@ class Stepper:
             width = self._sizes.plain_numel if goes_out or on_disk else numel
         else:
             width = self._sizes.block_numel
-        kernel = step.twin.kernels[group]
-        if kernel is not None and entries:
-            count = entries["step"] + 1
-            blocks = [each.split(width) for each in (master, grad, entries["exp_avg"], entries["exp_avg_sq"])]
-            at = start
-            for values, part, first, second in zip(*blocks):
-                if not plain:
-                    part = self._cast(part, claim.coefficient, master.dtype)
-                kernel(values, part, first, second, count)
-                if goes_out:
-                    publish(at, values)
-                if on_disk:
-                    self._keep_going()
-                at += width
-            return {**entries, "step": count}
+        kernel = step.twin.kernels[group] if entries else None
+        names = [key for key, value in entries.items() if is_elementwise(key, value, numel)]
+        if kernel is not None:
+            names, count = ["exp_avg", "exp_avg_sq"], entries["step"] + 1
         out: dict[str, Any] = {}
-        for low in range(0, numel, width):
-            high = min(low + width, numel)
-            part = grad[low:high]
+        at = 0
+        for values, part, *states in zip(*(e.split(width) for e in (master, grad, *(entries[key] for key in names)))):
             if not plain:
                 part = self._cast(part, claim.coefficient, master.dtype)
-            state = {
-                key: value[low:high] if is_elementwise(key, value, numel) else copied(value)
-                for key, value in entries.items()
-            }
-            found = step.twin.step(group, master[low:high], part, state)
-            for key, value in found.items():
-                if not is_elementwise(key, value, high - low):
-                    out[key] = value
-                    continue
-                if key not in out:
-                    whole = high - low == numel and not on_disk
-                    out[key] = value if whole else self._place(key, entries, value, numel, on_disk)
-                target = out[key][low:high]
-                if target.data_ptr() != value.data_ptr():
-                    target.copy_(value)
+            if kernel is not None:
+                kernel(values, part, states[0], states[1], count)
+            else:
+                known = dict(zip(names, states))
+                state = {key: known[key] if key in known else copied(value) for key, value in entries.items()}
+                found = step.twin.step(group, values, part, state)
+                for key, value in found.items():
+                    if not is_elementwise(key, value, values.numel()):
+                        out[key] = value
+                        continue
+                    if key not in out:
+                        whole = values.numel() == numel and not on_disk
+                        out[key] = value if whole else self._place(key, entries, value, numel, on_disk)
+                    target = out[key][at : at + values.numel()]
+                    if target.data_ptr() != value.data_ptr():
+                        target.copy_(value)
             if goes_out:
-                publish(start + low, master[low:high])
+                claim.flat.publish(shard, start + at, values, self)
             if on_disk:
                 self._keep_going()
-        return out
+            at += values.numel()
+        return out if kernel is None else {**entries, "step": count}
 
     def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self._scratch is None or self._scratch.dtype != dtype:
@@ -322,59 +352,44 @@ class Stepper:
             return self.storage.link.empty(numel, value.dtype, travels=False)
         return torch.empty(numel, dtype=value.dtype)
 
-    # Ring of slabs -----------------------------------------------------------------------------------------------------
+    # Ring of records ---------------------------------------------------------------------------------------------------
 
-    def _next(self, shard: DiskShard, start: int) -> Tensor:
-        """Memory with the slab from element `start` on. While it is waited for, what is written makes room for what is read
-        after it."""
+    def _next(self, record: Slab | Whole) -> Tensor:
+        """Memory that has been read to. While it is waited for, what is written makes room for what is read after it."""
         while True:
             self._woken.clear()
             self._keep_going()
             if not self._reading:
                 if not self._leaving:
-                    raise StateError("a slab was asked for that nobody announced")
+                    raise StateError("values on disk were asked for that nobody announced")
                 self._drain(len(self._leaving) - 1)
-            elif self._reading[0][3].ready:
+            elif self._reading[0][2].ready:
                 break
             else:
                 started = time.perf_counter()
                 self._woken.wait()
                 self.storage.meter.waited("read", time.perf_counter() - started)
-        found, at, slab, read = self._reading.popleft()
-        if found is not shard or at != start:
-            raise StateError("slabs came in another order than they were asked for")
+        found, buffer, read = self._reading.popleft()
+        if found != record:
+            raise StateError("values on disk came in another order than they were asked for")
         read.close()
-        return slab
+        return buffer
 
     def _keep_going(self) -> None:
-        """Slabs that have been written are read into again, with what is needed next."""
+        """Buffers that have been written are read to again, with what is needed next."""
         while self._leaving and self._leaving[0][1].ready:
             self._drain(len(self._leaving) - 1)
         while True:
             with self._lock:
                 if not self._ahead:
                     return
-                shard, start = self._ahead[0]
-            slab = self._slab(shard.slab_bytes)
-            if slab is None:
+                record = self._ahead[0]
+            buffer = self._records.take(record.nbytes)
+            if buffer is None:
                 return
             with self._lock:
                 self._ahead.popleft()
-            self._reading.append((shard, start, slab, shard.read(start, slab, self._woken.set)))
-
-    def _slab(self, nbytes: int) -> Tensor | None:
-        self._slab_bytes = max(self._slab_bytes, nbytes)
-        while self._slabs:
-            slab = self._slabs.pop()
-            if slab.numel() >= self._slab_bytes:
-                return slab
-            self._made -= 1
-            self._own(-slab.numel())
-        if self._made < self._sizes.slabs:
-            self._made += 1
-            self._own(self._slab_bytes)
-            return self.storage.link.empty(self._slab_bytes, torch.uint8)
-        return None
+            self._reading.append((record, buffer, record.read(buffer, self._woken.set)))
 
     # Ways out ---------------------------------------------------------------------------------------------------------
 
@@ -389,31 +404,18 @@ class Stepper:
             return
         for low in range(0, values.numel(), width):
             part = values[low : low + width]
-            lane = self._lane(target.dtype)
-            cast = lane[: part.numel()].copy_(part)
+            while (lane := self._lanes.take(width * target.dtype.itemsize)) is None:
+                self._drain(len(self._leaving) - 1)
+            cast = lane.view(target.dtype)[: part.numel()].copy_(part)
             self._leave(step, link.up(cast, target[low : low + part.numel()], step.after), lane, self._lanes)
 
-    def _lane(self, dtype: torch.dtype) -> Tensor:
-        while not self._lanes and self._lanes_made == self._sizes.lanes:
-            self._drain(len(self._leaving) - 1)
-        if self._lanes and self._lanes[0].dtype == dtype:
-            return self._lanes.pop(0)
-        if self._lanes:
-            self._own(-self._lanes.pop(0).nbytes)
-        else:
-            self._lanes_made += 1
-        self._own(self._sizes.block_numel * dtype.itemsize)
-        return self.storage.link.empty(self._sizes.block_numel, dtype)
-
-    def _leave(
-        self, step: Step, move: Inflight, memory: Tensor | None = None, home: list[Tensor] | None = None
-    ) -> None:
-        """First in, first out: what was sent from a slab before the slab itself is written is over when the slab is free."""
+    def _leave(self, step: Step, move: Inflight, memory: Tensor | None = None, home: Buffers | None = None) -> None:
+        """First in, first out: what was sent from a buffer before the buffer itself is written is over when that is free."""
         if move is not DONE:
             step.moving += 1
             self._leaving.append((step, move, memory, home))
         elif memory is not None and home is not None:
-            home.append(memory)
+            home.free.append(memory)
 
     def _drain(self, most: int) -> None:
         """Wait until at most that many transfers are under way."""
@@ -426,22 +428,19 @@ class Stepper:
                 self.failure = self.failure or error
             step.moving -= 1
             if memory is not None and home is not None:
-                home.append(memory)
+                home.free.append(memory)
             step.settle()
 
     def _abandon(self) -> None:
         """After an error: nothing is read ahead."""
         with self._lock:
             self._ahead.clear()
-        for _, _, _, read in self._reading:
+        for _, _, read in self._reading:
             with contextlib.suppress(Exception):  # the step has failed already, for this or another reason
                 read.close()
         self._reading.clear()
-        self._wholes.forget()
-        # Nothing is on the move any more. Slabs and lanes that the error took out of their round are made anew.
-        self._slabs.clear()
-        self._lanes.clear()
-        self._made = self._lanes_made = 0
+        self._records.forget()  # nothing is on the move any more
+        self._lanes.forget()
         self._own((0 if self._scratch is None else self._scratch.nbytes) - self.memory_bytes)
 
 
