@@ -27,7 +27,7 @@ from .group_flags import GroupFlags
 from .offload import Offload
 from .optimizers.clipping import Overflow
 from .optimizers.optimizer import Binding
-from .optimizers.transaction import AroundStep, Attempt, HeldSignals, Snapshot, with_closure_followed, with_closure_run
+from .optimizers.transaction import AroundStep, Attempt, HeldSignals, Snapshot, followed_by, run_first, with_closure
 from .passes.autocast import Autocast
 from .passes.backward_order import Callbacks
 from .passes.compiling import blocks_of
@@ -306,9 +306,9 @@ class Training:
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
         arguments = None
         if self.config.offloads:
-            arguments = with_closure_run(args, kwargs)
+            arguments = with_closure(args, kwargs, run_first)
         elif self.sharded.layout.shards > 1:  # it may make backwards, and clip what they leave; then: plain gradients
-            arguments = with_closure_followed(args, kwargs, partial(self._hide_slices, binding))
+            arguments = with_closure(args, kwargs, partial(followed_by, partial(self._hide_slices, binding)))
         if not binding.is_current():
             raise LayoutError(
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "

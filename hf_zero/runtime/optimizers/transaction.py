@@ -240,30 +240,33 @@ class AroundStep:
 # Closures -------------------------------------------------------------------------------------------------------------
 
 
-def with_closure_followed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], None]
+Closure = Callable[[], Any]
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], instead: Callable[[Closure], Closure]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `step` with a closure that ends with `call`. None: it has no closure."""
+    """Arguments of `step` with what `instead` makes of its closure. None: it has no closure."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
     if closure is None:
         return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": instead(closure)}
+    return (args[0], instead(closure), *args[2:]), kwargs
 
+
+def followed_by(call: Callable[[], None], closure: Closure) -> Closure:
     def followed() -> Any:
         try:
             return closure()
         finally:
             call()
 
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": followed}
-    return (args[0], followed, *args[2:]), kwargs
+    return followed
 
 
-def with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `step` after its closure was run, with one that only gives the loss in its place. None: it has none."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    if closure is None:
-        return None
+def run_first(closure: Closure) -> Closure:
+    """It is run now; what stands for it only gives the loss."""
     with torch.enable_grad():
         loss = closure()
-    return (args[0], lambda: loss, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+    return lambda: loss
