@@ -60,6 +60,14 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Of the same class and settings over these groups, without state and hooks. Tensors among the attributes are copies."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update({key: copied(value) for key, value in attributes_of(optimizer).items()})
+    torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))
+    return made
+
+
 class Twin:
     """Steps of an optimizer over other tensors than its groups': same class, same options as of now, no hooks.
 
@@ -79,13 +87,11 @@ class Twin:
         counts: Counts | None = None,
     ) -> None:
         self._kind = type(optimizer)
-        self._twin: Any = object.__new__(self._kind)
-        self._twin.__dict__.update(attributes_of(optimizer))
+        self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1)]}])
         options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._counts = counts
         self.steps_without_gradient = steps_without_gradient  # it changes parameters that have no gradient, too
-        torch.optim.Optimizer.__init__(self._twin, [{"params": [torch.zeros(1)]}], dict(optimizer.defaults))
         # A loss scaler may ask the optimizer's own step to unscale, or to pass.
         scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         self.kernels = [None if scaled else _adam(self._kind, options) for options in self._options]

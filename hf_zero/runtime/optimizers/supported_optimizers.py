@@ -24,7 +24,7 @@ from ...checkpoint.save import scalar
 from ...errors import CheckpointError, UnsupportedOptimizerError
 from ...tiers.array import is_array
 from ..values.reads import plain_class
-from .shadow_optimizer import attributes_of, copied, options_of
+from .shadow_optimizer import copied, copy_of, options_of
 
 
 class Needs(Enum):
@@ -160,7 +160,7 @@ def state_bytes(
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)
     with torch.device("meta"):
-        twin = _copy_of(optimizer, [{"params": [param], **options}])
+        twin = _ready(optimizer, [{"params": [param], **options}])
         with suppress(Exception):
             type(optimizer).step(twin)
     made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
@@ -404,7 +404,7 @@ class _Trial:
     ) -> torch.optim.Optimizer:
         """The steps, over these parameters; each one's gradient from the trial's."""
         kind = type(self._optimizer)
-        twin = _copy_of(self._optimizer, [{"params": params, **self._options} for params in groups])
+        twin = _ready(self._optimizer, [{"params": params, **self._options} for params in groups])
         with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
@@ -413,14 +413,12 @@ class _Trial:
         return twin
 
 
-def _copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Of the same class and settings over these groups, without state. Tensors among the settings are copies."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({key: copied(value) for key, value in attributes_of(optimizer).items()})
+def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """As `copy_of`, in the mode in which it steps. Tensors among the groups' options are copies, too."""
     groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
-    torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
+    twin = copy_of(optimizer, groups)
     train = getattr(twin, "train", None)
-    if callable(train):  # schedule-free ones step in that mode only
+    if callable(train):  # schedule-free ones step in no other
         train()
     return twin
 
