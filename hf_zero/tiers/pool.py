@@ -178,7 +178,7 @@ class Storage:
         account.look()
         return made
 
-    def land(self, shard: Landing | None) -> None:
+    def land(self, shard: Landing) -> None:
         """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""
         before, self._landing = self._landing, shard
         if before is not None and before is not shard:

@@ -54,9 +54,6 @@ class Binding:
     Args:
         index: which of the model's optimizers it is, as `ParamSpec.optimizer` counts.
         originals: by group, the model's parameters.
-
-    Attributes:
-        one_gradient: the optimizer sees one gradient for all parameters of a span, or none.
     """
 
     one_gradient = True
@@ -197,14 +194,10 @@ class Binding:
         """What in the groups is the optimizer's own, and which of the model's parameters it has values of."""
         return {shard.master: flat.params for flat in self.flats for shard in flat.shards}
 
-    def group_options(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-        return [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[param] for param in params]}
-            for group, params in zip(self.optimizer.param_groups, self.originals)
-        ]
-
     def pieces(self, names: Mapping[nn.Parameter, str]) -> OptimizerPieces:
-        return OptimizerPieces(self.flats, self._wire, self.optimizer, self.group_options(names))
+        groups = zip(self.optimizer.param_groups, self.originals)
+        named = [{**group, "params": [names[param] for param in params]} for group, params in groups]
+        return OptimizerPieces(self.flats, self._wire, self.optimizer, named)
 
     # Full state -----------------------------------------------------------------------------------------------------
 
