@@ -374,6 +374,32 @@ def test_loops_equal_those_in_memory(pools, tmp_path, world, name, dtype, varian
     assert not wrong, "\n".join(wrong)
 
 
+class ByKeyword(torch.optim.SGD):
+    """Its closure has no position."""
+
+    def step(self, *, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def by_keyword(rank: int, world: int) -> None:
+    losses = []
+    for tier in ("none", "cpu"):
+        model = MODELS["gpt2"]()
+        optimizer = ByKeyword(model.parameters(), lr=1e-2)
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=1, offload_optimizer=tier))
+        losses.append([])
+        for step in range(3):
+            losses[-1].append(optimizer.step(closure=functools.partial(backward, model, rank, step)))
+            optimizer.zero_grad()
+        engine.detach()
+    assert losses[0] == losses[1]
+
+
+def test_a_closure_that_is_given_by_keyword_stays_one(pools):
+    """Before, an offloaded step was given it as its first argument: a TypeError."""
+    pools[1].run(by_keyword)
+
+
 @pytest.mark.slow  # the pairs that two ranks leave out above
 @pytest.mark.parametrize(("name", "dtype", "variants"), LOOPS)
 def test_every_loop_in_every_tier_on_two_ranks(two, tmp_path, name, dtype, variants):
