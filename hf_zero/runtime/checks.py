@@ -91,9 +91,6 @@ class Checks:
         self.reference = Reference(sharded)
         self._replicas = Replicas(sharded, buffers) if self._wire.size > 1 else None
         self._step = 0  # the one that is made
-        self._depth = 0  # a `step` that calls its base class's runs the hooks of both
-        self._in_closure = False  # forwards belong to the step
-        self._optimizer: torch.optim.Optimizer | None = None  # whose step it is
         self.handles = PassHooks(sharded.model, hosts, self.sightings, self._gathered, self._used).handles
         self._observe()
 
@@ -110,8 +107,6 @@ class Checks:
 
     def before_forward(self) -> None:
         """Of the whole model, after buffers were sent. Without communication: ranks may run other numbers of forwards."""
-        if not self._in_closure:
-            self._depth = 0  # a step that raised is over
         self._observe()  # units may have been cut anew
         if self._replicas is not None and self._is_due:
             self._replicas.before_forward(torch.is_grad_enabled())
@@ -138,20 +133,18 @@ class Checks:
 
     # The step ---------------------------------------------------------------------------------------------------------
 
+    # Of a `step` that calls its base class's, which runs the hooks of both, the outer one alone is looked at.
+
     def before_step(self) -> None:
         """Before anything of the step is done. A collective.
 
         Raises:
             RankMismatchError: see `replicas`.
         """
-        if self._depth:
-            self._depth += 1
-            return
         self._step = self._wire.watch.step
         if self._replicas is not None:
             self._offload.finish_step()  # the optimizer's state is read
             self._replicas.compare(self._step, *self._replicas.before_step(self._is_due))
-        self._depth = 1
 
     def before_update(self, optimizer: torch.optim.Optimizer, index: int, *, has_closure: bool) -> None:
         """Gradients are as the optimizer is to have them. A collective.
@@ -162,33 +155,24 @@ class Checks:
         Raises:
             NumericsError: one is not finite; where that came from, on every rank.
         """
-        if self._depth != 1:
-            return
-        self._in_closure, self._optimizer = has_closure, optimizer
         found = getattr(optimizer, "found_inf", None)
         if isinstance(found, Tensor) and bool(found.sum()):  # gradients overflowed: it is left to the optimizer to pass
             self.reference.before_step(optimizer, index, "a loss scaler leaves this step out")
             return
-        self._depth = 0  # if it raises, there was no step
         self._refuse(next(self._bad_gradients(index), None), self._why_gradient)
-        self._depth = 1
         why_not = "its closure makes the gradients inside the step" if has_closure else None
         self.reference.before_step(optimizer, index, why_not)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """All is updated, whole parameters are gathered again. A collective.
 
         Raises:
             NumericsError: a value is not finite; an update is not plain training's.
             RankMismatchError: whole parameters differ.
         """
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
-            return
-        self._in_closure = False
         self._offload.finish_step()
         bad = next((what for unit in self._sharded.units for what in bad_masters(unit)), None)
-        self._refuse(bad, self._why_update)
+        self._refuse(bad, partial(_why_update, optimizer))
         self.reference.after_step()
         if self._replicas is not None and self._is_due:
             self._replicas.compare(self._step, self._replicas.after_step())
@@ -221,14 +205,15 @@ class Checks:
             "does with gradients before the step, made it"
         )
 
-    def _why_update(self, everyone: Sequence[Sequence[Sighting]]) -> str:
-        if any(everyone):
-            return f"{_first_of(everyone)}. Weights have it now: go on from the last checkpoint"
-        name = type(self._optimizer).__name__
-        return (
-            f"Its gradient was finite: the step of {name} made it (lr, eps, an overflowed state). Weights have it now: go on "
-            "from the last checkpoint"
-        )
+
+def _why_update(optimizer: torch.optim.Optimizer, everyone: Sequence[Sequence[Sighting]]) -> str:
+    if any(everyone):
+        return f"{_first_of(everyone)}. Weights have it now: go on from the last checkpoint"
+    name = type(optimizer).__name__
+    return (
+        f"Its gradient was finite: the step of {name} made it (lr, eps, an overflowed state). Weights have it now: go on "
+        "from the last checkpoint"
+    )
 
 
 def _first_of(everyone: Sequence[Sequence[Sighting]]) -> str:

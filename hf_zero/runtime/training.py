@@ -314,8 +314,9 @@ class Training:
                 "the optimizer's parameter groups changed since the last forward; the new parameters have no gradients "
                 "yet: run a forward and a backward before the step"
             )
-        if self._checks is not None:
-            self._checks.before_step()
+        checks = None if attempt is not None and attempt.depth else self._checks
+        if checks is not None:
+            checks.before_step()
         self.schedule.backward.flush()
         self.schedule.quiesce()
         if binding.index in self._lost:
@@ -327,9 +328,9 @@ class Training:
         binding = self.optimizers.bound(optimizer, "step()")  # spans may have been cut anew
         self._hide_slices(binding)
         binding.keep_states(self.optimizers.settle_states)
-        if self._checks is not None:
+        if checks is not None:
             has_closure = arguments is not None and not self.config.offloads
-            self._checks.before_update(optimizer, binding.index, has_closure=has_closure)
+            checks.before_update(optimizer, binding.index, has_closure=has_closure)
         self.offload.prepare_step(optimizer, binding.index)
         if attempt is not None:
             attempt.depth += 1
@@ -411,8 +412,8 @@ class Training:
         self._stepped.add(optimizer)
         if self.offload.monitor is not None:
             self.offload.monitor.look()
-        if self._checks is not None:
-            self._checks.after_step()
+        if self._checks is not None and (attempt is None or attempt.depth == 0):
+            self._checks.after_step(optimizer)
         self.gradients.show_slices()
         self._wire.watch.phase = AFTER_STEP
 
