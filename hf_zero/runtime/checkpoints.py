@@ -223,10 +223,6 @@ class Behind:
         self._thread.start()
         _UNREPORTED.append(self)
 
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
     def _run(self) -> None:
         try:
             self._saving.commit()

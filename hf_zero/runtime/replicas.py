@@ -160,8 +160,13 @@ def _plain(value: Any) -> tuple[Any] | None:
     return None
 
 
-def refuse_difference(everyone: Sequence[Mapping[Named, Any]], step: int, note: str = "") -> None:
+def refuse_difference(
+    everyone: Sequence[Mapping[Named, Any]], step: int, written: Sequence[Mapping[str, bool]] = ()
+) -> None:
     """
+    Args:
+        written: by rank, the names of weights, and whether they were written since the last step.
+
     Raises:
         RankMismatchError: ranks have other values under one name; with these where they are short, and the likely cause.
     """
@@ -173,6 +178,8 @@ def refuse_difference(everyone: Sequence[Mapping[Named, Any]], step: int, note: 
     usual = next(rank for rank in found if rank not in odd)
     value, others = repr(found[usual]), repr(found[odd[0]])
     values = f" ({value} on rank {usual}, {others} on rank {odd[0]})" if kind in ("option", "flag", "count") else ""
+    writers = [rank for rank, mine in enumerate(written) if mine.get(name)]
+    note = f"It was written on {ranks_text(writers)} since the last step. " if writers else ""
     raise RankMismatchError(
         f"ranks differ in step {step}: {name} is not on {ranks_text(odd)} what it is on rank {usual}{values}. "
         f"{note}{_CAUSES[kind]}"
@@ -286,13 +293,7 @@ class Replicas:
         if len(set(wire.exchange(zlib.crc32(repr(sorted(found.items())).encode())))) == 1:
             return
         told = wire.exchange((dict(found), dict(written or {})))
-        everyone = [named for named, _ in told]
-        difference = first_difference(everyone)
-        writers: list[int] = []
-        if difference is not None:
-            writers = [rank for rank, (_, mine) in enumerate(told) if mine.get(difference[0][1])]
-        note = f"It was written on {ranks_text(writers)} since the last step. " if writers else ""
-        refuse_difference(everyone, step, note)
+        refuse_difference([named for named, _ in told], step, [mine for _, mine in told])
 
 
 def _single_states(flat: Flat, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:

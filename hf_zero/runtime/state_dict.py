@@ -48,7 +48,6 @@ class Elsewhere(Tensor):
     """
 
     held: Tensor | None = None
-    """The values; None where host memory has no room for them on every rank."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

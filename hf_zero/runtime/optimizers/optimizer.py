@@ -351,10 +351,8 @@ class Binding:
             )
         return bool(empty)
 
-    def _received(self, entries: dict[str, Any], spread: bool) -> dict[str, Any]:
-        """One parameter's states, with rank 0's values everywhere. A collective with `spread`."""
-        if not spread:
-            return entries
+    def _received(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """One parameter's states, with rank 0's values everywhere. A collective."""
         out = dict(entries)
         for key in sorted(entries):
             value = entries[key]
@@ -368,7 +366,9 @@ class Binding:
         sliced = self._sliced(saved)
         ready = []
         for flat in self.flats:
-            states = [self._received(saved.get(param) or {}, spread) for param in flat.params]
+            states = [saved.get(param) or {} for param in flat.params]
+            if spread:
+                states = [self._received(entries) for entries in states]
             entries = self._slice_state(flat, states, sliced)
             for key, value in entries.items():
                 if is_elementwise(key, value, flat.span.slice_numel) and value.is_floating_point():

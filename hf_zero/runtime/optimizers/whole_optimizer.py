@@ -130,7 +130,7 @@ class WholeBinding(Binding):
     def _put(self, saved: dict[nn.Parameter, dict[str, Any] | None], state_dict: dict[str, Any], spread: bool) -> None:
         if spread:
             state = state_dict["state"]
-            state_dict = {**state_dict, "state": {i: self._received(state[i], spread) for i in sorted(state)}}
+            state_dict = {**state_dict, "state": {i: self._received(state[i]) for i in sorted(state)}}
         if self._shared_out:
             state_dict = self._own_part(state_dict)
         load_plainly(self.optimizer, state_dict)
