@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...comm.inflight import DONE, Inflight, together
 from ...tiers.array import OnDisk, OnDone, Values, is_array
+from ...tiers.host import Link
 from ...tiers.pool import Storage
 from ...tiers.tier import padded
 from ..values.flat_param import Flat
@@ -102,46 +103,34 @@ class Whole:
         Returns:
             The state as the optimizer leaves it: its arrays in host memory, of any shape.
         """
-        claim, link, shape = self.claim, storage.link, self.param.shape
-        flat, coefficient = claim.flat, claim.coefficient
+        flat, link = self.claim.flat, storage.link
         group = flat.span.spec.group
-        grad = claim.grad[self.part] if claim.present[self.index] else None
         single = {key: value for key, value in self._entries.items() if key not in values}
-        if link.is_one_memory:
-            lent = None
-            if grad is not None and (grad.dtype != flat.master_dtype or coefficient is not None):
-                lent = storage.scratch(grad.numel(), flat.master_dtype)
-                grad = lent.copy_(grad)
-                if coefficient is not None:
-                    grad.mul_(coefficient.to(grad.dtype))
-            grad = None if grad is None else grad.view(shape)
-            state = {key: value for key, value in values.items() if key != MASTER}
-            found = twin.step_whole(group, values[MASTER], grad, state | single)
+        with link.computing(after):
+            here = values if link.is_one_memory else {key: _up(value, storage) for key, value in values.items()}
+            grad, lent = self._gradient(storage)
+            state = {key: value for key, value in here.items() if key != MASTER}
+            state |= {key: twin.single_state(group, key, value, flat.device) for key, value in single.items()}
+            found = twin.step_whole(group, here[MASTER], grad, state)
             if lent is not None:
                 storage.give_back(lent)
-            return found
-        with link.computing(after):
-            up = {key: _up(value, storage) for key, value in values.items()}
-            if grad is not None:
-                grad = _up(grad, storage).to(flat.master_dtype).view(shape)
-                if coefficient is not None:
-                    grad.mul_(coefficient.to(grad.device, grad.dtype))
-            state = {key: value for key, value in up.items() if key != MASTER}
-            single = {key: twin.single_state(group, key, value, flat.device) for key, value in single.items()}
-            found = twin.step_whole(group, up[MASTER], grad, state | single)
-            moves = [link.down(up[MASTER].reshape(-1), values[MASTER].view(-1))]
-            down: dict[str, Any] = {}
-            for key, value in found.items():
-                down[key] = value.to("cpu") if isinstance(value, Tensor) else value
-                if is_array(value):
-                    known = values.get(key)
-                    if known is None or (known.shape, known.dtype) != (value.shape, value.dtype):
-                        known = link.empty(value.numel(), value.dtype).view(value.shape)
-                    down[key] = known
-                    moves.append(link.down(value.detach().reshape(-1), known.view(-1)))
-            for move in moves:
-                move.close()
-        return down
+            return found if link.is_one_memory else _down(here[MASTER], found, values, link)
+
+    def _gradient(self, storage: Storage) -> tuple[Tensor | None, Tensor | None]:
+        """Where the step is made: in the master's type, multiplied, in the parameter's shape; and scratch memory to be given
+        back."""
+        claim, dtype = self.claim, self.claim.flat.master_dtype
+        lent: Tensor | None = None
+        if not claim.present[self.index]:
+            return None, None
+        grad = claim.grad[self.part]
+        if not storage.link.is_one_memory:
+            grad = _up(grad, storage).to(dtype)
+        elif grad.dtype != dtype or claim.coefficient is not None:
+            grad = lent = storage.scratch(grad.numel(), dtype).copy_(grad)
+        if claim.coefficient is not None:
+            grad.mul_(claim.coefficient.to(grad.device, grad.dtype))
+        return grad.view(self.param.shape), lent
 
     def rest(self, values: dict[str, Tensor], found: dict[str, Any], on_done: OnDone) -> Inflight:
         """The updated master, in `values`, and the state `found` go to where they rest: to disk they start to go."""
@@ -174,3 +163,21 @@ def _up(value: Tensor, storage: Storage) -> Tensor:
     if value.numel():
         storage.link.up(value.reshape(-1), target.view(-1)).close()
     return target
+
+
+def _down(master: Tensor, found: dict[str, Any], values: dict[str, Tensor], link: Link) -> dict[str, Any]:
+    """A master and its state, from the device: to their places in `values` where these fit."""
+    moves = [link.down(master.reshape(-1), values[MASTER].view(-1))]
+    down: dict[str, Any] = {}
+    for key, value in found.items():
+        if not is_array(value):
+            down[key] = value.to("cpu") if isinstance(value, Tensor) else value
+            continue
+        known = values.get(key)
+        if known is None or (known.shape, known.dtype) != (value.shape, value.dtype):
+            known = link.empty(value.numel(), value.dtype).view(value.shape)
+        down[key] = known
+        moves.append(link.down(value.detach().reshape(-1), known.view(-1)))
+    for move in moves:
+        move.close()
+    return down
