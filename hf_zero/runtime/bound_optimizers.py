@@ -17,6 +17,7 @@ from .group_flags import GroupFlags
 from .moves import Monitor
 from .offload import Offload
 from .optimizers.optimizer import Binding, take_state
+from .optimizers.state_pieces import OptimizerPieces
 from .optimizers.transaction import HeldSignals
 from .optimizers.whole_optimizer import WholeBinding
 from .passes.schedule import Schedule
@@ -232,6 +233,14 @@ class BoundOptimizers:
         if not self.bound(optimizer, what).is_current():
             self.bind(optimizer)
         return self.bound(optimizer, what)
+
+    def pieces_of(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
+        """See `Engine.optimizer_state`. A collective where its groups were changed."""
+        binding = self.current(optimizer, "state")
+        return binding.pieces({param: names[0] for param, names in self._sharded.names.items()})
+
+    def pieces(self) -> list[OptimizerPieces]:
+        return [self.pieces_of(optimizer) for optimizer in list(self._sharded.optimizers)]
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         binding = self.current(optimizer, "state_dict()")

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, StateError, ZeroError
 from ..plan.machine import free_host_bytes
-from .optimizers.state_pieces import OptimizerPieces
+from .training import Training
 from .values.pieces import ParameterPieces
 from .values.sharded import Sharded
 
@@ -41,25 +41,24 @@ _STATE = "zero_state"
 
 
 def save(
-    sharded: Sharded,
+    training: Training,
     folder: str | os.PathLike[str],
     *,
     max_shard_size: int | str,
-    outline: Callable[[], dict[str, Any]],
-    optimizers: Sequence[OptimizerPieces],
+    save_optimizer: bool,
     objects: Mapping[str, Stateful] | None,
     finish: Callable[[Saving], None],
 ) -> None:
     """See `Engine.save`. The masters are those of one step, and no other save is under way.
 
     Args:
-        outline: the model's state dict without values.
-        optimizers: whose states, in their order; none: weights only.
         finish: commits, now or behind training.
     """
+    sharded = training.sharded
+    optimizers = training.optimizers.pieces() if save_optimizer else []
     saving = Saving(sharded.wire, folder, stage=sharded.config.stage, precision=str(sharded.precision))
     with saving:
-        put_weights(saving, sharded, outline, max_shard_size)
+        put_weights(saving, sharded, training.state_dict_hooks.outline, max_shard_size)
         for index, state in enumerate(optimizers):
             saving.optimizer(state, max_shard_size=max_shard_size, folder=optimizer_folder(index))
         _put_objects(saving, sharded.wire, objects or {})
@@ -75,25 +74,16 @@ def put_weights(
 
 
 def load(
-    sharded: Sharded,
+    training: Training,
     folder: str | os.PathLike[str],
     *,
     load_optimizer: bool | None,
     objects: Mapping[str, Stateful] | None,
     verify: bool,
     strict: bool,
-    optimizers: Callable[[], list[OptimizerPieces]],
-    make_room: Callable[[Mapping[str, str]], None],
-    refresh: Callable[[], None],
-    recover: Callable[[], None],
 ) -> None:
-    """See `Engine.load`. No save is under way.
-
-    Args:
-        optimizers: what is to be filled, in the order of the save. As it is once there is room, and weights are loaded.
-        make_room: called before anything is written; `refresh` when masters were written, also where that broke off; `recover`
-            when masters and the optimizer's state were all written.
-    """
+    """See `Engine.load`. No save is under way."""
+    sharded = training.sharded
     loading = Loading(sharded.wire, folder, verify=verify)
     if loading.manifest is None and sharded.wire.rank == 0:
         warnings.warn(
@@ -107,17 +97,19 @@ def load(
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
     folders = [optimizer_folder(index) for index in range(len(sharded.optimizers))] if wanted else []
-    if wanted:
-        make_room({name: mark for folder in folders for name, mark in loading.marks(folder).items()})
+    if wanted:  # before anything is written: spans may be cut anew
+        training.optimizers.make_room(
+            {name: mark for folder in folders for name, mark in loading.marks(folder).items()}
+        )
     try:
         loading.weights(ParameterPieces(sharded.units), sharded.model, format_of(sharded.model), strict=strict)
         if wanted:
-            for folder, state in zip(folders, optimizers()):
+            for folder, state in zip(folders, training.optimizers.pieces()):
                 loading.optimizer(state, folder=folder)
     finally:
-        refresh()
+        training.state_dict_hooks.after_load()  # masters were written, also where that broke off
     if wanted or not sharded.optimizers:
-        recover()
+        training.offload.recover()
     _take_objects(loading, sharded.wire, objects or {})
 
 

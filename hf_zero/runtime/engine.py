@@ -258,11 +258,7 @@ class Engine:
             StateError: it is not bound.
             LayoutError: its groups were changed while there are gradients.
         """
-        binding = self.training.optimizers.current(optimizer, "state")
-        return binding.pieces({param: names[0] for param, names in self.sharded.names.items()})
-
-    def _optimizer_states(self) -> list[OptimizerPieces]:
-        return [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+        return self.training.optimizers.pieces_of(optimizer)
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -294,11 +290,10 @@ class Engine:
         self.quiesce()
         self.wait_for_save()
         save(
-            self.sharded,
+            self.training,
             folder,
             max_shard_size=max_shard_size,
-            outline=self.outline,
-            optimizers=self._optimizer_states() if save_optimizer else (),
+            save_optimizer=save_optimizer,
             objects=objects,
             finish=self.saves.write_behind if async_save else Saving.commit,
         )
@@ -334,16 +329,12 @@ class Engine:
             self.training.writes.settle()
         self.wait_for_save()
         load(
-            self.sharded,
+            self.training,
             folder,
             load_optimizer=load_optimizer,
             objects=objects,
             verify=verify,
             strict=strict,
-            optimizers=self._optimizer_states,
-            make_room=self.training.optimizers.make_room,
-            refresh=self.refresh,
-            recover=self.offload.recover,
         )
 
     def wait_for_save(self) -> None:
