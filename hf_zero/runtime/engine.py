@@ -60,7 +60,7 @@ class Engine:
         self.saves = Saves(self.wire)
         patches.method(self.model, "compile", self.compile)
         if not hasattr(self.model, "no_sync"):
-            patches.method(self.model, "no_sync", partial(overrides.no_sync, self))
+            patches.method(self.model, "no_sync", partial(overrides.no_sync, self.sharded, self.no_sync))
         self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

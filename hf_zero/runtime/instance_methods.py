@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -101,25 +101,16 @@ def generate_together(
             patches.method(module, "generate", partial(generate, partial(stock, module), takes))
 
 
-class Accumulating(Protocol):
-    """An engine, as `no_sync` needs it."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
-
-    def no_sync(self) -> AbstractContextManager[None]: ...
-
-
 @contextmanager
-def no_sync(engine: Accumulating) -> Iterator[None]:
-    """`model.no_sync()`, which is DDP's elsewhere."""
+def no_sync(sharded: Sharded, accumulating: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """`model.no_sync()`, which is DDP's elsewhere: the engine's, and no step inside."""
     handles = []
-    for optimizer in engine.optimizers:
+    for optimizer in sharded.optimizers:
         handles.append(optimizer.register_step_pre_hook(_refuse_step))
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(handles[-1].id, last=False)  # before anything of the step is done
     try:
-        with engine.no_sync():
+        with accumulating():
             yield
     finally:
         for handle in handles:
