@@ -1,6 +1,6 @@
 """Arrays at rest in files.
 
-* `OnDisk`: a view of one array, sliced like a tensor; `Shaped`: all of one, in a shape. What it views is a `Source`:
+* `OnDisk`: a view of one array, sliced like a tensor. What it views is a `Source`:
 * `DiskArray`: an array in this rank's own file.
 * `FileSource`, `FilePieces`: arrays in files that are somebody else's, read-only.
 """
@@ -48,14 +48,22 @@ class Source(Protocol):
 
 
 class OnDisk:
-    """1-D values at rest in a file. A slice is a view: it costs nothing and writes to the same place."""
+    """Values at rest in a file, in row-major order. A slice is a view: it costs nothing and writes to the same place.
 
-    __slots__ = ("_source", "_start", "_stop")
+    Args:
+        start, stop: of the source's elements, these.
+        shape: 1-D where it is not given. Slices are 1-D, of the elements one after another.
+    """
 
-    def __init__(self, source: Source, start: int = 0, stop: int | None = None) -> None:
+    __slots__ = ("_numel", "_shape", "_source", "_start")
+
+    def __init__(
+        self, source: Source, start: int = 0, stop: int | None = None, shape: Sequence[int] | None = None
+    ) -> None:
         self._source = source
         self._start = start
-        self._stop = source.numel if stop is None else stop
+        self._numel = (source.numel if stop is None else stop) - start
+        self._shape = torch.Size((self._numel,) if shape is None else shape)
 
     @property
     def source(self) -> Source:
@@ -72,13 +80,13 @@ class OnDisk:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.numel(),))
+        return self._shape
 
     def numel(self) -> int:
-        return self._stop - self._start
+        return self._numel
 
     def dim(self) -> int:
-        return 1
+        return len(self._shape)
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -95,11 +103,12 @@ class OnDisk:
     def read(self) -> Tensor:
         """A new CPU tensor."""
         values = torch.from_numpy(pages(self.numel() * self.element_size())).view(self.dtype)
+        values = values.view(self._shape)
         self.begin_read(values).wait()
         return values
 
     def begin_read(self, target: Tensor, on_done: OnDone = None) -> Inflight:
-        """Start to fill `target`: CPU, contiguous, of this type and length.
+        """Start to fill `target`: CPU, contiguous, of this type and shape.
 
         Raises:
             StateError: it is not.
@@ -113,29 +122,29 @@ class OnDisk:
         return self._source.read(self._start, target, on_done)
 
     def begin_write(self, values: Tensor, on_done: OnDone = None) -> Inflight:
-        """Start to write `values`: CPU, contiguous, of this type and length; they must not change until waited for."""
+        """Start to write `values`: CPU, contiguous, of this type and shape; they must not change until waited for."""
         return self._source.write(self._start, values, on_done)
 
     def read_into(self, target: Tensor) -> Tensor:
-        """Fill `target` (this length; any type and device), chunk by chunk.
+        """Fill `target` (this shape; any type and device), chunk by chunk.
 
         Raises:
-            StateError: of another length.
+            StateError: of another shape.
             TierError: the read failed.
         """
         self._check(target)
         if target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous():
             self.begin_read(target).wait()
             return target
-        for part, place in self._chunks(target):
+        for part, place in self._chunks(target.view(-1)):
             place.copy_(part.read())
         return target
 
     def copy_(self, values: Values) -> OnDisk:
-        """Write `values` (this length; any type and device), chunk by chunk.
+        """Write `values` (this shape; any type and device), chunk by chunk.
 
         Raises:
-            StateError: of another length, or these values are read-only.
+            StateError: of another shape, or these values are read-only.
             TierError: the write failed.
         """
         self._check(values)
@@ -146,12 +155,12 @@ class OnDisk:
         elif values.dtype == self.dtype and values.device.type == "cpu" and values.is_contiguous():
             self.begin_write(values).wait()
         else:
-            for part, place in self._chunks(values):
+            for part, place in self._chunks(values.reshape(-1)):
                 part.begin_write(place.to(device="cpu", dtype=self.dtype).contiguous()).wait()
         return self
 
     def zero_(self) -> OnDisk:
-        return self.copy_(torch.zeros((), dtype=self.dtype).expand(self.numel()))
+        return self.copy_(torch.zeros((), dtype=self.dtype).expand(self._shape))
 
     @property
     def _chunk_numel(self) -> int:
@@ -163,41 +172,12 @@ class OnDisk:
             yield self[chunk], values[chunk]
 
     def _check(self, values: Values) -> None:
-        if values.dim() != 1 or values.numel() != self.numel():
+        if values.shape != self._shape:
             raise StateError(f"{self.numel()} values on disk met a tensor of shape {tuple(values.shape)}")
 
 
-class Shaped(OnDisk):
-    """A tensor of any shape at rest in a file, in row-major order."""
-
-    __slots__ = ("_shape",)
-
-    def __init__(self, source: Source, shape: Sequence[int]) -> None:
-        super().__init__(source)
-        self._shape = torch.Size(shape)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
-
-    def dim(self) -> int:
-        return len(self._shape)
-
-    @property
-    def flat(self) -> OnDisk:
-        """The same values, 1-D."""
-        return OnDisk(self._source)
-
-    def read(self) -> Tensor:
-        return super().read().view(self._shape)
-
-    def copy_(self, values: Values) -> Shaped:
-        self.flat.copy_(flat_of(values))
-        return self
-
-
 Values = Tensor | OnDisk
-"""Values, wherever they rest; 1-D, but for `Shaped` and what it may stand beside."""
+"""Values, wherever they rest; 1-D, but for states of parameters of true shape."""
 
 
 def in_memory(value: T) -> T | Tensor:
@@ -207,9 +187,7 @@ def in_memory(value: T) -> T | Tensor:
 
 def flat_of(values: Values) -> Values:
     """The same values, 1-D; those on disk, and contiguous ones, are not copied."""
-    if isinstance(values, Shaped):
-        return values.flat
-    return values.detach().reshape(-1) if isinstance(values, Tensor) else values
+    return values.detach().reshape(-1) if isinstance(values, Tensor) else values[:]
 
 
 def is_array(value: Any) -> bool:

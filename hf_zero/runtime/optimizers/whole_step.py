@@ -92,7 +92,7 @@ class Whole:
         """Start to fill `buffer`: uint8, of `nbytes` at least."""
         places = self.values(buffer)
         stored = [(key, value) for key, value in self._at_rest.items() if isinstance(value, OnDisk)]
-        return together([value.begin_read(places[key].view(-1), on_done) for key, value in stored])
+        return together([value.begin_read(places[key].view(value.shape), on_done) for key, value in stored])
 
     def step(self, values: dict[str, Tensor], twin: Twin, storage: Storage, after: Any) -> dict[str, Any]:
         """Update what `values` has, in place.
@@ -139,7 +139,7 @@ class Whole:
             arrays = {key: value for key, value in found.items() if is_array(value) and value.numel()}
             places = [shard.new_state(self.param, k, v.dtype, v.shape) for k, v in arrays.items()]
             writes = [OnDisk(shard.array)[self.part].begin_write(values[MASTER].view(-1), on_done)]
-            writes += [p.begin_write(v.detach().reshape(-1), on_done) for p, v in zip(places, arrays.values())]
+            writes += [p.begin_write(v.detach().contiguous(), on_done) for p, v in zip(places, arrays.values())]
             move = together(writes)
             found = found | shard.keep_states(self.param, arrays)
         if found:

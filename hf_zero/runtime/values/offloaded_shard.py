@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...comm.inflight import Inflight, together
 from ...errors import StateError
-from ...tiers.array import DiskArray, OnDisk, OnDone, Shaped, Source, Values, is_array
+from ...tiers.array import DiskArray, OnDisk, OnDone, Source, Values, is_array
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
 from .stand_in import Slice
@@ -213,8 +213,8 @@ class DiskShard(HostShard):
     def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
         super().__init__(storage, start, numel, dtype, travels)
         self._array: DiskArray | None = None
-        self._states: dict[nn.Parameter, dict[str, Shaped]] = {}
-        self._new: dict[nn.Parameter, dict[str, Shaped]] = {}  # that the optimizer does not have yet
+        self._states: dict[nn.Parameter, dict[str, OnDisk]] = {}
+        self._new: dict[nn.Parameter, dict[str, OnDisk]] = {}  # that the optimizer does not have yet
 
     @staticmethod
     def over(storage: Storage, array: DiskArray) -> DiskShard:
@@ -274,7 +274,7 @@ class DiskShard(HostShard):
             return is_elementwise(key, value, self.numel)
         return is_array(value) and bool(value.numel())
 
-    def new_state(self, param: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Shaped:
+    def new_state(self, param: nn.Parameter, name: str, dtype: torch.dtype, shape: Sequence[int]) -> OnDisk:
         for states in (self._states, self._new):
             found = states.get(param, {}).get(name)
             if found is not None and (found.dtype, found.shape) == (dtype, torch.Size(shape)):
@@ -282,7 +282,7 @@ class DiskShard(HostShard):
         new = self._new.setdefault(param, {})
         if name in new:
             _array(new.pop(name)).close()
-        new[name] = Shaped(DiskArray(self.storage.disk, math.prod(shape), dtype), shape)
+        new[name] = OnDisk(DiskArray(self.storage.disk, math.prod(shape), dtype), shape=shape)
         return new[name]
 
     def _at_rest(
@@ -297,7 +297,7 @@ class DiskShard(HostShard):
         rest = {key: value for key, value in entries.items() if key not in names}
         return super()._at_rest(optimizer, param, rest) | self.keep_states(param, names)
 
-    def keep_states(self, param: nn.Parameter, names: Iterable[str]) -> dict[str, Shaped]:
+    def keep_states(self, param: nn.Parameter, names: Iterable[str]) -> dict[str, OnDisk]:
         """The optimizer has these arrays of its state, which have been written, and no others."""
         old, new = self._states.pop(param, {}), self._new.pop(param, {})
         kept = {name: new[name] if name in new else old[name] for name in names}
@@ -355,8 +355,8 @@ class DiskShard(HostShard):
         return together([arrays[name].write(start, part, on_done) for name, part in parts.items()])
 
 
-def _array(shaped: Shaped) -> DiskArray:
-    array = shaped.source
+def _array(values: OnDisk) -> DiskArray:
+    array = values.source
     if not isinstance(array, DiskArray):
         raise StateError("a state rests in a file that is not this rank's")
     return array
