@@ -32,11 +32,8 @@ OnDone = Callable[[], object] | None
 class Source(Protocol):
     """A 1-D array in a file, as `OnDisk` needs it."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def numel(self) -> int: ...
+    dtype: torch.dtype
+    numel: int
 
     def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
         """Fill `values` (CPU, contiguous, of this type) from element `start`."""
