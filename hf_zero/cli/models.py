@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..core.layout import Layout
+from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision
 from ..errors import ConfigError, ZeroError
 from ..plan.configs import CONFIGS
-from ..plan.outline import BUILT_IN, Architecture, Units, from_files, from_number, from_shape, of_size, visits_by_name
+from ..plan.outline import BUILT_IN, Architecture, from_files, from_number, from_shape, of_size
 from ..plan.plan import Drafter
 from .files import read_settings
 
@@ -65,7 +67,7 @@ def find_model(given: str | None, parameters: str | None) -> Model:
         return _sized(given, count)
     if given.lower() in BUILT_IN:
         shape = BUILT_IN[given.lower()]
-        return replace(_of_units(given, lambda p: from_shape(shape, p)), architecture=shape.architecture)
+        return _of_outline(given, from_shape(shape), shape.architecture)
     if given.lower() in CONFIGS:
         return _of_config(given, given)
     if _is_path(given):
@@ -91,29 +93,19 @@ def _sized(name: str, parameters: int) -> Model:
     shape = of_size(parameters)
     if shape is None:
         source = "too few parameters for the blocks of a transformer: planned as one unit"
-        return replace(_of_units(name, lambda p: from_number(parameters, p)), source=source)
+        return _of_outline(name, from_number(parameters), source=source)
     source = (
         f"structure assumed: {shape.layers} blocks of width {shape.hidden:,}, as {shape.name} ({shape.source}); a config.json "
         "gives the model's own"
     )
-    made = _of_units(name, lambda p: from_shape(shape, p))
-    return replace(made, architecture=shape.architecture, source=source)
-
-
-def _of_units(name: str, units_of: Callable[[Precision], Units]) -> Model:
-    @cache
-    def layout(precision: Precision, shards: int) -> Layout:
-        units = units_of(precision)
-        return Layout.build(units, shards, visits_by_name(units))
-
-    return Model(name, layout)
+    return _of_outline(name, from_shape(shape), shape.architecture, source)
 
 
 def _local(given: str, path: Path) -> Model:
     if path.is_file() and path.suffix == ".safetensors":
-        return _of_units(given, lambda p: from_files(path, p))
+        return _of_outline(given, from_files(path))
     if path.is_dir() and not (path / "config.json").exists():
-        return _of_units(given, lambda p: from_files(path, p))
+        return _of_outline(given, from_files(path))
     if path.is_file() and path.suffix != ".json":
         raise ConfigError(f"{given}: expected a config.json, a .safetensors file or a folder with one of them")
     _check_counts(path if path.is_file() else path / "config.json")
@@ -186,12 +178,34 @@ def _of_config(name: str, place: str) -> Model:
     with _few_modules(name):
         model: Any = empty_model(place)
 
+    architecture = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
+    return _of_modules(name, model, architecture)
+
+
+def _of_outline(name: str, model: nn.Module, architecture: Architecture | None = None, source: str = "") -> Model:
+    """Of modules that were made for names: patterns that none of these have are passed over."""
+    names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
+    made = _of_modules(name, model, architecture, source)
+
+    def layout(precision: Precision, shards: int) -> Layout:
+        known = tuple(pattern for pattern in precision.full_precision if fnmatch.filter(names, pattern))
+        return made.layout(replace(precision, full_precision=known), shards)
+
+    return replace(made, layout=layout)
+
+
+def _of_modules(name: str, model: nn.Module, architecture: Architecture | None, source: str = "") -> Model:
+    @cache
+    def drafted(precision: Precision) -> tuple[Drafter, list[list[ParamSpec]]]:
+        drafter = Drafter(model, precision)
+        return drafter, drafter.specs(dict.fromkeys(drafter.names, 0))
+
     @cache
     def layout(precision: Precision, shards: int) -> Layout:
-        drafter = Drafter(model, precision)
-        return drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), shards)
+        drafter, specs = drafted(precision)
+        return drafter.layout(specs, shards)
 
-    return Model(name, layout, Architecture.of(model.config, (key for key, _ in model.named_parameters())))
+    return Model(name, layout, architecture, source)
 
 
 def _first_line(error: Exception) -> str:

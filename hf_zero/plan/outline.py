@@ -1,4 +1,4 @@
-"""Parameters of a model that is known by its files' headers, its shape, or a number alone: enough for a layout and a plan."""
+"""A model that is known by its files' headers, its shape, or a number alone, as modules without values: enough for a plan."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from ..checkpoint.safetensors import read_header
-from ..core.layout import ParamSpec, Visit, itemsize
-from ..core.precision import Precision, dtype_name
-from ..core.units import LIMITS
+from ..core.precision import dtype_of
 from ..errors import ConfigError
 
 
@@ -75,6 +75,9 @@ class Batch:
         return self.rows * self.sequence
 
 
+# Activations ----------------------------------------------------------------------------------------------------------
+
+
 def layer_bytes(architecture: Architecture, size: int, residual_size: int) -> int:
     """One layer and token, `size` bytes per element inside matrices' products, `residual_size` in the residual stream.
 
@@ -117,7 +120,7 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]
     return (moment, kept) if batch.offloads_checkpoints else (moment + kept, 0)
 
 
-# Activations ----------------------------------------------------------------------------------------------------------
+# Shapes ---------------------------------------------------------------------------------------------------------------
 
 
 _GPT2 = "Radford et al. 2019, table 2"
@@ -294,30 +297,27 @@ def _wide(shape: Shape, parameters: int) -> int:
     return max(0, (parameters - none) // (one - none))
 
 
-# Shapes ---------------------------------------------------------------------------------------------------------------
+# Models without values ------------------------------------------------------------------------------------------------
 
 
-Units = list[tuple[str, list[ParamSpec]]]
-
-_BLOCK = re.compile(r"^((?:.*\.)?\d+)\.")
 _EMBEDDING = re.compile(r"emb|wte|wpe")
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
 _HEAD = "lm_head.weight"
-_SMALL = 16
-"""What lies outside blocks and weighs less than a block divided by this joins one, as `core/units` does it."""
+_MOST_DEEP = 50
+"""Modules inside each other: they are walked by recursion, and a file's names may have any number of dots."""
 
 
-def from_number(parameters: int, precision: Precision) -> Units:
-    """One unit: too few parameters for blocks."""
-    return [("parameters", [_spec("parameters", (parameters,), "float32", precision, castable=True)])]
+def from_number(parameters: int) -> nn.Module:
+    """One matrix: too few parameters for blocks."""
+    return from_tensors({"parameters.weight": ("float32", (parameters, 1))})
 
 
-def from_shape(shape: Shape, precision: Precision) -> Units:
+def from_shape(shape: Shape) -> nn.Module:
     """In float32, as files of such a model would have it."""
-    return _units({name: ("float32", sizes) for name, sizes in tensors(shape)}, precision, shape.is_tied)
+    return from_tensors({name: ("float32", sizes) for name, sizes in tensors(shape)}, shape.is_tied)
 
 
-def from_files(path: Path, precision: Precision) -> Units:
+def from_files(path: Path) -> nn.Module:
     """From the headers of one safetensors file, or of all in a folder.
 
     Raises:
@@ -330,102 +330,60 @@ def from_files(path: Path, precision: Precision) -> Units:
     shapes = {key: entry for file in files for key, entry in read_header(file).tensors.items()}
     if not shapes:
         raise ConfigError(f"{path}: its files hold no tensors")
-    return _units({name: (entry.dtype, entry.shape) for name, entry in shapes.items()}, precision)
+    return from_tensors({name: (entry.dtype, entry.shape) for name, entry in shapes.items()})
 
 
-def _units(
-    shapes: Mapping[str, tuple[str, tuple[int, ...]]], precision: Precision, is_tied: bool | None = None
-) -> Units:
-    """Units by name: `h.0.…` is of unit `h.0`.
+def from_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]], is_tied: bool | None = None) -> nn.Module:
+    """Modules on the meta device with parameters of these names, types and shapes, as the model that they are of may have them.
 
-    Matrices that are no embeddings are taken for those that autocast casts; types that are not floats for frozen.
-    `is_tied`: the largest embedding is the head, too; None: if no other matrix is behind the blocks.
+    In the order of a pass: embeddings, the largest first, then blocks, then what is behind them, the largest last. Types that
+    are not floats are frozen. `is_tied`: the largest embedding is the head, too; None: if no other matrix is behind the blocks.
     """
-    blocks: Units = []
-    before: list[ParamSpec] = []
-    after: list[ParamSpec] = []
-    of: dict[str, list[ParamSpec]] = {}
-    for name in sorted(shapes, key=_natural):
-        dtype, shape = shapes[name]
-        is_embedding = _EMBEDDING.search(name) is not None
-        spec = _spec(name, shape, dtype, precision, castable=len(shape) > 1 and not is_embedding)
-        block = _BLOCK.match(name)
-        if block is None:
-            (before if is_embedding else after).append(spec)
-        elif block[1] in of:
-            of[block[1]].append(spec)
-        else:
-            of[block[1]] = [spec]
-            blocks.append((block[1], of[block[1]]))
-    sizes = sorted(sum(spec.numel for spec in specs) for _, specs in blocks)
-    blocks = [part for block in blocks for part in _cut(*block)]
-    small = sizes[len(sizes) // 2] // _SMALL if sizes else 0
+    params: dict[str, nn.Parameter] = {}
+    for name, (dtype, shape) in shapes.items():
+        empty = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+        params[name] = nn.Parameter(empty, requires_grad=dtype in _FLOATS)
+    order = {name: (_place(name), _place(name) * param.numel(), _natural(name)) for name, param in params.items()}
+    params = {name: params[name] for name in sorted(params, key=lambda name: order[name])}
     if is_tied is None:
-        is_tied = not any(len(spec.shape) > 1 for spec in after)
-    if before and is_tied:
-        at = max(range(len(before)), key=lambda place: before[place].numel)
-        before[at] = replace(before[at], names=(before[at].name, _HEAD))
-    large = _split(before, small, blocks[0][1] if blocks else [])
-    return [*large, *blocks, *_split(after, small, blocks[-1][1] if blocks else [])]
+        is_tied = not any(_place(name) > 0 and param.dim() > 1 for name, param in params.items())
+    first = next(iter(params))
+    if is_tied and _place(first) < 0:
+        params[_HEAD] = params[first]
+    return _module("", {tuple(name.split(".", _MOST_DEEP)): param for name, param in params.items()})
 
 
-def _cut(name: str, specs: list[ParamSpec]) -> Units:
-    """A block above the limit into its large children by name (attention | MLP), and what is left of it; as `core/units`."""
-    if _nbytes(specs) <= LIMITS.unit_bytes:
-        return [(name, specs)]
-    children: dict[str, list[ParamSpec]] = {}
-    for spec in specs:
-        child, _, leaf = spec.name.removeprefix(f"{name}.").partition(".")
-        if leaf and not child.isdigit():  # of a list each rank may run another part
-            children.setdefault(f"{name}.{child}", []).append(spec)
-    large = [(child, mine) for child, mine in children.items() if _nbytes(mine) > LIMITS.unit_bytes // _SMALL]
-    apart = {spec.name for _, mine in large for spec in mine}
-    rest = [spec for spec in specs if spec.name not in apart]
-    return [*([(name, rest)] if rest else []), *(part for child, mine in large for part in _cut(child, mine))]
+def _place(name: str) -> int:
+    """-1: an embedding, before the blocks. 0: in a block, as `h.0.…` is. 1: behind them."""
+    if any(part.isdecimal() for part in name.split(".")[:-1]):
+        return 0
+    return -1 if _EMBEDDING.search(name) else 1
 
 
-def _nbytes(specs: Iterable[ParamSpec]) -> int:
-    return sum(spec.numel * itemsize(spec.dtype) for spec in specs)
-
-
-def visits_by_name(units: Units) -> list[Visit]:
-    """A pass forward: embeddings, blocks, then what is behind them; or an embedding again, where that is the head, too."""
-    place_of = {spec.name: place for place, (_, specs) in enumerate(units) for spec in specs}
-    names = sorted(place_of, key=lambda name: (place_of[name], _natural(name)))
-    outside = [name for name in names if _BLOCK.match(name) is None]
-    embeddings = [name for name in outside if _EMBEDDING.search(name)]
-    heads = [place_of[name] for name in outside if name not in embeddings]
-    blocks = sorted({place_of[name] for name in names if _BLOCK.match(name)})
-    out = [Visit(place_of[name], is_embedding=True) for name in embeddings]
-    out += [Visit(place) for place in blocks]
-    out += [Visit(place) for place in dict.fromkeys(heads) if place not in blocks]
-    tied = [place for place, (_, specs) in enumerate(units) if any(len(spec.names) > 1 for spec in specs)]
-    return out + [Visit(place) for place in tied]
-
-
-def _split(specs: Iterable[ParamSpec], small: int, nearest: list[ParamSpec]) -> Units:
-    """Units of those that are large; the others join the nearest block."""
-    out: Units = []
-    for spec in specs:
-        if spec.numel > small:
-            out.append((spec.name.rpartition(".")[0] or spec.name, [spec]))
-        else:
-            nearest.append(spec)
-    return out
-
-
-def _spec(name: str, shape: tuple[int, ...], dtype: str, precision: Precision, castable: bool) -> ParamSpec:
-    autocast = precision.autocast_dtype
-    castable = castable and not any(fnmatchcase(name, pattern) for pattern in precision.full_precision)
-    compute = dtype_name(autocast) if autocast is not None and castable and dtype == "float32" else dtype
-    master = "float32" if dtype in ("bfloat16", "float16") else dtype
-    trainable = dtype in _FLOATS
-    gathered_in = precision.gathered_in((name,), shape, trainable)
-    return ParamSpec(
-        (name,), shape, dtype, compute, master if trainable else dtype, trainable=trainable, gathered_in=gathered_in
-    )
+def _module(name: str, params: Mapping[tuple[str, ...], nn.Parameter]) -> nn.Module:
+    """With parameters by their names inside it. Matrices that are no embeddings are taken for those that autocast casts."""
+    own: dict[str, nn.Parameter | None] = {path[0]: param for path, param in params.items() if len(path) == 1}
+    inner: dict[str, dict[tuple[str, ...], nn.Parameter]] = {}
+    for path, param in params.items():
+        if len(path) > 1:
+            inner.setdefault(path[0], {})[path[1:]] = param
+    weight = own.get("weight")
+    kind: type[nn.Module] = nn.Module
+    if inner and not own and all(child.isdecimal() for child in inner):
+        kind = nn.ModuleList
+    elif weight is not None and weight.dim() > 1:
+        kind = nn.Embedding if _EMBEDDING.search(name) else nn.Linear
+    elif "in_proj_weight" in own:
+        kind = nn.MultiheadAttention
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)  # without parameters of its own making
+    if kind is nn.Embedding:
+        made.__dict__["max_norm"] = None
+    made._parameters = own
+    made._modules = {child: _module(f"{name}.{child}", its) for child, its in inner.items()}
+    return made
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """`h.10` after `h.9`."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
+from hf_zero.cli.models import find_model
 from hf_zero.core.precision import Precision
-from hf_zero.plan.outline import from_files
 from tests.kit.common import gpt2, optimizer_for, take_steps
 
 GB = 10**9
@@ -96,10 +96,11 @@ def test_units_by_name(tmp_path):
         "h.0.scale": torch.zeros(3, dtype=torch.int64),
     }
     save_file(tensors, tmp_path / "m.safetensors")
-    units = from_files(tmp_path, Precision.of("bf16", None))
-    assert [name for name, _ in units] == ["wte", "h.0", "h.1", "h.2", "h.10"]
-    assert [spec.name for spec in units[-1][1]] == ["h.10.a.weight", "h.10.b.weight", "norm.weight"]
-    specs = {spec.name: spec for _, unit in units for spec in unit}
+    units = find_model(str(tmp_path), None).layout(Precision.of("bf16", None), 1).units
+    assert [unit.name for unit in units] == ["wte", "h.0", "h.1", "h.2", "h.10"]
+    last = {slot.spec.name for span in units[-1].spans for slot in span.slots}
+    assert last == {"h.10.a.weight", "h.10.b.weight", "norm.weight"}
+    specs = {slot.spec.name: slot.spec for unit in units for span in unit.spans for slot in span.slots}
     assert (specs["wte.weight"].compute_dtype, specs["h.1.a.weight"].compute_dtype) == ("float32", "bfloat16")
     assert not specs["h.0.scale"].trainable
 

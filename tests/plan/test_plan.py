@@ -64,7 +64,7 @@ def test_the_zero_papers_table(stage, gigabytes):
 def test_7_5b_on_64_ranks_as_this_library_keeps_it(stage):
     """bf16 parameters, and at their owner float32 gradients, masters and two moments: 2 + 16 bytes, sharded by the stage."""
     policy = STAGES[stage]
-    layout = Layout.build(from_number(7_500_000_000, BF16), 64 if policy.shard else 1)
+    layout = layout_of(from_number(7_500_000_000), 64 if policy.shard else 1, BF16)
     made = make(layout, 64, precision=BF16, stage=stage)
     whole = 2 * 7.5e9 / (1 if policy.keep_full else 64) + 16 * 7.5e9 / (64 if policy.shard else 1)
     assert made.memory.states == pytest.approx(whole, rel=1e-6)

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from hf_zero.cli.models import find_model
-from hf_zero.core.layout import Layout
+from hf_zero.config import ZeroConfig
 from hf_zero.core.precision import Precision
 from hf_zero.plan.configs import CONFIGS
-from hf_zero.plan.outline import BUILT_IN, Architecture, Shape, from_shape, of_size, visits_by_name
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.outline import BUILT_IN, Architecture, Shape, of_size
+from hf_zero.plan.plan import plan
+from hf_zero.plan.solve import PlanInputs
 
 BF16 = Precision.of("bf16", None)
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -71,6 +74,28 @@ def test_numbers_of_parameters(name: str, config: Any) -> None:
     assert BUILT_IN[name].architecture == architecture_of(model)
 
 
+@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-124m", "gpt2-xl", "llama-7b"])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("offload", ["none", "disk"])
+def test_a_shape_takes_what_its_model_takes(name: str, stage: int, offload: str, tmp_path: Path) -> None:
+    """To the byte: units, the order in which a pass uses them, and types are found in the same way."""
+    configs = {
+        "gpt2-tiny": AutoConfig.for_model("gpt2", **CONFIGS["gpt2-tiny"].settings),
+        "gpt2-124m": GPT2Config(),
+        "gpt2-xl": GPT2Config(n_embd=1600, n_layer=48, n_head=25),
+        "llama-7b": LlamaConfig(tie_word_embeddings=False),
+    }
+    configs[name].architectures = ["LlamaForCausalLM" if name == "llama-7b" else "GPT2LMHeadModel"]
+    configs[name].save_pretrained(tmp_path)
+    found = []
+    for model in (find_model(name, None), find_model(str(tmp_path), None)):
+        config = ZeroConfig(stage=stage, offload_optimizer=offload, offload_params=offload)
+        ranks = 1 if stage == 0 else 8
+        made = plan(PlanInputs(model.layout(BF16, config.shards(ranks)), Machine(), config, ranks, BF16))
+        found.append((made.memory, made.traffic, made.inputs.setup))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "parameters", [1_000_000, 10_000_000, 124_439_808, 350_000_000, 1_300_000_001, 7 * 10**9, 10**12]
 )
@@ -78,12 +103,11 @@ def test_a_number_has_blocks(parameters: int) -> None:
     shape = of_size(parameters)
     assert isinstance(shape, Shape)
     assert shape.numel == parameters
-    units = from_shape(shape, BF16)
-    assert sum(spec.numel for _, unit in units for spec in unit) == parameters
-    largest = max(sum(spec.numel for spec in unit) for _, unit in units)
-    assert len(units) > shape.layers  # each block and the embedding
+    layout = find_model(str(parameters), None).layout(BF16, 8)
+    assert layout.numel == parameters
+    largest = max(unit.numel for unit in layout.units)
+    assert len(layout.units) > shape.layers  # each block and the embedding
     assert largest < parameters if parameters < 10**8 else largest < parameters / 3
-    assert Layout.build(units, 8, visits_by_name(units)).numel == parameters
     assert 0.4 <= shape.intermediate / shape.hidden / 4 <= 2 or parameters < 10**8
 
 
