@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -204,42 +203,34 @@ class Chart:
 
 
 def page(
-    runs: Sequence[Sequence[Run]], outs: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]]
+    runs: Sequence[Sequence[Run]], outs: Sequence[dict[str, Any]], differences: Sequence[Mapping[str, Any]]
 ) -> str:
     """One HTML page with everything in it: verdicts, charts of all ranks, tables. `runs` and `outs` go together."""
     with needs("report"):
+        from plotly.io.json import to_json_plotly
         from plotly.offline import get_plotlyjs
     from jinja2 import Environment, PackageLoader
 
     charts = [chart for chart in _charts(runs, outs) if chart.traces]
     figures = {chart.name: {"data": chart.traces, "layout": chart.layout} for chart in charts}
-    # A script element ends at the first `</script`, wherever it stands: in a run's name, too.
-    script = json.dumps(_finite(figures), allow_nan=False).replace("<", "\\u003c")
     room = Environment(loader=PackageLoader("hf_zero", "templates"), autoescape=True, trim_blocks=True)
     room.filters.update(bytes=size_text, percent=percent, seconds=seconds)
     return room.get_template(TEMPLATE).render(
-        runs=[{"name": name, "head": head(dict(out)), **out} for name, out in zip(_names(outs), outs)],
+        runs=[{"name": name, "head": head(out), **out} for name, out in zip(_names(outs), outs)],
         differences=[
             {**row, "shown": [value_text(value, row["unit"]) for value in row["values"]]} for row in differences
         ],
         charts=charts,
-        figures=script,
+        # A loss may be NaN or infinite: such points are left out of a line. A script element ends at the first `</script`,
+        # wherever it stands, in a run's name, too: these characters are escaped.
+        figures=to_json_plotly(figures),
         plotly=get_plotlyjs(),
         tiers=[tier.value for tier in TIERS],
     )
 
 
-def _finite(value: Any) -> Any:
-    """A loss may be NaN or infinite, which JSON has no word for: such points are left out of a line."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
-
-
-def _names(outs: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = [name_of(dict(out)) for out in outs]
+def _names(outs: Sequence[dict[str, Any]]) -> list[str]:
+    names = [name_of(out) for out in outs]
     return (
         names if len(set(names)) == len(names) else [f"{name} ({place})" for place, name in enumerate(names, start=1)]
     )
@@ -248,7 +239,7 @@ def _names(outs: Sequence[Mapping[str, Any]]) -> list[str]:
 # Charts -------------------------------------------------------------------------------------------------------------
 
 
-def _charts(runs: Sequence[Sequence[Run]], outs: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
+def _charts(runs: Sequence[Sequence[Run]], outs: Sequence[dict[str, Any]]) -> Iterator[Chart]:
     shown = [[run for run in ranks if run.steps] for ranks in runs]
     names = _names(outs)
     prefixes = [f"{name}, " if len(names) > 1 else "" for name in names]
@@ -272,19 +263,25 @@ def _drawn(run: Run) -> list[dict[str, Any]]:
     return [step for at, step in enumerate(steps) if at % every == 0 or id(step) in slow]
 
 
-def _line(x: Sequence[Any], y: Sequence[Any], name: str, color: str, hover: str, **more: Any) -> dict[str, Any]:
-    line = {"color": color, "width": 2, **more.pop("line", {})}
+def _line(
+    x: Sequence[Any], y: Sequence[Any], name: str, color: str, hover: str, dash: str = "solid", **more: Any
+) -> dict[str, Any]:
     mode = "lines+markers" if len(x) < 60 else "lines"
     hover = f"%{{x}}: {hover}<extra>{name}</extra>"
     trace = {"type": "scatter", "x": list(x), "y": list(y), "name": name, "mode": mode, "hovertemplate": hover}
-    return {**trace, "line": line, "marker": {"size": 5}, **more}
+    return {**trace, "line": {"color": color, "width": 2, "dash": dash}, "marker": {"size": 5}, **more}
+
+
+def _level(steps: Sequence[int], value: float, name: str, color: str, hover: str, **more: Any) -> dict[str, Any]:
+    """A dashed line at one height, from the first of these steps to the last."""
+    return _line([steps[0], steps[-1]], [value, value], name, color, hover, "dash", mode="lines", **more)
 
 
 def _layout(y: str, **more: Any) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}, **more}
 
 
-def _loss(outs: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> Chart:
+def _loss(outs: Sequence[dict[str, Any]], prefixes: Sequence[str]) -> Chart:
     traces = []
     for place, out in enumerate(outs):
         for name, dash in (("loss", "solid"), ("eval_loss", "dot")):
@@ -292,7 +289,7 @@ def _loss(outs: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> Chart:
             if points:
                 label = f"{prefixes[place]}{'training' if name == 'loss' else 'evaluation'}"
                 steps, values = zip(*points)
-                traces.append(_line(steps, values, label, COLORS[place], "%{y:.4g}", line={"dash": dash}))
+                traces.append(_line(steps, values, label, COLORS[place], "%{y:.4g}", dash))
     about = "As the Trainer logged it."
     return Chart("loss", "Loss", about, traces, {"xaxis": {"title": {"text": "step"}}, "yaxis": {}})
 
@@ -316,11 +313,7 @@ def _speed(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
         label = f"{prefixes[place]}all ranks"
         traces.append(_line(steps, rates, label, COLORS[place], f"%{{y:,.4g}} {what}/s"))
         middle = statistics.median(rates[1:] or rates)
-        ends = [steps[0], steps[-1]]
-        median = _line(
-            ends, [middle] * 2, f"{prefixes[place]}median", COLORS[place], "%{y:,.4g}", line={"dash": "dash"}
-        )
-        traces.append({**median, "mode": "lines", "opacity": 0.7})
+        traces.append(_level(steps, middle, f"{prefixes[place]}median", COLORS[place], "%{y:,.4g}", opacity=0.7))
     about = f"{what.capitalize()} per second of all ranks, waiting, data and evaluation included; padding counts."
     return Chart("speed", "Throughput", about, traces, _layout(f"{what}/s"))
 
@@ -337,13 +330,11 @@ def _memory(shown: Sequence[Sequence[Run]], prefixes: Sequence[str], tier: str) 
                 values = [step["peak"].get(tier, {}).get("all", 0) / size for step in steps]
                 color = COLORS[place] if len(shown) > 1 else COLORS[run.rank % len(COLORS)]
                 label = f"{prefixes[place]}rank {run.rank}"
-                more = {"opacity": 1.0 if run is ranks[0] else 0.6}
-                traces.append(_line([s["step"] for s in steps], values, label, color, f"%{{y:.4g}} {unit}", **more))
-            told = ranks[0].planned_peak(tier) / size
-            ends = [ranks[0].steps[0]["step"], ranks[0].steps[-1]["step"]]
+                numbers, opacity = [step["step"] for step in steps], 1.0 if run is ranks[0] else 0.6
+                traces.append(_line(numbers, values, label, color, f"%{{y:.4g}} {unit}", opacity=opacity))
+            told, numbers = ranks[0].planned_peak(tier) / size, [step["step"] for step in ranks[0].steps]
             color = COLORS[place] if len(shown) > 1 else "#d0342c"
-            plan = _line(ends, [told] * 2, f"{prefixes[place]}plan", color, f"%{{y:.4g}} {unit}", line={"dash": "dash"})
-            traces.append({**plan, "mode": "lines"})
+            traces.append(_level(numbers, told, f"{prefixes[place]}plan", color, f"%{{y:.4g}} {unit}"))
     about = (
         "The highest of each step, as hf_zero counts what it allocates itself: parameters, gradients, optimizer state, "
         "gathered units, buffers. Dashed: the plan's highest."
@@ -368,7 +359,7 @@ def _process(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
                     color = COLORS[place] if len(shown) > 1 else COLORS[run.rank % len(COLORS)]
                     title = f"{prefixes[place]}rank {run.rank}, {label}"
                     numbers = [step["step"] for step in steps]
-                    traces.append(_line(numbers, values, title, color, f"%{{y:.4g}} {unit}", line={"dash": dash}))
+                    traces.append(_line(numbers, values, title, color, f"%{{y:.4g}} {unit}", dash))
     about = (
         "The whole process at the end of each step, as the system counts it: Python, libraries and data too, and what "
         "allocators keep. The table below says what of it is what."
@@ -418,19 +409,13 @@ def _steps(run: Run, prefix: str, place: int) -> Chart:
         traces.append({**bar, "marker": {"color": color, "line": {"width": 0}}})
     usual = [step["seconds"] for step in run.usual]
     middle = statistics.median(usual)
-    median = _line([numbers[0], numbers[-1]], [middle] * 2, "median", COLORS[-1], "%{y:.4g} s", line={"dash": "dash"})
+    traces.append(_level(numbers, middle, "median", COLORS[-1], "%{y:.4g} s"))
     layout = _layout("seconds", barmode="stack", bargap=0.1)
     layout["yaxis"]["range"] = [0, min(1.3 * max(usual), 4 * middle)]
     about = (
         f"Rank {run.rank}. Bars that are cut off at the top (the first step, evaluations) are whole when zoomed out."
     )
-    return Chart(
-        f"steps-{place}",
-        f"{prefix}every step" if prefix else "Every step",
-        about,
-        [*traces, {**median, "mode": "lines"}],
-        layout,
-    )
+    return Chart(f"steps-{place}", f"{prefix}every step" if prefix else "Every step", about, traces, layout)
 
 
 def _unit(highest: float) -> tuple[str, int]:
@@ -440,7 +425,7 @@ def _unit(highest: float) -> tuple[str, int]:
 # Picture ------------------------------------------------------------------------------------------------------------
 
 
-_DASHES = {"dash": "--", "dot": ":"}
+_DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
 def draw(runs: Sequence[Run], path: str) -> None:
@@ -462,7 +447,7 @@ def draw(runs: Sequence[Run], path: str) -> None:
                 below = above
             else:
                 line = trace["line"]
-                style = _DASHES.get(line.get("dash", ""), "-")
+                style = _DASHES[line["dash"]]
                 axes.plot(trace["x"], trace["y"], style, label=trace["name"], color=line["color"], linewidth=1.5)
         y = chart.layout["yaxis"]
         highest = 1.05 * axes.get_ylim()[1]  # a line that never moves would lie on the frame
