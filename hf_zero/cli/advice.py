@@ -5,6 +5,7 @@ Settings are tried as plans, in the order of what they cost in time: nothing her
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -205,17 +206,14 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
     def is_enough(ranks: int) -> bool:
         return _fits(_plan(asked, zero_stage=stage, world_size=ranks).memory, asked.budgets)
 
-    short = enough = asked.options.world_size
-    if not STAGES[stage].shard:
+    short = asked.options.world_size
+    if not STAGES[stage].shard or is_enough(short):
         return None
-    while not is_enough(enough):
-        short, enough = enough, 2 * enough
-        if enough > MOST_RANKS:
-            return None
-    while enough - short > 1:
-        middle = (short + enough) // 2
-        short, enough = (short, middle) if is_enough(middle) else (middle, enough)
-    return enough if enough > asked.options.world_size else None
+    while 2 * short <= MOST_RANKS and not is_enough(2 * short):
+        short *= 2
+    if 2 * short > MOST_RANKS:
+        return None
+    return short + 1 + bisect_left(range(short + 1, 2 * short), True, key=is_enough)
 
 
 def as_typed(choice: Choice, asked: Asked) -> tuple[str, str]:

@@ -6,6 +6,7 @@ A plan is a layout, a tier for every state, and the bytes and seconds that follo
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from .outline import Batch
 from .peaks import memory_of
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
 from .work import Traffic, across_in_total, node_in_total, seconds, step_seconds, work_in_total
+
+# Units that stay ------------------------------------------------------------------------------------------------------
 
 
 def keeps(config: ZeroConfig, world_size: int) -> bool:
@@ -91,14 +94,10 @@ def room_for(inputs: PlanInputs, placements: Sequence[Placement]) -> Kept:
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `limit` that fits; memory grows with every unit."""
-    low, high = 0, limit
-    while low < high:
-        count = (low + high + 1) // 2
-        low, high = (count, high) if fits(count) else (low, count - 1)
-    return low
+    return bisect_left(range(1, limit + 1), True, key=lambda count: not fits(count))
 
 
-# Units that stay ------------------------------------------------------------------------------------------------------
+# Plans ----------------------------------------------------------------------------------------------------------------
 
 
 MORE_RANKS = (2, 4, 8, 16, 64, 256)

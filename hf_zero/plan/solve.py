@@ -14,7 +14,7 @@ the same solution for the same program.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import product
@@ -40,15 +40,15 @@ Slowest = tuple[Tier, Tier]
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
 TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
-NOMINAL = Machine(
-    device_bandwidth=1e12,
-    host_bandwidth=2e10,
-    link_down=1.2e10,
-    link_up=1.2e10,
-    disk_read=2.5e9,
-    disk_write=2.5e9,
-    collective=1e10,
-)
+NOMINAL = {
+    "device_bandwidth": 1e12,
+    "host_bandwidth": 2e10,
+    "link_down": 1.2e10,
+    "link_up": 1.2e10,
+    "disk_read": 2.5e9,
+    "disk_write": 2.5e9,
+    "collective": 1e10,
+}
 """Speeds that order the choices where none are known."""
 TIE = 1e-3
 """Weight of the sum of all parts beside the time itself: of placements that take equally long, the one that moves less."""
@@ -282,8 +282,8 @@ class _Program:
         times: dict[tuple[str, str], _Array] = {}
         compute = (PASSES, "processor" if machine.shares_memory else "compute")
         times[compute] = np.zeros(self._size)
-        nominal: dict[str, Any] = {name: rate for name, rate in asdict(NOMINAL).items() if isinstance(rate, float)}
-        speeds = replace(machine, **{name: getattr(machine, name) or rate for name, rate in nominal.items()})
+        rates: dict[str, Any] = {name: getattr(machine, name) or rate for name, rate in NOMINAL.items()}
+        speeds = replace(machine, **rates)
         examples = [members[0] for members in kinds.values()]
         for column, (kind, mode) in enumerate(self._columns):
             span, used = examples[kind]

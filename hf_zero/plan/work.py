@@ -41,9 +41,6 @@ class Channel:
     """What helps where waiting for it takes long."""
     speed: str = ""
     """The field of `Machine` with its bytes per second; empty: its time is not predicted."""
-    resource: str = ""
-    """What it occupies: channels of one resource take turns, others go on at the same time."""
-    moves_bytes: bool = True
 
 
 _UNEVEN = "ranks arrive at different times: even out their batches, look for a slow rank"
@@ -53,13 +50,11 @@ CHANNELS: Mapping[str, Channel] = {
         "more tokens per step on each rank (batch, accumulation); stage 2, where parameters are not gathered in every pass; "
         "or a faster network",
         "collective",
-        "collective",
     ),
     "reduce": Channel(
         "waiting for reduces",
         "more tokens per step on each rank (batch; accumulation at stage 1 sends once); reduce_dtype='bfloat16'; or a faster "
         "network",
-        "collective",
         "collective",
     ),
     "scalar": Channel("waiting for norms and flags", _UNEVEN),
@@ -68,34 +63,29 @@ CHANNELS: Mapping[str, Channel] = {
         "waiting for the link, to the host",
         "more tokens per step (batch), or less state on the host (a higher device_memory with offload_optimizer='auto')",
         "link_down",
-        "down",
     ),
     "up": Channel(
         "waiting for the link, to the device",
         "more tokens per step (batch), or parameters on the device (offload_params='none' or 'auto')",
         "link_up",
-        "up",
     ),
     "read": Channel(
         "waiting for disk reads",
         "parameters on the host (offload_params='cpu' or 'auto'), or a faster disk for offload_dir",
         "disk_read",
-        "read",
     ),
     "write": Channel(
         "waiting for disk writes",
         "less state on disk ('cpu' or 'auto'), or a faster disk for offload_dir",
         "disk_write",
-        "write",
     ),
     "optimizer": Channel(
         "waiting for the step over offloaded state",
         "more tokens per step (batch, accumulation); step_in_backward=True where nothing is clipped; less offloaded state "
         "(offload_optimizer='auto'); for state on disk, a faster disk for offload_dir",
-        moves_bytes=False,
     ),
-    "device": Channel("", "", "device_bandwidth", "optimizer"),
-    "host": Channel("", "", "host_bandwidth", "optimizer"),
+    "device": Channel("", "", "device_bandwidth"),
+    "host": Channel("", "", "host_bandwidth"),
 }
 """By name. The optimizer's own reads and writes in device and host memory are the last two."""
 COLLECTIVES = ("gather", "reduce", "scalar", "agree")
@@ -265,10 +255,13 @@ def speed(machine: Machine, road: str) -> float | None:
 
 
 def resource(road: str, machine: Machine) -> str:
-    """What a channel (or `compute`) occupies. On a CPU everything but the disk is the processor's work."""
+    """What a channel (or `compute`) occupies: those of one resource take turns, others go on at the same time.
+
+    On a CPU everything but the disk is the processor's work.
+    """
     if machine.shares_memory and road not in ("read", "write"):
         return "processor"
-    return CHANNELS[road].resource if road in CHANNELS else road
+    return {"gather": "collective", "reduce": "collective", "device": "optimizer", "host": "optimizer"}.get(road, road)
 
 
 def phase_of(phase: str, setup: Setup) -> str:

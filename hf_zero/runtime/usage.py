@@ -30,7 +30,6 @@ from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
 from ..plan.work import (
-    CHANNELS,
     COLLECTIVES,
     LINKS,
     ROADS,
@@ -351,7 +350,7 @@ def _road_rows(traffic: Traffic, recorder: Recorder) -> tuple[RoadRow, ...]:
     rows = []
     for road in WAITS:
         told: int | None = getattr(traffic, road, None)
-        moved = recorder.median("bytes", road) if CHANNELS[road].moves_bytes and recorder.recorded else None
+        moved = recorder.median("bytes", road) if road != "optimizer" and recorder.recorded else None
         waited = recorder.median("wait_s", road)
         if told or moved or waited:
             rows.append(RoadRow(road, told, moved, waited))
