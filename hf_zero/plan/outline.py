@@ -213,17 +213,13 @@ BUILT_IN = {shape.name: shape for shape in PUBLISHED}
 _LADDER = (
     # What a number of parameters is taken for: the nearest of these, its width and its MLP changed until the number is right.
     _gpt("Pythia 70M", 6, 512, 8, _PYTHIA, vocab=50304, positions=2048),
+    _llama("Llama 3.2 3B", 28, 3072, 24, 8192, 128256, "its config.json", kv=8, tied=True),
+    _gpt("Megatron 1T", 128, 25600, 160, _MEGATRON, vocab=51200, positions=2048),
     *(replace(BUILT_IN[name], name=label) for name, label in (
         ("gpt2", "GPT-2 small"), ("gpt2-medium", "GPT-2 medium"), ("gpt2-large", "GPT-2 large"),
-        ("tinyllama-1.1b", "TinyLlama 1.1B"),
+        ("tinyllama-1.1b", "TinyLlama 1.1B"), ("llama-7b", "LLaMA 7B"), ("llama-13b", "LLaMA 13B"),
+        ("llama-30b", "LLaMA 33B"), ("llama-2-70b", "Llama 2 70B"), ("gpt3-175b", "GPT-3"), ("llama-3-405b", "Llama 3 405B"),
     )),
-    _llama("Llama 3.2 3B", 28, 3072, 24, 8192, 128256, "its config.json", kv=8, tied=True),
-    *(replace(BUILT_IN[name], name=label) for name, label in (
-        ("llama-7b", "LLaMA 7B"), ("llama-13b", "LLaMA 13B"), ("llama-30b", "LLaMA 33B"), ("llama-2-70b", "Llama 2 70B"),
-    )),
-    _gpt("GPT-3", 96, 12288, 96, "arXiv 2005.14165, table 2.1", positions=2048),
-    _llama("Llama 3 405B", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
-    _gpt("Megatron 1T", 128, 25600, 160, _MEGATRON, vocab=51200, positions=2048),
 )  # fmt: skip
 _STEPS = (128, 64, 16)
 """Widths are multiples of the first of these with which the blocks' MLP is about as wide as published."""
