@@ -14,11 +14,10 @@ from typing import Any
 from ..config import STAGES, parse_bytes
 from ..core.precision import Precision
 from ..errors import ConfigError
-from ..plan.costs import Memory
 from ..plan.machine import MARGIN, Machine
 from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
-from ..plan.solve import PlanInputs
+from ..plan.solve import Budgets, PlanInputs
 from ..tiers.tier import Tier
 from .commands import PlanOptions, as_flags, as_plugin
 from .models import Model
@@ -61,13 +60,13 @@ class Asked:
         return Precision.of(self.options.mixed_precision, given.reduce_dtype, given.full_precision, given.wire)
 
     @cached_property
-    def budgets(self) -> dict[Tier, int | None]:
+    def budgets(self) -> Budgets:
         """Bytes of memory that were given, or that the machine has; None: no limit."""
         options, machine = self.options, self.machine
-        return {
-            Tier.DEVICE: machine.device_memory if options.device_memory is None else parse_bytes(options.device_memory),
-            Tier.HOST: machine.host_memory if options.host_memory is None else parse_bytes(options.host_memory),
-        }
+        return Budgets(
+            machine.device_memory if options.device_memory is None else parse_bytes(options.device_memory),
+            machine.host_memory if options.host_memory is None else parse_bytes(options.host_memory),
+        )
 
     def changed(self, **options: Any) -> Asked:
         return replace(self, options=replace(self.options, **options))
@@ -116,10 +115,6 @@ class Choice:
         return " + ".join(words + [f"{name} on {where}" for name, where in offloads.items() if where != "none"])
 
 
-def _fits(memory: Memory, budgets: Mapping[Tier, int | None]) -> bool:
-    return all(most is None or memory.at_most(tier) <= most for tier, most in budgets.items())
-
-
 def choices(asked: Asked) -> list[Choice]:
     """`LADDER` as plans without budgets. Where activations can be counted they are, if need be for one row."""
     if asked.options.batch is None and asked.model.architecture is not None:
@@ -135,13 +130,13 @@ def choices(asked: Asked) -> list[Choice]:
     return found
 
 
-def first_that_fits(found: Sequence[Choice], budgets: Mapping[Tier, int | None]) -> Choice | None:
-    return next((choice for choice in found if _fits(choice.made.memory, budgets)), None)
+def first_that_fits(found: Sequence[Choice], budgets: Budgets) -> Choice | None:
+    return next((choice for choice in found if not budgets.excess(choice.made.memory)), None)
 
 
 def best(asked: Asked) -> tuple[Choice, Asked] | None:
     """The first of `LADDER` that fits the budget; else with one row at a time, then in bfloat16."""
-    if asked.budgets[Tier.DEVICE] is None:
+    if asked.budgets.device is None:
         return None
     tries: list[dict[str, Any]] = [{}]
     if (asked.options.batch or 1) > 1:
@@ -160,7 +155,6 @@ def remedies(asked: Asked, stage: int) -> list[tuple[str, int, int, bool]]:
     """Single changes of what was asked for: the bytes of device memory at peak that each saves, the most first, what is needed
     then, and whether that fits. Those that save none are left out.
     """
-    budgets = asked.budgets
     try:
         now = _plan(asked, zero_stage=stage).memory.at_most(Tier.DEVICE)
     except ConfigError:  # `auto` alone
@@ -174,7 +168,7 @@ def remedies(asked: Asked, stage: int) -> list[tuple[str, int, int, bool]]:
             continue
         device = made.memory.at_most(Tier.DEVICE)
         if device < now:
-            found.append((text, now - device, device, _fits(made.memory, budgets)))
+            found.append((text, now - device, device, not asked.budgets.excess(made.memory)))
     return sorted(found, key=lambda remedy: -remedy[1])
 
 
@@ -204,7 +198,7 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
     """The least number of ranks, more than were asked for, on which it fits; None: more ranks alone do not help."""
 
     def is_enough(ranks: int) -> bool:
-        return _fits(_plan(asked, zero_stage=stage, world_size=ranks).memory, asked.budgets)
+        return not asked.budgets.excess(_plan(asked, zero_stage=stage, world_size=ranks).memory)
 
     short = asked.options.world_size
     if not STAGES[stage].shard or is_enough(short):

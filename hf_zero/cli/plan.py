@@ -296,7 +296,7 @@ def show_stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) ->
 
 def show_recommend(found: Sequence[Choice], asked: Asked) -> None:
     """The cheapest settings that fit the budget, or each size of GPU."""
-    console, limit = Console(), asked.budgets[Tier.DEVICE]
+    console, limit = Console(), asked.budgets.device
     if not found:
         return
     batch = found[0].made.inputs.batch
@@ -314,7 +314,7 @@ def show_recommend(found: Sequence[Choice], asked: Asked) -> None:
     text(console, f"What to use ({counted} per rank), by the memory of each GPU:", "bold")
     groups: dict[int, list[str]] = {}
     for name, size in GPUS.items():
-        choice = first_that_fits(found, {**asked.budgets, Tier.DEVICE: usable_bytes(size)})
+        choice = first_that_fits(found, replace(asked.budgets, device=usable_bytes(size)))
         groups.setdefault(found.index(choice) if choice else -1, []).append(name)
     for place, names in groups.items():
         if place < 0:
@@ -334,7 +334,7 @@ def _paste(console: Console, what: str, choice: Choice, asked: Asked, counted: s
 
 def show_remedies(found: Sequence[tuple[str, int, int, bool]], best: tuple[Choice, Asked] | None, asked: Asked) -> None:
     """What each change saves, the largest first; then settings that fit."""
-    console, limit = Console(), asked.budgets[Tier.DEVICE]
+    console, limit = Console(), asked.budgets.device
     if found:
         rows: list[list[str | Text]] = [
             [worded(change), short_size(saved), short_size(then), _verdict(fits)] for change, saved, then, fits in found
