@@ -26,7 +26,7 @@ from .machine import Machine
 from .outline import Batch
 from .peaks import memory_of
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
-from .work import Traffic, across_in_total, node_in_total, seconds, step_seconds, work_in_total
+from .work import Traffic, seconds, step_seconds, work_in_total
 
 # Units that stay ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ def plan(inputs: PlanInputs) -> Plan:
         inputs,
         placements,
         memory,
-        Traffic.of(work, across_in_total(inputs.layout, setup), node_in_total(inputs.layout, placements, setup)),
+        Traffic.of(work, inputs.layout, placements, setup),
         {" ".join(key): value for key, value in parts.items()},
         step_seconds(parts, inputs.machine, setup),
         _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
@@ -384,7 +384,8 @@ def _reasons(made: Plan) -> Iterator[str]:
 def _kept(made: Plan, candidates: int) -> Iterator[str]:
     """On units that stay gathered, whole or by parts, of so many that could."""
     layout = made.layout
-    without = Traffic.of(work_in_total(layout, made.placements, made.inputs.setup))
+    bare = layout, made.placements, made.inputs.setup
+    without = Traffic.of(work_in_total(*bare), *bare)
     saved = size_text(without.gather + without.up - made.traffic.gather - made.traffic.up)
     nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
     yield (

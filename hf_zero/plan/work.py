@@ -211,11 +211,6 @@ def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup)
     return total
 
 
-def across_in_total(layout: Layout, setup: Setup) -> float:
-    """Bytes of a step to other replicas, see `across_bytes`."""
-    return sum(across_bytes(span, setup) for span in layout.spans)
-
-
 def node_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
     """Bytes of a step within a node, of units that backward brings in from what their gathers have left in each."""
     numel_of = (
@@ -243,9 +238,11 @@ class Traffic:
     """Of `gather`, what goes from rank to rank of a node: for backward, where units are kept by parts."""
 
     @staticmethod
-    def of(work: Work, across: float = 0, node: int = 0) -> Traffic:
+    def of(work: Work, layout: Layout, placements: Sequence[Placement], setup: Setup) -> Traffic:
+        """`work`: of all spans, see `work_in_total`."""
         moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS}
-        return Traffic(**moved, across=round(across), node=node)
+        across = sum(across_bytes(span, setup) for span in layout.spans)
+        return Traffic(**moved, across=round(across), node=node_in_total(layout, placements, setup))
 
 
 def speed(machine: Machine, road: str) -> float | None:

@@ -29,16 +29,7 @@ from ..plan.machine import here
 from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from ..plan.work import (
-    COLLECTIVES,
-    LINKS,
-    ROADS,
-    WAITS,
-    Traffic,
-    across_in_total,
-    node_in_total,
-    work_in_total,
-)
+from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, Traffic, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
@@ -281,10 +272,8 @@ def predicted(engine: Measurable, backward_per_step: int = 1) -> tuple[Memory, T
         backward.parted,
         plan.inputs.setup.node_ranks,
     )
-    work = work_in_total(plan.layout, plan.placements, setup)
-    node = node_in_total(plan.layout, plan.placements, setup)
-    traffic = Traffic.of(work, across_in_total(plan.layout, setup), node)
-    return memory_of(plan.layout, plan.placements, setup), traffic
+    given = plan.layout, plan.placements, setup
+    return memory_of(*given), Traffic.of(work_in_total(*given), *given)
 
 
 # Report -------------------------------------------------------------------------------------------------------------
