@@ -6,6 +6,7 @@ facts of its own; the last start is reported.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import time
@@ -186,6 +187,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     waits = {road: run.median("wait_s", road) for road in WAITS}
     median, between = run.median("seconds"), run.median("between_s")
     slowest = sorted(run.steps, key=lambda step: step["seconds"], reverse=True)[:SLOWEST]
+    process = {name: max(step["process"].get(name, 0) for step in run.steps) for name in run.steps[-1]["process"]}
     out |= {
         "first_step": run.steps[0]["step"],
         "last_step": run.steps[-1]["step"],
@@ -193,8 +195,8 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "facts": facts,
         "memory": list(_memory_rows(run)),
         "limits": {name: given for name in ("device_memory", "host_memory") if (given := facts["config"].get(name))},
-        "process": {name: max(step["process"].get(name, 0) for step in run.steps) for name in run.steps[-1]["process"]},
-        "outside": list(_outside(run)),
+        "process": process,
+        "outside": list(_outside(run, process)),
         "traffic": list(_traffic_rows(run)),
         "time": {
             "step_s": median,
@@ -249,14 +251,13 @@ def median_parts(run: Run) -> dict[str, float]:
     return {name: statistics.median(part[name] for part in parts) for name in parts[0]}
 
 
-def _outside(run: Run) -> Iterator[dict[str, Any]]:
-    """What the system and torch's allocator say the memory is, and what of it is what.
+def _outside(run: Run, highest: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """What the system and torch's allocator say the memory is at its highest, and what of it is what.
 
     The engine counts what it allocates. The rest of a process is Python and libraries, which were there before the first
     step, and what training allocates beside the engine: activations, gradients in the making, what an allocator keeps.
     """
     start, on_cpu = run.facts.get("start"), run.facts["machine"]["device"] == "cpu"
-    highest = {name: max(step["process"].get(name, 0) for step in run.steps) for name in run.steps[-1]["process"]}
     if start and highest.get("rss peak"):
         tiers = ("device", "host") if on_cpu else ("host",)
         counted = max(sum(step["peak"].get(tier, {}).get("all", 0) for tier in tiers) for step in run.steps)
@@ -317,8 +318,7 @@ def _verdict(out: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield _said("time", waits <= WAITED * time_["step_s"], ", ".join(texts))
     losses = [log["loss"] for log in out["losses"] if "loss" in log]
     if losses:
-        fine = losses[-1] == losses[-1] and abs(losses[-1]) != float("inf")
-        yield _said("loss", None if fine else False, f"{losses[0]:.4g} → {losses[-1]:.4g}")
+        yield _said("loss", None if math.isfinite(losses[-1]) else False, f"{losses[0]:.4g} → {losses[-1]:.4g}")
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
