@@ -8,49 +8,52 @@ from . import (  # noqa: F401  (`huggingface` registers what knows transformers;
     errors,
     huggingface,
 )
-from .version import __version__
+from .version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from .checkpoint.export import card_for, export
-    from .checkpoint.folder import verify
-    from .checkpoint.series import latest_checkpoint, prune_checkpoints
-    from .config import ZeroConfig
-    from .errors import (
-        CheckpointError,
-        ConfigError,
-        LayoutError,
-        NumericsError,
-        OutOfMemoryError,
-        RankMismatchError,
-        StallError,
-        StateError,
-        TierError,
-        UnsupportedOptimizerError,
-        ZeroError,
-    )
-    from .huggingface.callback import ZeroCallback
-    from .huggingface.plugin import ZeroAccelerator, ZeroPlugin
-    from .huggingface.trainer import ZeroTrainer, zero_trainer_cls
-    from .huggingface.training_arguments import ZeroTrainingArguments
-    from .params.access import (
-        full_gradient,
-        full_optimizer_state,
-        full_parameter,
-        local_gradient,
-        local_optimizer_state,
-        local_parameter,
-        set_full_gradient,
-        set_full_optimizer_state,
-        set_full_parameter,
-        set_local_gradient,
-        set_local_optimizer_state,
-        set_local_parameter,
-    )
-    from .params.gathered import GatheredParameters, unsharded
-    from .params.init import Init
-    from .plan.report import Report
-    from .runtime.engine import Engine, engine_of, on_preemption
-    from .runtime.shard import shard
+if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
+    from .checkpoint.export import card_for as card_for
+    from .checkpoint.export import export as export
+    from .checkpoint.folder import verify as verify
+    from .checkpoint.series import latest_checkpoint as latest_checkpoint
+    from .checkpoint.series import prune_checkpoints as prune_checkpoints
+    from .config import ZeroConfig as ZeroConfig
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import LayoutError as LayoutError
+    from .errors import NumericsError as NumericsError
+    from .errors import OutOfMemoryError as OutOfMemoryError
+    from .errors import RankMismatchError as RankMismatchError
+    from .errors import StallError as StallError
+    from .errors import StateError as StateError
+    from .errors import TierError as TierError
+    from .errors import UnsupportedOptimizerError as UnsupportedOptimizerError
+    from .errors import ZeroError as ZeroError
+    from .huggingface.callback import ZeroCallback as ZeroCallback
+    from .huggingface.plugin import ZeroAccelerator as ZeroAccelerator
+    from .huggingface.plugin import ZeroPlugin as ZeroPlugin
+    from .huggingface.trainer import ZeroTrainer as ZeroTrainer
+    from .huggingface.trainer import zero_trainer_cls as zero_trainer_cls
+    from .huggingface.training_arguments import ZeroTrainingArguments as ZeroTrainingArguments
+    from .params.access import full_gradient as full_gradient
+    from .params.access import full_optimizer_state as full_optimizer_state
+    from .params.access import full_parameter as full_parameter
+    from .params.access import local_gradient as local_gradient
+    from .params.access import local_optimizer_state as local_optimizer_state
+    from .params.access import local_parameter as local_parameter
+    from .params.access import set_full_gradient as set_full_gradient
+    from .params.access import set_full_optimizer_state as set_full_optimizer_state
+    from .params.access import set_full_parameter as set_full_parameter
+    from .params.access import set_local_gradient as set_local_gradient
+    from .params.access import set_local_optimizer_state as set_local_optimizer_state
+    from .params.access import set_local_parameter as set_local_parameter
+    from .params.gathered import GatheredParameters as GatheredParameters
+    from .params.gathered import unsharded as unsharded
+    from .params.init import Init as Init
+    from .plan.report import Report as Report
+    from .runtime.engine import Engine as Engine
+    from .runtime.engine import engine_of as engine_of
+    from .runtime.engine import on_preemption as on_preemption
+    from .runtime.shard import shard as shard
 
 # Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
 _NAMES = {
@@ -97,52 +100,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "Engine",
-    "GatheredParameters",
-    "Init",
-    "LayoutError",
-    "NumericsError",
-    "OutOfMemoryError",
-    "RankMismatchError",
-    "Report",
-    "StallError",
-    "StateError",
-    "TierError",
-    "UnsupportedOptimizerError",
-    "ZeroAccelerator",
-    "ZeroCallback",
-    "ZeroConfig",
-    "ZeroError",
-    "ZeroPlugin",
-    "ZeroTrainer",
-    "ZeroTrainingArguments",
-    "__version__",
-    "card_for",
-    "engine_of",
-    "export",
-    "full_gradient",
-    "full_optimizer_state",
-    "full_parameter",
-    "latest_checkpoint",
-    "local_gradient",
-    "local_optimizer_state",
-    "local_parameter",
-    "on_preemption",
-    "prune_checkpoints",
-    "set_full_gradient",
-    "set_full_optimizer_state",
-    "set_full_parameter",
-    "set_local_gradient",
-    "set_local_optimizer_state",
-    "set_local_parameter",
-    "shard",
-    "unsharded",
-    "verify",
-    "zero_trainer_cls",
-]
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
