@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ..config import DTYPES, parse_bytes
+from ..core.layout import itemsize
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
@@ -32,7 +33,7 @@ from .files import inside, open_plain, read_json
 from .folder import recover, replacing, sync_tree, verify
 from .hub import Hub, card_for, split_keys
 from .manifest import MANIFEST, Manifest
-from .safetensors import Stored, build_header, itemsize, read_fully, write_fully
+from .safetensors import Stored, build_header, read_fully, write_fully
 from .weights import WeightSet, find_weights, index_text
 
 MARKER = ".hf_zero_export.json"

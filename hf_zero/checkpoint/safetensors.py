@@ -20,6 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..core.layout import itemsize
 from ..errors import CheckpointError
 from .files import open_plain, parse_json
 
@@ -28,27 +29,13 @@ MAX_HEADER_BYTES = 100_000_000
 _ALIGN_BYTES = 8
 
 _NAMES = {
-    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
-    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "U16": ("uint16", 2),
-    "U32": ("uint32", 4), "U64": ("uint64", 8), "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1), "F8_E8M0": ("float8_e8m0fnu", 1), "C64": ("complex64", 8),
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
+    "U32": "uint32", "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-_CODES = {name: code for code, (name, _) in _NAMES.items()}
-# The reference writer puts wide types first, by its own order of types, then names.
-_ORDER = [
-    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16", "I32",
-    "U32", "F32", "C64", "F64", "I64", "U64",
-]  # fmt: skip
-_RANK = {code: place for place, code in enumerate(_ORDER)}
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes per element of a torch dtype given by its bare name.
-
-    Raises:
-        CheckpointError: a type that safetensors does not have.
-    """
-    return _NAMES[_code(dtype)][1]
+"""Types in files -> those of torch, in the reference writer's own order: it puts the last of them first."""
+_CODES = {name: code for code, name in _NAMES.items()}
+_RANK = {code: place for place, code in enumerate(_NAMES)}
 
 
 def _code(dtype: str) -> str:
@@ -142,7 +129,7 @@ def _header(path: Path, table: dict[str, Any], base: int, file_bytes: int) -> He
     """Of a table that is known to be sound, whose offsets count from byte `base`."""
     metadata = table.get("__metadata__") or {}
     tensors = {
-        key: Stored(path, _NAMES[entry["dtype"]][0], tuple(entry["shape"]), base + begin, base + end)
+        key: Stored(path, _NAMES[entry["dtype"]], tuple(entry["shape"]), base + begin, base + end)
         for key, entry in table.items()
         if key != "__metadata__"
         for begin, end in [entry["data_offsets"]]

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import parse_bytes
-from ..core.layout import Extent
+from ..core.layout import Extent, itemsize
 from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from . import FORMATS
 from .files import inside, read_json
 from .hub import split_keys
 from .manifest import Manifest, check_name, check_segments
-from .safetensors import Header, Stored, itemsize, read_header
+from .safetensors import Header, Stored, read_header
 
 
 @dataclass(frozen=True, slots=True)

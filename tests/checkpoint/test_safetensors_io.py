@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from hf_zero.checkpoint.safetensors import (
     MAX_HEADER_BYTES,
     build_header,
-    itemsize,
     read_fully,
     read_header,
     write_fully,
 )
+from hf_zero.core.layout import itemsize
 from hf_zero.errors import CheckpointError
 from tests.kit.injection import fails, instead
 
@@ -72,9 +72,9 @@ def test_every_type_at_once(tmp_path):
 
 
 def test_types_that_files_do_not_have_are_refused():
-    for call in (lambda: itemsize("complex128"), lambda: build_header([("w", "quint8", (2,))])):
+    for dtype in ("complex128", "quint8"):
         with pytest.raises(CheckpointError, match="no type for torch"):
-            call()
+            build_header([("w", dtype, (2,))])
     with pytest.raises(CheckpointError, match="two tensors are called 'w'"):
         build_header([("w", "float32", (2,)), ("w", "float32", (3,))])
 
