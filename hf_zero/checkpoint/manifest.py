@@ -86,15 +86,15 @@ class Manifest:
         return _canonical(body)
 
     @staticmethod
-    def read(folder: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES) -> Manifest:
-        """The manifest of `folder`, its own digest checked; no other file is opened. A larger one than that is refused.
+    def read(folder: str | os.PathLike[str]) -> Manifest:
+        """The manifest of `folder`, its own digest checked; no other file is opened.
 
         Raises:
             CheckpointError: missing, altered, or not one that this version knows.
         """
         path = inside(folder, MANIFEST)
         try:
-            text = read_bounded(path, most_bytes)
+            text = read_bounded(path, MAX_JSON_BYTES)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing: {folder} is no complete checkpoint (a save that did not finish leaves none)"

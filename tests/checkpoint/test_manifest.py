@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.checkpoint.files import MAX_JSON_BYTES
 from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, digest_file, digest_of, share
 from hf_zero.errors import CheckpointError
@@ -172,8 +173,9 @@ def test_hostile_manifests_end_in_an_error_that_names_the_file(case, tmp_path):
 
 def test_a_manifest_too_large_is_not_read(tmp_path):
     make(tmp_path)
-    with pytest.raises(CheckpointError, match="more than the 100"):
-        Manifest.read(tmp_path, most_bytes=100)
+    os.truncate(tmp_path / MANIFEST, MAX_JSON_BYTES + 1)
+    with pytest.raises(CheckpointError, match=f"more than the {MAX_JSON_BYTES}"):
+        Manifest.read(tmp_path)
 
 
 def test_an_unreadable_file_is_named(tmp_path):
