@@ -34,6 +34,7 @@ from .folder import recover, replacing, sync_tree, verify
 from .hub import Hub, card_for, split_keys
 from .manifest import MANIFEST, Manifest
 from .safetensors import Stored, build_header, read_fully, write_fully
+from .series import is_ours
 from .weights import WeightSet, find_weights, index_text
 
 MARKER = ".hf_zero_export.json"
@@ -174,7 +175,7 @@ def _examine(folder: Path, dtype: str | None, limit: int, note: Progress) -> _Jo
         raise CheckpointError(f"{folder} is no folder: expected a checkpoint")
     recover(folder)
     manifest = None
-    if (folder / MANIFEST).exists() or (folder / "optimizer" / "optimizer.json").exists():
+    if is_ours(folder):
         manifest = verified(folder, note)
     else:
         warnings.warn(
@@ -358,34 +359,31 @@ def _write_weights(folder: Path, output: _Output, target: Path, done: Callable[[
         CheckpointError: a file cannot be read or written (disk full).
         ConfigError: a value is too large for the type.
     """
+    opened: dict[Path, int] = {}
     try:
         if output.copied is not None:
             shutil.copyfile(folder / output.copied, target)
             done(output.payload_bytes)
             return
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
-    opened: dict[Path, int] = {}
-    try:
         entries = [(key, source.dtype, source.stored.shape) for key, source in output.sources.items()]
         text, header = build_header(entries, output.metadata, target)
-        write_fully(fd, memoryview(text), 0, target)
         buffer = memoryview(bytearray(CHUNK_BYTES))
-        for key, place in header.tensors.items():
-            source = output.sources[key]
-            path = source.stored.file
-            if path not in opened:
-                opened[path] = open_plain(path)
-            at = place.start
-            for data in _chunks(opened[path], key, source, buffer):
-                write_fully(fd, data, at, target)
-                at += len(data)
-                done(len(data))
+        with open(target, "xb", buffering=0) as file:
+            write_fully(file.fileno(), memoryview(text), 0, target)
+            for key, place in header.tensors.items():
+                source = output.sources[key]
+                path = source.stored.file
+                if path not in opened:
+                    opened[path] = open_plain(path)
+                at = place.start
+                for data in _chunks(opened[path], key, source, buffer):
+                    write_fully(file.fileno(), data, at, target)
+                    at += len(data)
+                    done(len(data))
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
-        for descriptor in (fd, *opened.values()):
+        for descriptor in opened.values():
             os.close(descriptor)
 
 
