@@ -143,15 +143,7 @@ def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **f
 
 
 def _content(folder: Path, model_id: str, facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metadata of a card and the variables of its template.
-
-    Args:
-        facts: fields of `RunFacts` that win over those found.
-
-    Raises:
-        ConfigError: a fact that there is no place for.
-        CheckpointError: a file of the folder is malformed.
-    """
+    """The metadata of a card and the variables of its template; see `card_for`."""
     unknown = set(facts) - {entry.name for entry in fields(RunFacts)}
     if unknown:
         raise ConfigError(f"a card has no place for {sorted(unknown)}; expected fields of RunFacts or model_id")
