@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -57,15 +58,11 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self._contents: dict[int, _Content] = {}
         self._tape: list[_Operation] = []
-        self._paused = False
 
     def stand_in(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new source."""
-        self._paused = True
-        try:
+        with no_dispatch():  # on the tape, it would be empty once more when that is played
             tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        finally:
-            self._paused = False
         self.source(name, tensor)
         return tensor
 
@@ -116,8 +113,6 @@ class Trace(TorchDispatchMode):
         if func is _aten._to_copy.default and args[0].is_meta:
             kwargs = {**kwargs, "device": torch.device("meta")}  # `.cpu()`: stand-ins stay where they are
         out = func(*args, **kwargs)
-        if self._paused:
-            return out
         inputs = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor) and item.is_meta]
         results = [item for item in tree_leaves(out) if isinstance(item, Tensor) and item.is_meta]
         if not inputs and not results:
