@@ -75,12 +75,13 @@ class _Recorded(GroupWire):
     """A wire of one of the two kinds; the methods that move a step's bytes are told to `listener`."""
 
     listener: Listener
+    traffic: _Told
     stride = 1
     """Ranks of this wire are so many apart."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
-        self.traffic: Traffic = _Told()
+        self.traffic = _Told()
 
     def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
         part = super().among(groups)
@@ -91,8 +92,8 @@ class _Recorded(GroupWire):
         return part
 
     def _begin(self) -> list[tuple[str, int]]:
-        self.traffic.last = []  # type: ignore[attr-defined]
-        return self.traffic.last  # type: ignore[attr-defined]
+        self.traffic.last = []
+        return self.traffic.last
 
     def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1, is_all_reduce: bool = False) -> Callable[[], None]:
         """What is returned tells that the results are needed."""
