@@ -150,7 +150,8 @@ class GroupWire(SoloWire):
             raise error
         raise explained from error
 
-    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+    def carry(self, values: Tensor | None, landing: Tensor, source: int, tag: int = 0) -> None:
+        tag = tag * _TAGS + _COLLECT_TAG
         if source == 0 or self.rank not in (0, source):
             if self.rank == source and values is not None:
                 landing.copy_(values)
@@ -158,10 +159,10 @@ class GroupWire(SoloWire):
         if self.rank == source:
             if values is not None and values.numel():
                 self.traffic.moved("other", values.numel() * values.element_size())
-                self._message(self.group.send, values.to(self.device), 0, _COLLECT_TAG)
+                self._message(self.group.send, values.to(self.device), 0, tag)
         elif landing.numel():
-            arrived = landing.to(self.device)
-            self._message(self.group.recv, arrived, source, _COLLECT_TAG)
+            arrived = landing if landing.device == self.device else torch.empty_like(landing, device=self.device)
+            self._message(self.group.recv, arrived, source, tag)
             if arrived is not landing:
                 landing.copy_(arrived)
 
@@ -209,23 +210,11 @@ class GroupWire(SoloWire):
         if numel == 0 and not cuts:
             return
         cuts = cuts or range(0, numel * (self.size + 1), numel)
-        if self.rank != 0:
-            if numel == 0:
-                return
-            self.traffic.moved("other", numel * own.element_size())
-            self._message(self.group.send, own, 0, tag * _TAGS + _COLLECT_TAG)
-            return
-        if full is None:
+        if self.rank == 0 and full is None:
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
-        full[:numel].copy_(own)
-        for peer in range(1, self.size):  # whoever has nothing sends nothing: both sides go by the same `cuts`
-            part = full[cuts[peer] : cuts[peer + 1]]
-            if not part.numel():
-                continue
-            landing = part if part.device == own.device else torch.empty_like(part, device=own.device)
-            self._message(self.group.recv, landing, peer, tag * _TAGS + _COLLECT_TAG)
-            if landing is not part:
-                part.copy_(landing)
+        for rank in range(self.size):  # whoever has nothing sends nothing: both sides go by the same `cuts`
+            landing = own if full is None else full[cuts[rank] : cuts[rank + 1]]
+            self.carry(own if rank == self.rank else None, landing, rank, tag)
 
 
 class PairWire(GroupWire):
