@@ -194,8 +194,9 @@ class GroupWire(SoloWire):
         if faults and self.rank == 0:
             warnings.warn(
                 f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
-                stacklevel=4,  # who called zero.shard
+                stacklevel=3,  # who called zero.shard
             )
+        self.take_number()
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
@@ -233,10 +234,6 @@ class PairWire(GroupWire):
         self._asked: Wait | None = None
         """Of the last `start_maximum`, until its answer is there. A receive that is let go of would block its connection."""
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def start(self, stall_s: float) -> None:
-        super().start(stall_s)
-        self.take_number()
 
     def take_number(self) -> None:
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
