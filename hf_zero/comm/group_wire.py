@@ -58,18 +58,15 @@ class GroupWire(SoloWire):
         self.group: dist.ProcessGroup = group or home
         self.rank, self.size = self.group.rank(), self.group.size()
         self.gather_kind, self.reduce_kind = "gather", "reduce"
-        self.watch = Watch(self.interrupt())
+        self.watch = Watch(partial(_interrupt, ref(self.group), device, (self.rank + 1) % self.size))
         self.watcher = _watcher(home)
         self.watcher.join(self.watch, lane)
-
-    def interrupt(self) -> Callable[[], None]:
-        """What breaks every wait over this wire's group, in whichever thread."""
-        return partial(_interrupt, ref(self.group), self.device, (self.rank + 1) % self.size)
 
     def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
         """Of the ranks that stand with this one in one of `groups`, for the same engine: counters and watch are these.
 
-        A collective. Groups that were opened before are used again: an engine's messages have its number.
+        What breaks a wait among all breaks one among some. A collective. Groups that were opened before are used again: an
+        engine's messages have its number.
         """
         known, key = self.watcher.groups, str(groups)
         if key not in known:
@@ -77,6 +74,7 @@ class GroupWire(SoloWire):
                 self.barrier()  # torch's own waiting for a new group is not watched
                 known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
         part = type(self)(self.device, known[key])
+        self.watch.interrupts += part.watch.interrupts
         part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
         part.take_number()  # after the watch: the group may be another engine's too, and the number tells messages apart
         return part

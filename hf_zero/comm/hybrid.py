@@ -24,7 +24,6 @@ from ..errors import StateError
 from .codec import Codec, fits
 from .group_wire import GroupWire
 from .inflight import Count, Inflight
-from .watch import Watch
 from .wire import Cuts, SoloWire
 
 
@@ -66,11 +65,9 @@ class HybridWire(SoloWire):
     def open_groups(self) -> None:
         ranks = range(self.size)
         if self.shards > 1:
-            within = self.shard_group = self.world.among([ranks[at : at + self.shards] for at in ranks[:: self.shards]])
-            also_interrupt(self.watch, within)
+            self.shard_group = self.world.among([ranks[at : at + self.shards] for at in ranks[:: self.shards]])
         across = self._replicate_group = self.world.among([ranks[at :: self.shards] for at in ranks[: self.shards]])
         across.gather_kind = across.reduce_kind = "across"
-        also_interrupt(self.watch, across)
         mine = ", ".join(map(str, ranks[self.replica * self.shards :][: self.shards]))
         peers = ", ".join(map(str, ranks[self.rank % self.shards :: self.shards]))
         here = f" within replica {self.replica} (ranks {mine})"
@@ -142,17 +139,6 @@ class HybridWire(SoloWire):
             self.shard_group.collect(own, full, tag, cuts)
 
 
-def also_interrupt(watch: Watch, part: GroupWire) -> None:
-    """Waits among some of the ranks are broken with those among all."""
-    every, some = watch.interrupt, part.interrupt()
-
-    def interrupt() -> None:
-        every()
-        some()
-
-    watch.interrupt = interrupt
-
-
 # Nodes ----------------------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +161,6 @@ def open_node(wire: SoloWire, names: Sequence[str]) -> None:
     within = world.among([ranks[at : at + count] for at in ranks[::count]])
     within.gather_kind = "node"
     wire.traffic.kinds.setdefault("node", Count())
-    also_interrupt(wire.watch, within)
     first = wire.rank - wire.rank % count
     wire.watch.among["node"] = f" within the node (ranks {', '.join(map(str, ranks[first : first + count]))})"
     wire.node = within

@@ -73,7 +73,7 @@ class Watch:
         verdict: why this rank cannot go on. Every wait that begins or breaks afterwards raises it.
     """
 
-    def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *interrupts: Callable[[], None]) -> None:
         self.at: Waiting | None = None
         self.done = 0
         self.last = 0.0
@@ -84,8 +84,8 @@ class Watch:
         self.engine = 0
         self.verdict: str | None = None
         self.purposes: list[str] = []
-        self.interrupt = interrupt
-        """Breaks every wait of the wire; called in another thread."""
+        self.interrupts = [*interrupts]
+        """Together they break every wait of the wire; called in another thread."""
         self.lane: _Lane | None = None
 
     @contextmanager
@@ -314,7 +314,8 @@ class _Lane:
         if waiting:  # others read the verdict before this rank's connections break
             self._watcher.stop.wait(2 * self._watcher.tick_s)
         for watch in waiting:
-            watch.interrupt()
+            for interrupt in watch.interrupts:
+                interrupt()
 
     def _note_progress(self, work: Work) -> None:
         watches = self._open()
