@@ -1,4 +1,4 @@
-"""Wire formats narrower than the values they stand for: blocks of elements with one scale each; gathers and reduces in them.
+"""Wire formats narrower than the values they stand for: blocks of elements with one scale each.
 
 A block of 256 elements travels as 256 codes and one float32 scale, its largest magnitude over the largest code:
 
@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.layout import Span
 from ..core.precision import dtype_of
-from .inflight import Inflight
 
 BLOCK_NUMEL = 256
 _PIECE_NUMEL = 4096 * BLOCK_NUMEL
@@ -156,16 +154,7 @@ CODECS = {
 """By the name of the format."""
 
 
-# On any wire --------------------------------------------------------------------------------------------------------
-
-
-class Swapping(Protocol):
-    """What is used of a wire."""
-
-    size: int
-
-    def gather(self, full: Tensor, own: Tensor, tag: int) -> Inflight: ...
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight: ...
+# In messages ----------------------------------------------------------------------------------------------------------
 
 
 def fits(codec: Codec | None, numel: int, dtype: torch.dtype) -> bool:
@@ -180,42 +169,3 @@ def gather_codec(span: Span) -> Codec | None:
     if span.shards == 1 or span.cuts or not fits(codec, span.slice_numel, dtype_of(span.spec.compute_dtype)):
         return None
     return codec
-
-
-def reduce_coded(wire: Swapping, codec: Codec, source: Tensor, out: Tensor, tag: int) -> Inflight:
-    """As `SoloWire.reduce`; `source` may be written again at once.
-
-    Every rank is sent its slice of the codes, all to all, and sums what is decoded in float32, in rank order: one rounding per
-    rank and element on the way, none in the sum. Who keeps a slice uses the decoded values of its own, as the others do.
-    "ZeRO++", section 3.3: the same exchange, where a ring would round at every hop.
-    """
-    numel, nbytes = out.numel(), codec.nbytes(out.numel())
-    sent = torch.empty(wire.size * nbytes, dtype=torch.uint8, device=source.device)
-    for rank, part in enumerate(sent.split(nbytes)):
-        codec.encode(source[rank * numel : (rank + 1) * numel], part, numel)
-    landing = torch.empty_like(sent)
-    move = wire.swap(sent, landing, tag)
-
-    def finish() -> None:
-        move.close()
-        for rank, part in enumerate(landing.split(nbytes)):
-            codec.decode(part, out, add=rank > 0)
-        out.mul_(1.0 / wire.size)
-
-    return Inflight((), (), finish)
-
-
-def gather_coded(wire: Swapping, codec: Codec, full: Tensor, own: Tensor, tag: int) -> Inflight:
-    """As `SoloWire.gather`, but that this rank's place in `full` holds the decoded values, too; `own` may be in it."""
-    numel, nbytes = own.numel(), codec.nbytes(own.numel())
-    sent = torch.empty(nbytes, dtype=torch.uint8, device=own.device)
-    codec.encode(own, sent, numel)
-    landing = torch.empty(wire.size * nbytes, dtype=torch.uint8, device=own.device)
-    move = wire.gather(landing, sent, tag)
-
-    def finish() -> None:
-        move.close()
-        for rank, part in enumerate(landing.split(nbytes)):
-            codec.decode(part, full[rank * numel : (rank + 1) * numel])
-
-    return Inflight((), (), finish)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from .codec import Codec, fits, gather_coded, reduce_coded
+from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight
 from .watch import Watch, Watcher
@@ -87,7 +87,40 @@ class GroupWire(SoloWire):
         raise NotImplementedError
 
     def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
-        return gather_coded(self, codec, full, own, tag)
+        numel, nbytes = own.numel(), codec.nbytes(own.numel())
+        sent = torch.empty(nbytes, dtype=torch.uint8, device=own.device)
+        codec.encode(own, sent, numel)
+        landing = torch.empty(self.size * nbytes, dtype=torch.uint8, device=own.device)
+        move = self.gather(landing, sent, tag)
+
+        def finish() -> None:
+            move.close()
+            for rank, part in enumerate(landing.split(nbytes)):
+                codec.decode(part, full[rank * numel : (rank + 1) * numel])
+
+        return Inflight((), (), finish)
+
+    def reduce_coded(self, source: Tensor, out: Tensor, codec: Codec, tag: int) -> Inflight:
+        """As `reduce`, in a narrower format; `source` may be written again at once.
+
+        Every rank is sent its slice of the codes, all to all, and sums what is decoded in float32, in rank order: one rounding
+        per rank and element on the way, none in the sum. Who keeps a slice uses the decoded values of its own, as the others
+        do. "ZeRO++" (arXiv 2306.10209), section 3.3: the same exchange, where a ring would round at every hop.
+        """
+        numel, nbytes = out.numel(), codec.nbytes(out.numel())
+        sent = torch.empty(self.size * nbytes, dtype=torch.uint8, device=source.device)
+        for rank, part in enumerate(sent.split(nbytes)):
+            codec.encode(source[rank * numel : (rank + 1) * numel], part, numel)
+        landing = torch.empty_like(sent)
+        move = self.swap(sent, landing, tag)
+
+        def finish() -> None:
+            move.close()
+            for rank, part in enumerate(landing.split(nbytes)):
+                codec.decode(part, out, add=rank > 0)
+            out.mul_(1.0 / self.size)
+
+        return Inflight((), (), finish)
 
     def take_number(self) -> None:
         """The engine has its number: what tells its messages apart follows."""
@@ -321,7 +354,7 @@ class PairWire(GroupWire):
         if numel == 0 and not cuts:
             return DONE
         if self.codec is not None and not cuts and fits(self.codec, numel, source.dtype):
-            return reduce_coded(self, self.codec, source, out, tag)
+            return self.reduce_coded(source, out, self.codec, tag)
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         mine = source[cuts[self.rank] : cuts[self.rank + 1]]
         self.traffic.moved(self.reduce_kind, source.element_size() * (source.numel() - mine.numel()))
@@ -408,7 +441,7 @@ class CollectiveWire(GroupWire):
         if out.numel() == 0 and not cuts:
             return DONE
         if self.codec is not None and not cuts and fits(self.codec, out.numel(), source.dtype):
-            return reduce_coded(self, self.codec, source, out, tag)
+            return self.reduce_coded(source, out, self.codec, tag)
         sent = (source.numel() - out.numel()) * source.element_size() if cuts else _others(source, self.size)
         self.traffic.moved(self.reduce_kind, sent)
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
