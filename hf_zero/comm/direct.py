@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from .inflight import Inflight
-from .wire import Cuts, SoloWire, Wait, average_in_order
+from .watch import Wait
+from .wire import Cuts, SoloWire, average_in_order
 
 PIECE_BYTES = 1 << 20
 """Of each peer's gradients, what is read at a time: it is added up while it is in the cache."""

@@ -26,8 +26,8 @@ from ..errors import RankMismatchError
 from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight
-from .watch import Watch, Watcher
-from .wire import Cuts, SoloWire, Wait, average_in_order, land
+from .watch import Wait, Watch, Watcher
+from .wire import Cuts, SoloWire, average_in_order, land
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import StallError
+from .inflight import Counters
 from .places import SAME_STEPS, Place, Work, explain, is_debugged, last_error, torch_wait, user_code
 
 STALL_S = 30.0
@@ -50,12 +51,40 @@ _WORDS = {
 _LOST = "That rank's process has ended, or raised an error before this one: its own output, further up or in its log, says why"
 
 
-class Waiting(Protocol):
-    """A wait under way."""
+class Wait:
+    """A blocking call whose waiting is counted, and seen by the watch."""
 
-    kind: str
-    tag: int
-    started: float
+    __slots__ = ("_call", "_count", "_watch", "kind", "started", "tag")
+
+    def __init__(self, call: Callable[[], object], counters: Counters, watch: Watch, kind: str, tag: int) -> None:
+        self._call = call
+        self._count = counters.kinds[kind]
+        self._watch = watch
+        self.kind = kind
+        self.tag = tag
+        self.started = 0.0
+
+    def wait(self) -> None:
+        """Raises:
+        StallError: this rank waits for one that will not come, or has ended.
+        """
+        watch = self._watch
+        if watch.verdict is not None:
+            raise watch.error()
+        before = watch.at  # a call may wait for another; one thread at a time, or an ended wait would be put back here
+        watch.last = self.started = time.perf_counter()
+        watch.at = self
+        try:
+            self._call()
+        except RuntimeError as error:
+            explained = watch.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            watch.at = before
+            watch.done += 1
+            self._count.wait_s += time.perf_counter() - self.started  # no lock: two threads at once lose a timing
 
 
 class Watch:
@@ -74,7 +103,7 @@ class Watch:
     """
 
     def __init__(self, *interrupts: Callable[[], None]) -> None:
-        self.at: Waiting | None = None
+        self.at: Wait | None = None
         self.done = 0
         self.last = 0.0
         self.step = 0

@@ -6,7 +6,6 @@ Bytes are counted as sent by this rank in the payload, (N-1)/N of a buffer for a
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,42 +31,6 @@ class Traffic(Counters):
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Without the times."""
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
-
-
-class Wait:
-    """A blocking call whose waiting is counted, and seen by the watch."""
-
-    __slots__ = ("_call", "_count", "_watch", "kind", "started", "tag")
-
-    def __init__(self, call: Callable[[], object], counters: Counters, watch: Watch, kind: str, tag: int) -> None:
-        self._call = call
-        self._count = counters.kinds[kind]
-        self._watch = watch
-        self.kind = kind
-        self.tag = tag
-        self.started = 0.0
-
-    def wait(self) -> None:
-        """Raises:
-        StallError: this rank waits for one that will not come, or has ended.
-        """
-        watch = self._watch
-        if watch.verdict is not None:
-            raise watch.error()
-        before = watch.at  # a call may wait for another; one thread at a time, or an ended wait would be put back here
-        watch.last = self.started = time.perf_counter()
-        watch.at = self
-        try:
-            self._call()
-        except RuntimeError as error:
-            explained = watch.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            watch.at = before
-            watch.done += 1
-            self._count.wait_s += time.perf_counter() - self.started  # no lock: two threads at once lose a timing
 
 
 class SoloWire:
