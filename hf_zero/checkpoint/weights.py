@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -136,21 +136,17 @@ class StateDictFormat:
 
     def __init__(self, model: nn.Module) -> None:
         self.stems = {"model": ""}
-        self._names = names_of(model)
-        self._shapes = {key: tuple(param.shape) for key, param in model.named_parameters(remove_duplicate=False)}
-        buffers = persistent_buffers(model)
-        self._buffers = {key: tuple(buffer.shape) for key, buffer in buffers.items()}
-        first: dict[int, str] = {}
-        self._first_of = {key: first.setdefault(id(buffer), key) for key, buffer in buffers.items()}
+        self._model = model
 
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
         entries, values, done = [], {}, set()
+        names = names_of(self._model)
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"state_dict() has a {type(value).__name__} under {key!r}: only tensors can be saved"
                 )
-            first = self._names.get(key)
+            first = names.get(key)
             if first in done:
                 continue
             runs: tuple[Extent[str], ...] = ()
@@ -168,25 +164,42 @@ class StateDictFormat:
         return Drawing(tuple(files), values)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
-        pieces: dict[str, tuple[Extent[str], ...]] = {}
-        buffers: dict[str, str] = {}
-        mismatched, unexpected = [], []
-        for key, found in stored.items():
-            shape = self._shapes.get(key, self._buffers.get(key))
-            if shape is None:
-                unexpected.append(key)
-            elif shape != found.shape:
-                mismatched.append((key, found.shape, shape))
-            elif key in self._buffers:
-                buffers[key] = key
-            else:
-                pieces[self._names[key]] = (Extent(key, 0, 0, math.prod(shape)),)
-        wrong = {self._names.get(key, self._first_of.get(key, key)) for key, _, _ in mismatched}
-        # What has several names is there if one of them is.
-        wanted = dict.fromkeys([*self._names.values(), *self._first_of.values()])
-        there = {*pieces, *wrong, *(self._first_of[name] for name in buffers)}
-        missing = tuple(name for name in wanted if name not in there)
-        return Located(pieces, buffers, missing=missing, unexpected=tuple(unexpected), mismatched=tuple(mismatched))
+        names = (*names_of(self._model), *persistent_buffers(self._model))
+        return locate_by_name(self._model, dict(zip(names, names)), stored)
+
+
+def locate_by_name(
+    model: nn.Module, known: Mapping[str, str], stored: Mapping[str, Stored], optional: Collection[str] = ()
+) -> Located:
+    """Of files each of whose tensors is a parameter or buffer as it is.
+
+    Args:
+        known: key -> any name of the parameter or buffer.
+        optional: keys that may be missing.
+    """
+    names, buffers = names_of(model), persistent_buffers(model)
+    first: dict[int, str] = {}
+    first_of = {**names, **{name: first.setdefault(id(buffer), name) for name, buffer in buffers.items()}}
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    pieces: dict[str, tuple[Extent[str], ...]] = {}
+    found_buffers: dict[str, str] = {}
+    mismatched, unexpected = [], []
+    for key, found in stored.items():
+        name = known.get(key)
+        if name is None:
+            unexpected.append(key)
+        elif shapes[name] != found.shape:
+            mismatched.append((key, found.shape, shapes[name]))
+        elif name in buffers:
+            found_buffers[name] = key
+        else:
+            pieces[names[name]] = (Extent(key, 0, 0, math.prod(found.shape)),)
+    # What has several names is there if one of them is.
+    wanted = dict.fromkeys(first_of[name] for key, name in known.items() if key not in optional)
+    there = {first_of[name] for key, name in known.items() if key in stored}
+    missing = tuple(name for name in wanted if name not in there)
+    return Located(pieces, found_buffers, missing=missing, unexpected=tuple(unexpected), mismatched=tuple(mismatched))
 
 
 def names_of(model: nn.Module) -> dict[str, str]:

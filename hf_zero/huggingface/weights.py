@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ..checkpoint.safetensors import Stored
-from ..checkpoint.weights import Drawing, Located, names_of, persistent_buffers
+from ..checkpoint.weights import Drawing, Located, locate_by_name, names_of, persistent_buffers
 from ..core.layout import Extent
 from ..errors import CheckpointError
 from .stock import Attributes, recording, replaced, serving, stand_in_state
@@ -115,36 +115,14 @@ class AdapterFormat:
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
-        names, buffers = names_of(self._model), persistent_buffers(self._model)
-        pieces: dict[str, Sequence[Extent[str]]] = {}
-        found_buffers: dict[str, str] = {}
-        missing: list[str] = []
-        mismatched = []
-        known: set[str] = set()
+        known: dict[str, str] = {}
+        optional: set[str] = set()
         for adapter in self._adapters():
             prefix = self._prefix(adapter)
-            wanted = self._keys(adapter, embeddings=False)
-            for key, name in {**self._keys(adapter, embeddings=True), **wanted}.items():
-                found = stored.get(prefix + key)
-                known.add(prefix + key)
-                if found is None:
-                    missing += [names.get(name, name)] if key in wanted else []
-                    continue
-                shape = tuple(self._model.get_parameter(name).shape if name in names else buffers[name].shape)
-                if shape != found.shape:
-                    mismatched.append((prefix + key, found.shape, shape))
-                elif name in names:
-                    numel = torch.Size(shape).numel()
-                    pieces[names[name]] = (Extent(prefix + key, 0, 0, numel),)
-                else:
-                    found_buffers[name] = prefix + key
-        return Located(
-            pieces,
-            found_buffers,
-            missing=tuple(name for name in missing if name not in pieces),
-            unexpected=tuple(key for key in stored if key not in known),
-            mismatched=tuple(mismatched),
-        )
+            wanted, every = (self._keys(adapter, embeddings=also) for also in (False, True))
+            known |= {prefix + key: name for key, name in (every | wanted).items()}
+            optional |= {prefix + key for key in every.keys() - wanted.keys()}
+        return locate_by_name(self._model, known, stored, optional)
 
     def _adapters(self) -> list[str]:
         return list(self._model.peft_config)
