@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
-from ..checkpoint.ranges import Range, Reader
+from ..checkpoint.ranges import Held, Reader, ranges_of
 from ..checkpoint.safetensors import Stored, read_header
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
@@ -159,7 +159,6 @@ class _Filling:
         self._wire, self._model, self._stored = wire, model, stored
         self._device_map = device_map or {"": "cpu"}
         self._stamps = stamps
-        self._stand_ins: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
         self._origins: dict[str, OnDisk] = {}
         self.reader = Reader(Path(), None)
@@ -167,38 +166,41 @@ class _Filling:
 
     def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
         """Without communication. Names in `wrong` are left as they are: their shapes do not fit."""
-        wanted: list[Range] = []
+        wanted: list[Held] = []
+        places: dict[str, list[Extent[Stored]]] = {}
         computed: dict[str, Tensor] = {}
         for name, result in planned.results.items():
             if name in wrong:
                 continue
             pieces = planned.trace.pieces(result)
-            origin = self._origin(name, result, pieces)
             if pieces is None:
                 computed[name] = result
-            elif origin is not None:
-                self._stand_ins[name], self._origins[name] = result, origin
+                continue
+            places[name] = [Extent(self._stored[p.source], p.source_start, p.start, p.numel) for p in pieces]
+            origin = self._origin(name, result, places[name])
+            if origin is not None:
+                self._origins[name] = origin
             else:
-                wanted += self._ranges(name, result, pieces)
-        self.reader.read(wanted)
+                wanted.append(self._room(name, result))
+        self.reader.read(ranges_of(wanted, places))
         for conversion in planned.trace.conversions(computed):
             values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
             for name, value in conversion.convert(values).items():
-                own, low, high = self._room(name, computed[name])
-                own.copy_(value.reshape(-1)[low:high])
+                _, room = self._room(name, computed[name])
+                room.source.copy_(value.reshape(-1)[room.here])
         self.reader.close()
         for name in (*self._own, *self._origins):
-            self._plant(name)
+            self._plant(name, planned.results[name])
 
-    def _origin(self, name: str, stand_in: Tensor, pieces: Sequence[Extent[str]] | None) -> OnDisk | None:
+    def _origin(self, name: str, stand_in: Tensor, places: Sequence[Extent[Stored]]) -> OnDisk | None:
         """A parameter's elements in the files; None where they must be read now."""
-        if self._stamps is None or not pieces or not self._is_parameter(name):
+        if self._stamps is None or not places or not self._is_parameter(name):
             return None
-        if any(dtype_of(self._stored[item.source].dtype) != stand_in.dtype for item in pieces):
+        if any(dtype_of(item.source.dtype) != stand_in.dtype for item in places):
             return None
         size, parts = stand_in.element_size(), []
-        for item in pieces:
-            stored = self._stored[item.source]
+        for item in places:
+            stored = item.source
             offset, stamp = stored.start + item.source_start * size, self._stamps[stored.file]
             source = FileSource(stored.file, offset, stand_in.dtype, item.numel, self._meter, stamp)
             parts.append((item.start, OnDisk(source)))
@@ -209,29 +211,19 @@ class _Filling:
     def _device_of(self, name: str) -> torch.device:
         return torch.device(get_device(self._device_map, name, valid_torch_device=True))
 
-    def _room(self, name: str, stand_in: Tensor) -> tuple[Tensor, int, int]:
+    def _room(self, name: str, stand_in: Tensor) -> Held:
         """1-D memory for what this rank holds of a parameter or buffer, and which elements these are."""
-        self._stand_ins[name] = stand_in
         numel = stand_in.numel()
         low, high = slice_bounds(numel, self._wire.rank, self._wire.size) if self._is_parameter(name) else (0, numel)
         own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
-        return own, low, high
-
-    def _ranges(self, name: str, stand_in: Tensor, pieces: Sequence[Extent[str]]) -> list[Range]:
-        own, low, high = self._room(name, stand_in)
-        out = []
-        for item in pieces:
-            part = item.cut(low, high)
-            if part is not None:
-                out.append(Range(self._stored[part.source], part.source_start, own[part.moved(-low).here]))
-        return out
+        return name, Extent(own, 0, low, high - low)
 
     def _is_parameter(self, name: str) -> bool:
         path, _, last = name.rpartition(".")
         return last in self._model.get_submodule(path)._parameters
 
-    def _plant(self, name: str) -> None:
-        stand_in, origin = self._stand_ins[name], self._origins.get(name)
+    def _plant(self, name: str, stand_in: Tensor) -> None:
+        origin = self._origins.get(name)
         path, _, last = name.rpartition(".")
         module = self._model.get_submodule(path)
         if last == EXTRA_STATE:
