@@ -109,14 +109,19 @@ class Saving:
 
     # What is to be written ------------------------------------------------------------------------------------------
 
-    def weights(self, parameters: Parameters, draw: Callable[[], Drawing]) -> None:
-        """Parameters and buffers. `draw` is called on rank 0 and may write further files into `folder`."""
+    def weights(self, parameters: Parameters, draw: Callable[[], Drawing], folder: str = "") -> None:
+        """Parameters and buffers. `draw` is called on rank 0 and may write further files beside the weights.
+
+        Args:
+            folder: inside the checkpoint, of a further model.
+        """
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
             if self._wire.rank == 0:
                 # No graph: between a forward and its backward a look at a weight would bring it in, on this rank alone.
                 with naming(self.folder), torch.no_grad():
+                    (self.folder / folder).mkdir(exist_ok=True)
                     drawing = draw()
-                placed = [item for file in drawing.files for item in self._create(file)]
+                placed = [item for file in drawing.files for item in self._create(file, folder)]
                 for entry, stored in placed:
                     if not entry.runs and entry.key in drawing.values:
                         value = drawing.values[entry.key].detach().contiguous()
@@ -160,16 +165,16 @@ class Saving:
         for state, places in answers[0][0].items():
             self._ranges += ranges_of(held[state], places)
 
-    def _create(self, file: WeightFile) -> list[tuple[Entry, Stored]]:
+    def _create(self, file: WeightFile, folder: str = "") -> list[tuple[Entry, Stored]]:
         """Rank 0: the file with its header, at its final size. Returns where its tensors lie."""
-        path = self.folder / file.name
+        path = self.folder / folder / file.name
         head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, path)
         self._promised_bytes += header.file_bytes  # the files are sparse: what they will take is still counted as free
         stat = os.statvfs(self.folder)
         if self._promised_bytes > stat.f_bavail * stat.f_frsize:
             raise CheckpointError(
-                f"{self.target}: the files up to {file.name} need {self._promised_bytes} bytes, the disk has "
-                f"{stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
+                f"{self.target}: the files up to {path.relative_to(self.folder)} need {self._promised_bytes} bytes, the disk "
+                f"has {stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
             )
         with naming(path), open(path, "wb") as out:
             out.write(head)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,11 @@ from ..checkpoint.folder import recover
 from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.series import CheckpointSeries, is_ours
-from ..checkpoint.weights import Drawing, StateDictFormat, format_of
+from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
 from ..errors import CheckpointError, ConfigError
+from ..runtime.checkpoints import put_weights
 from ..runtime.engine import Engine, engine_of
-from ..runtime.values.pieces import ParameterPieces
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
@@ -95,16 +94,11 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         self._zero_refuse_each_node()
         self._zero_wait_for_save()
         parent: Any = super()
-        form = format_of(model)
-        is_adapter = "model" not in form.stems
+        is_adapter = "model" not in format_of(model).stems
         with open_saving(engine, save_directory) as saving:
             stock = partial(parent.save_model, model, saving.folder, max_shard_size, safe_serialization)
             if is_adapter and safe_serialization:
-
-                def draw() -> Drawing:
-                    return form.draw(engine.outline(), saving.folder, max_shard_size)
-
-                saving.weights(ParameterPieces(engine.units), draw)
+                put_weights(saving, engine.sharded, engine.outline, max_shard_size)
             else:
                 with on_all_ranks(engine.wire, f"saving to {saving.target}"):
                     if engine.rank == 0 and not is_adapter:
@@ -210,24 +204,15 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         model = self._models[index]
         engine = engine_of(model)
         inside = f"model_{index}" if index else ""
-        place = saving.folder / inside if inside else saving.folder
         if engine is None:  # frozen, and whole on every rank
             with on_all_ranks(first.wire, f"saving to {saving.target}"):
                 if first.rank == 0:
+                    place = saving.folder / inside
                     place.mkdir(exist_ok=True)
                     save_plain(dict(model.state_dict()), place / "model.safetensors", safe_serialization=True)
             return
         engine.quiesce()
-        form = format_of(model)
-
-        def draw() -> Drawing:
-            place.mkdir(exist_ok=True)
-            drawing = form.draw(engine.outline(), place, MAX_SHARD_SIZE)
-            if not inside:
-                return drawing
-            return replace(drawing, files=tuple(replace(file, name=f"{inside}/{file.name}") for file in drawing.files))
-
-        saving.weights(ParameterPieces(engine.units), draw)
+        put_weights(saving, engine.sharded, engine.outline, MAX_SHARD_SIZE, inside)
 
     def _zero_after(self, engine: Engine, series: CheckpointSeries | None, target: Path) -> None:
         with on_all_ranks(engine.wire, f"after saving {target}"):

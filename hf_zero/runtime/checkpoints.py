@@ -66,11 +66,13 @@ def save(
 
 
 def put_weights(
-    saving: Saving, sharded: Sharded, outline: Callable[[], dict[str, Any]], max_shard_size: int | str
+    saving: Saving, sharded: Sharded, outline: Callable[[], dict[str, Any]], max_shard_size: int | str, folder: str = ""
 ) -> None:
-    """The model, under the names it has at rest."""
+    """The model, under the names it has at rest, in a folder inside the checkpoint or in the checkpoint itself."""
     form = format_of(sharded.model)
-    saving.weights(ParameterPieces(sharded.units), lambda: form.draw(outline(), saving.folder, max_shard_size))
+    saving.weights(
+        ParameterPieces(sharded.units), lambda: form.draw(outline(), saving.folder / folder, max_shard_size), folder
+    )
 
 
 def load(
