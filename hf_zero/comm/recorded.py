@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import StateError
 from .group_wire import CollectiveWire, GroupWire, PairWire
-from .inflight import Inflight
+from .inflight import Inflight, together
 from .wire import Cuts, SoloWire, Traffic
 
 
@@ -44,31 +44,6 @@ class _Told(Traffic):
     def moved(self, kind: str, bytes_: int) -> None:
         super().moved(kind, bytes_)
         self.last.append((kind, bytes_))
-
-
-class _Heard(Inflight):
-    """A transfer whose waiting is told, once."""
-
-    __slots__ = ("_inner", "_tell")
-
-    def __init__(self, inner: Inflight, tell: Callable[[], None]) -> None:
-        super().__init__()
-        self._inner = inner
-        self._tell: Callable[[], None] | None = tell
-
-    @property
-    def ready(self) -> bool:
-        return self._inner.ready
-
-    def wait(self) -> None:
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell()
-        self._inner.wait()
-
-    def close(self) -> None:
-        self.wait()
-        self._inner.close()
 
 
 class _Recorded(GroupWire):
@@ -112,7 +87,15 @@ class _Recorded(GroupWire):
     def _heard(self, begin: Callable[..., Inflight], tag: int, *given: Any, is_all_reduce: bool = False) -> Inflight:
         moved = self._begin()
         inner = begin(*given)
-        return _Heard(inner, self._tell(moved, tag, is_all_reduce)) if moved else inner
+        if not moved:
+            return inner
+        told = self._tell(moved, tag, is_all_reduce)
+
+        def finish() -> None:
+            told()
+            inner.wait()
+
+        return Inflight((), (together([inner]),), finish, lambda: inner.ready)
 
     def _answered(self, ask: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         moved = self._begin()
