@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -74,11 +75,21 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 FRESH = "\nfrom accelerate.state import AcceleratorState\nAcceleratorState._reset_state(True)\n"
-"""Between two loops in one process: accelerate's settings are the process's."""
+"""After a loop: accelerate's settings are the process's."""
+
+NAMES = f"""
+import hf_zero as zero
+dir(zero)
+for name in zero.__all__:
+    if not name.lower().startswith("zero") or name in ("ZeroConfig", "ZeroError"):
+        getattr(zero, name)
+zero.verify({str(ROOT / "tests/kit/golden/adamw_bf16/whole")!r})
+"""
+"""What is exported without accelerate or transformers; the Hub's client is needed only once something goes to the Hub."""
 
 # A process in which these cannot be found, as in an environment without the extras. `tokenizers` is transformers' own need.
 WITHOUT_EXTRAS = """
-import importlib, runpy, sys
+import importlib, json, os, runpy, sys
 from importlib.machinery import PathFinder
 
 EXTRAS = ("datasets", "evaluate", "matplotlib")
@@ -95,7 +106,18 @@ for name in EXTRAS:
     except ModuleNotFoundError:
         continue
     sys.exit(name + " is still found")
+
+import torch, accelerate, transformers.trainer
+
+for name, code in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        for stream, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{sys.argv[2]}/{name}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
+        exec(code)
+        sys.exit()
+    print(name, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+"""Runs programs by name, each in a fork: to import torch and transformers is what takes the time."""
 WITHOUT_EXTRAS_WORKS = """
 import hf_zero as zero, hf_zero.cli.main, tempfile, torch
 from accelerate import Accelerator
@@ -125,21 +147,11 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def without_extras(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS + code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}", "HF_HUB_OFFLINE": "1"},
-    )
-
-
 def loaded(*codes: str) -> list[set[str]]:
     """The heavy modules that are there after each of these, run one after the other in one process."""
     tail = f"\nimport sys\nprint('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])\n"
     ended = subprocess.run(
-        [sys.executable, "-c", "import torch\n" + FRESH.join(code + tail for code in codes)],
+        [sys.executable, "-c", "import torch\n" + "".join(code + tail for code in codes)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -149,57 +161,65 @@ def loaded(*codes: str) -> list[set[str]]:
     return [set(line.split()[1:]) for line in ended.stdout.splitlines() if line.startswith("LOADED")]
 
 
-def test_import_alone() -> None:
-    assert loaded("import hf_zero") == [set()]
+def test_imports_and_names_of_the_engine() -> None:
+    assert loaded("import hf_zero", "import hf_zero.cli.main", NAMES) == [set()] * 3
 
 
-def test_names_of_the_engine_and_a_check() -> None:
-    """What is exported without accelerate or transformers needs the Hub's client only once something goes to the Hub."""
-    code = f"""
-import hf_zero as zero
-dir(zero)
-for name in zero.__all__:
-    if not name.lower().startswith("zero") or name in ("ZeroConfig", "ZeroError"):
-        getattr(zero, name)
-zero.verify({str(ROOT / "tests/kit/golden/adamw_bf16/whole")!r})
-"""
-    assert loaded(code) == [set()]
+def test_loops() -> None:
+    """Prepared, trained, saved and loaded, each beside the same without hf_zero; `transformers` brings what its models need."""
+    codes = [LOOP.format(ours=ours, hub=hub) for hub in (False, True) for ours in (False, True)]
+    codes += [TRAINER.format(ours=ours) for ours in (False, True)]
+    found = loaded(*(code + FRESH for code in codes))
+    assert found[1::2] == found[::2]
+    assert not found[3] & {"datasets", "pandas", "peft", "evaluate", "matplotlib", "sklearn"}
 
 
-def test_command_line() -> None:
-    assert loaded("import hf_zero.cli.main") == [set()]
+PROGRAMS = {
+    "works": WITHOUT_EXTRAS_WORKS,
+    "plot": f"""
+from hf_zero.cli.main import main
+sys.exit(main(["plan", "--parameters", "1B", "--sweep", "--plot", {os.devnull!r}]))
+""",
+    **{
+        name: f"runpy.run_path({str(ROOT / 'scripts' / name) + '.py'!r}, run_name='__main__')"
+        for name in ("finetune", "finetune_no_trainer")
+    },
+}
 
 
-@pytest.mark.parametrize("hub", [False, True])
-def test_plain_accelerate_loop(hub: bool) -> None:
-    """Prepared, trained, saved and loaded; `transformers` itself brings what its models need."""
-    without, found = loaded(*(LOOP.format(ours=ours, hub=hub) for ours in (False, True)))
-    assert found == without
-    assert not found & {"datasets", "pandas", "peft", "evaluate", "matplotlib", "sklearn"}
-
-
-def test_stock_trainer() -> None:
-    without, found = loaded(*(TRAINER.format(ours=ours) for ours in (False, True)))
-    assert found == without
-
-
-def test_works_without_the_extras() -> None:
-    ended = without_extras(WITHOUT_EXTRAS_WORKS)
+@pytest.fixture(scope="module")
+def without_extras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit status, output and errors of each program."""
+    folder = tmp_path_factory.mktemp("without_extras")
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(PROGRAMS), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}", "HF_HUB_OFFLINE": "1"},
+    )
     assert ended.returncode == 0, ended.stderr
-    assert re.search(r"LOOP.*TRAINER.*1,040 parameters", ended.stdout, re.S), ended.stdout
+    return {
+        name: (int(status), *((folder / f"{name}.{kind}").read_text() for kind in ("out", "err")))
+        for name, status in map(str.split, ended.stdout.splitlines())
+    }
 
 
-def test_a_plot_says_which_extra_is_missing() -> None:
-    code = "from hf_zero.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    ended = without_extras(code, "plan", "--parameters", "1B", "--sweep", "--plot", os.devnull)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr == "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"
+def test_works_without_the_extras(without_extras: dict[str, tuple[int, str, str]]) -> None:
+    status, output, errors = without_extras["works"]
+    assert status == 0, errors
+    assert re.search(r"LOOP.*TRAINER.*1,040 parameters", output, re.S), output
 
 
-@pytest.mark.parametrize("name", ["finetune", "finetune_no_trainer"])
-def test_a_script_says_which_extra_is_missing(name: str) -> None:
-    ended = without_extras(f"runpy.run_path({str(ROOT / 'scripts' / name) + '.py'!r}, run_name='__main__')")
-    assert ended.returncode == 1
-    assert ended.stdout == ""
-    assert ended.stderr == "error: datasets is not installed: pip install 'hf-zero[examples]'\n"
+@pytest.mark.parametrize(
+    ("name", "status", "error"),
+    [
+        ("plot", 2, "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"),
+        ("finetune", 1, "error: datasets is not installed: pip install 'hf-zero[examples]'\n"),
+        ("finetune_no_trainer", 1, "error: datasets is not installed: pip install 'hf-zero[examples]'\n"),
+    ],
+)
+def test_a_program_says_which_extra_is_missing(
+    without_extras: dict[str, tuple[int, str, str]], name: str, status: int, error: str
+) -> None:
+    assert without_extras[name] == (status, "", error)
