@@ -113,9 +113,18 @@ IMPORTABLE = {"hf_zero", *(f"hf_zero.{name.removesuffix('.__init__')}" for name 
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Not while pytest collects: every process of it would parse all sources."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
 def trees() -> dict[str, ast.Module]:
-    """By module. Not while pytest collects: every process of it would parse all sources."""
-    return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
+    """By module."""
+    return {name: parsed(path) for name, path in SOURCES.items()}
+
+
+def parsed_in(*folders: str) -> dict[Path, ast.Module]:
+    return {path: parsed(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
 def imports(module: str, tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
@@ -253,8 +262,7 @@ def test_used_only_here(name: str) -> None:
 def test_what_is_imported_of_this_package_is_there(folder: str) -> None:
     """Imports inside functions, too. mypy takes a module that is gone for one that is not installed."""
     gone = []
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    for path, tree in parsed_in(folder).items():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("hf_zero.")
         for name, node in imports(module, tree):
             relative = isinstance(node, ast.ImportFrom) and node.level > 0
@@ -321,7 +329,6 @@ def test_nothing_is_dead() -> None:
 
     Names are compared, not what they stand for: what is dead under the name of something alive is not found.
     """
-    paths = [path for folder in ("hf_zero", "scripts", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
     used: set[str] = {*hf_zero.__all__, "_at_exit"}  # that one is called by atexit
     read: set[str] = {"_tensor", "__array_interface__"}  # numpy
     read |= {
@@ -331,9 +338,9 @@ def test_nothing_is_dead() -> None:
         "should_evaluate",
         "_n_gpu",
     }  # threading, weakref, transformers
-    for path in paths:
+    for path, tree in parsed_in("hf_zero", "scripts", "benchmarks", "tests").items():
         tests = ROOT / "tests" in path.parents
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read.add(node.attr)
                 used |= set() if tests else {node.attr}
@@ -354,7 +361,6 @@ def test_nothing_is_dead() -> None:
     assert not found, f"nobody uses {', '.join(found)}: remove it"
 
 
-TESTS = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))}
 SYSTEM_ONLY = ROOT / "tests" / "kit" / "injection.py"
 """Answers in place of the system's calls: a full disk, a `kill -9` between two of them."""
 OF_OTHERS = {"_load_from_checkpoint", "_dataloaders"}
@@ -389,7 +395,7 @@ def test_tests_reach_for_no_private_name() -> None:
     ours -= {*dir(nn.Module()), *OF_OTHERS}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno} {name}"
-        for path, tree in TESTS.items()
+        for path, tree in parsed_in("tests").items()
         for node in ast.walk(tree)
         for name in (
             [node.attr] * (not is_ones_own(node))
@@ -409,7 +415,7 @@ def test_tests_patch_nothing() -> None:
     What a test wants otherwise it gives: as an argument, in the environment, or as `Roads`.
     """
     found = []
-    for path, tree in TESTS.items():
+    for path, tree in parsed_in("tests").items():
         if path == SYSTEM_ONLY:
             continue
         imported = {
