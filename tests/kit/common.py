@@ -1,13 +1,14 @@
 """Tiny models, batches, and the reference every engine run is compared with.
 
 The reference is one process that plays all ranks of plain data parallel: each rank's gradients are computed on the whole
-model, summed in rank order and divided by N. `average_first` says whether micro-batches are averaged before they are
-added up (stages 2 and 3, which reduce in each backward) or after (stages 0 and 1, as DDP under `no_sync`).
+model, summed in rank order and divided by N. Micro-batches are averaged before they are added up (stages 2 and 3, which
+reduce in each backward) or after (stages 0 and 1, as DDP under `no_sync`, and `no_sync(defer=True)`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -240,8 +241,18 @@ def train_engine(
     return result, engine
 
 
-def train_reference(world: int, case: Case, average_first: bool) -> Result:
-    """All ranks of plain data parallel in one process; `losses` are rank 0's."""
+def train_reference(world: int, case: Case) -> Result:
+    """All ranks of plain data parallel in one process; `losses` are rank 0's. Made once for all tiers, wires and stages."""
+    plain = Case(
+        case.model, 0, case.dtype, case.accumulation, case.clip, case.steps, case.groups, replicas=case.replicas
+    )
+    average_first = case.stage >= 2 and not case.defer
+    # Of one rank or one micro-batch either order is the same.
+    return _train_reference(world, plain, average_first and world > 1 and case.accumulation > 1)
+
+
+@functools.cache
+def _train_reference(world: int, case: Case, average_first: bool) -> Result:
     model = MODELS[case.model]()
     optimizer = optimizer_for(model, case.groups)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")

@@ -44,8 +44,7 @@ def compare(rank: int, world: int, cases: list[Case], folder: str) -> list[str]:
         engine.detach()
         if rank != 0:
             continue
-        average_first = case.stage >= 2 and case.accumulation > 1
-        reference = train_reference(world, case, average_first)
+        reference = train_reference(world, case)
         largest, rms = differences(ours, reference)
         # Clipping multiplies by a coefficient that two right norms may round differently. Where a replica is one rank the
         # backend's all-reduce sums, of more than two in an order of its own.
@@ -247,7 +246,7 @@ def deferred(rank: int, world: int, mode: Mode) -> list[str]:
     faults = watch.finish()
     engine.detach()
     if rank == 0:
-        largest, _ = differences(ours, train_reference(world, case, average_first=True))
+        largest, _ = differences(ours, train_reference(world, case))
         faults += [f"off by {largest}"] if largest else []
     return faults
 
