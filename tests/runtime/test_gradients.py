@@ -94,9 +94,15 @@ class Pair:
         return out
 
 
+def places(stage: int) -> list[tuple[str, dict[str, Any]]]:
+    """Precisions and tiers: both in memory; of the two tiers below, where gradients rest alike, one each, by the stage."""
+    below = zip(("no", "bf16") if stage % 2 else ("bf16", "no"), TIERS[1:] if stage else [])
+    return [("no", TIERS[0]), ("bf16", TIERS[0]), *below]
+
+
 def everywhere(rank: int, world: int, folder: Path, stage: int, play: Callable[[Pair], None]) -> None:
-    """In every precision and tier, in one call."""
-    for dtype, tier in itertools.product(("no", "bf16"), TIERS if stage else TIERS[:1]):
+    """In the precisions and tiers of a stage, in one call."""
+    for dtype, tier in places(stage):
         pair = Pair(rank, world, dtype, folder, stage=stage, **tier)
         try:
             play(pair)
