@@ -318,10 +318,15 @@ def runs(rank: int, world: int, place: str, folder: str, optimizer: str, names: 
     return wrong
 
 
+HALVES = {"host": 0, "host, parameters too": 1, "disk": 0, "disk, parameters too": 1}
+"""Every failure at every stage, in memory; and in every tier, in one of its two places."""
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_fails_has_not_been_or_is_made_to_its_end(two, tmp_path, place):
     names = [case.__name__ for case in (*DROPPED, *MADE)]
-    assert two.run(runs, place, str(tmp_path), "AdamW", names) == [[], []]
+    chosen = names[HALVES[place] :: 2] if place in HALVES else names
+    assert two.run(runs, place, str(tmp_path), "AdamW", chosen) == [[], []]
 
 
 @pytest.mark.parametrize("place", ["stage 0", "stage 2", "stage 3", "host"])
