@@ -61,6 +61,12 @@ def pairwise(
     return chosen
 
 
+def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What a run ends with: weights, and the optimizer's state in the order of its keys."""
+    state = optimizer.state_dict()["state"]
+    return [*model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
+
+
 def equal(ours: list[Any], theirs: list[Any]) -> bool:
     return len(ours) == len(theirs) and all(same(a, b) for a, b in zip(ours, theirs))
 
@@ -112,5 +118,4 @@ class Run:
         self.engine.load(folder, objects={"scheduler": self.scheduler}, **options)
 
     def values(self) -> list[Any]:
-        state = self.optimizer.state_dict()["state"]
-        return [*self.model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
+        return values(self.model, self.optimizer)

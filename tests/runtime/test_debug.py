@@ -22,6 +22,7 @@ from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
 from hf_zero.runtime.transports import Roads
 from tests.kit.common import Case, EachParameter, train_engine
+from tests.kit.offloading import same
 
 pytestmark = pytest.mark.gloo
 STAGES = (0, 1, 2, 3)
@@ -371,14 +372,6 @@ def both_ways(rank: int, world: int, case: Case) -> list[str]:
         out += [f"{key} of {index}" for key, value in entries.items() if not same(value, looked_at.state[index][key])]
     figures = (plain.losses, plain.norms, plain.scale) == (looked_at.losses, looked_at.norms, looked_at.scale)
     return out if figures else [*out, "losses"]
-
-
-def same(one: Any, other: Any) -> bool:
-    return (
-        one.shape == other.shape and (one.is_meta or torch.equal(one, other))
-        if isinstance(one, Tensor)
-        else one == other
-    )
 
 
 @pytest.mark.parametrize("name", CASES)

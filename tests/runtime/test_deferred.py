@@ -20,7 +20,7 @@ from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Meter, Tier
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
-from tests.kit.offloading import SMALL, equal, pairwise, same, unequal
+from tests.kit.offloading import SMALL, equal, pairwise, same, unequal, values
 
 pytestmark = pytest.mark.gloo
 
@@ -449,8 +449,7 @@ def used(rank: int, world: int, folder: str, tiers: tuple[str, str], in_backward
                 engine.offload_states()
                 engine.reload_states()
         engine.load(f"{folder}/saved{watched}")
-        state = optimizer.state_dict()["state"]
-        results.append([*out, *model.state_dict().values(), *(state[i][key] for i in state for key in state[i])])
+        results.append([*out, *values(model, optimizer)])
         engine.detach()
         wrong += watch.finish()
     return wrong if equal(*results) else [*wrong, "results differ"]

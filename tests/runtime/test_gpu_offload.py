@@ -15,7 +15,7 @@ from hf_zero.core.layout import itemsize
 from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.host import Link
 from tests.kit.common import MODELS, Case, batch, optimizer_for
-from tests.kit.offloading import SMALL, pairwise, same
+from tests.kit.offloading import SMALL, pairwise, same, values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -66,8 +66,7 @@ def train(case: Case, folder: str, roads: Roads | None = None) -> list[Any]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    state = optimizer.state_dict()["state"]
-    out += [*model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
+    out += values(model, optimizer)
     out = [value.cpu() if isinstance(value, torch.Tensor) else value for value in out]
     engine.detach()
     return out

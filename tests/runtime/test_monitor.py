@@ -20,7 +20,7 @@ from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Tier
 from tests.kit.common import batch, gpt2, loss_of, optimizer_for
 from tests.kit.injection import instead
-from tests.kit.offloading import SMALL_ROADS, equal
+from tests.kit.offloading import SMALL_ROADS, equal, values
 
 pytestmark = pytest.mark.gloo
 PLENTY = 1 << 40
@@ -53,11 +53,6 @@ def step(model: Any, optimizer: torch.optim.Optimizer, engine: zero.Engine, numb
     optimizer.zero_grad()
     engine.finish_step()
     return loss.item()
-
-
-def values(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-    state = optimizer.state_dict()["state"]
-    return [*model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
 
 
 def reference(rank: int, dtype: str, stage: int) -> tuple[list[float], list[Any]]:

@@ -16,7 +16,7 @@ import torch
 import hf_zero as zero
 from hf_zero.tiers.tier import SIZES, Tier, padded
 from tests.kit.common import MODELS, Case, Result, batch, loss_of, optimizer_for, train_engine
-from tests.kit.offloading import SMALL, pairwise, same, unequal
+from tests.kit.offloading import SMALL, pairwise, same, unequal, values
 
 pytestmark = pytest.mark.gloo
 
@@ -161,11 +161,6 @@ def backward(model: Any, rank: int, step: int, micro: int = 0) -> float:
     return loss.item()
 
 
-def everything(model: Any, optimizer: Any) -> list[Any]:
-    state = optimizer.state_dict()["state"]
-    return [*model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
-
-
 def optimizers(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
     """The learning rate and betas change between steps."""
     cls, options = OPTIMIZERS[which]
@@ -183,7 +178,7 @@ def optimizers(rank: int, world: int, case: Case, folder: str, which: str) -> li
         scheduler.step()
         optimizer.zero_grad()
         out.append(optimizer.param_groups[0]["lr"])
-    return [*out, *everything(model, optimizer)]
+    return [*out, *values(model, optimizer)]
 
 
 def overflow(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -203,7 +198,7 @@ def overflow(rank: int, world: int, case: Case, folder: str, which: str) -> list
         scaler.update()
         optimizer.zero_grad()
         out += [loss.item(), scaler.get_scale()]
-    return [*map(str, out), *everything(model, optimizer)]  # a NaN is not equal to itself
+    return [*map(str, out), *values(model, optimizer)]  # a NaN is not equal to itself
 
 
 def evaluated(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -223,7 +218,7 @@ def evaluated(rank: int, world: int, case: Case, folder: str, which: str) -> lis
             out.append(model(input_ids=batch(9, 0, 0)).logits)
         model.train()
         optimizer.zero_grad()
-    return [*out, *everything(model, optimizer)]
+    return [*out, *values(model, optimizer)]
 
 
 def kept(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -237,7 +232,7 @@ def kept(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any
         optimizer.step()
         if step == 2:
             optimizer.step()
-    return [*out, engine.clip_grad_norm_(float("inf")), *everything(model, optimizer)]
+    return [*out, engine.clip_grad_norm_(float("inf")), *values(model, optimizer)]
 
 
 def clipped(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -255,7 +250,7 @@ def clipped(rank: int, world: int, case: Case, folder: str, which: str) -> list[
         out += [engine.clip_grad_norm_(0.1, parameters=some)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*out, *everything(model, optimizer)]
+    return [*out, *values(model, optimizer)]
 
 
 def accessed(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -285,7 +280,7 @@ def accessed(rank: int, world: int, case: Case, folder: str, which: str) -> list
                 some[-1].add_(0.01)
         optimizer.zero_grad()
         out.append(zero.full_gradient(some[0]))
-    return [*out, *everything(model, optimizer)]
+    return [*out, *values(model, optimizer)]
 
 
 def closures(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -299,7 +294,7 @@ def closures(rank: int, world: int, case: Case, folder: str, which: str) -> list
             return backward(model, rank, step)
 
         out.append(optimizer.step(closure) if step else optimizer.step(closure=closure))
-    return [*out, *everything(model, optimizer)]
+    return [*out, *values(model, optimizer)]
 
 
 def regrouped(rank: int, world: int, case: Case, folder: str, which: str) -> list[Any]:
@@ -315,7 +310,7 @@ def regrouped(rank: int, world: int, case: Case, folder: str, which: str) -> lis
         optimizer.zero_grad()
         if step == 0:
             optimizer.add_param_group({"params": [last], "lr": 1e-2})
-    out += everything(model, optimizer)
+    out += values(model, optimizer)
     state = optimizer.state_dict()
     whole: list[Any] = [None]
     whole[0] = engine.exchange(state)[0]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
-from tests.kit.offloading import SMALL_ROADS, equal
+from tests.kit.offloading import SMALL_ROADS, equal, values
 
 pytestmark = pytest.mark.gloo
 WIDTH, WORDS = 24, 40
@@ -487,10 +487,7 @@ def scaled(rank: int, world: int, stage: int) -> None:
                 scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        state = optimizer.state_dict()["state"]
-        results.append(
-            [*model.state_dict().values(), *(v for e in state.values() for v in e.values()), scaler.get_scale()]
-        )
+        results.append([*values(model, optimizer), scaler.get_scale()])
     assert equal(*results), results[0][-1]
 
 
