@@ -241,11 +241,13 @@ def _write(call: Call, kind: Kind | None, targets: Sequence[Gradient]) -> Any:
             wholes[place] = keeper.whole(handles, grad.index)
         return grad.of(wholes[place])
 
-    call.run(value, Gradient)
+    out = call.run(value, Gradient)
+    if call.is_collective:  # what is sent back later would find nobody
+        (out[-1] if isinstance(out, tuple) else out).wait()
     for target in targets:
         handles, keeper = target.kept(call.name)
         keeper.write(handles, target.index, wholes[id(handles), target.index])
-    return _returned(call, targets[0])
+    return out if call.is_collective else _returned(call, targets[0])
 
 
 def _runs_on_pieces(call: Call, target: Gradient) -> bool:

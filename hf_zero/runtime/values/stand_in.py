@@ -109,8 +109,15 @@ class Call:
     def tensors(self) -> list[Tensor]:
         return _tensors((self.args, self.kwargs))
 
+    @property
+    def is_collective(self) -> bool:
+        """One of the program's own (`dist.all_reduce(param.grad)`)."""
+        return self.name.startswith("c10d::")
+
     def written(self, kind: type[T]) -> list[T]:
         """The tensors of this kind that it writes to."""
+        if self.is_collective:  # their schemas name none: it is the first argument, where the name says that any is
+            return [each for each in _tensors((self.first,)) if isinstance(each, kind) and self.name.endswith("_")]
         if not self.func._schema.is_mutable:
             return []
         values = dict(zip((argument.name for argument in self.func._schema.arguments), self.args)) | self.kwargs
@@ -304,6 +311,11 @@ class Slice(StandIn):
     @classmethod
     def run(cls, call: Call, kind: Kind | None) -> Any:
         first = call.first
+        if call.is_collective:
+            raise StateError(
+                f"{call.name}: a gradient of the optimizer's groups is this rank's slice, and other ranks have others. "
+                "Gradients are averaged over the ranks already; a collective of your own takes `.grad` of model.parameters()"
+            )
         if isinstance(first, Slice):
             if call.name == "view" and list(call.args[1]) in ([-1], list(first.shape)):
                 return first.alias()
