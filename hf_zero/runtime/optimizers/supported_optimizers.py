@@ -98,6 +98,8 @@ def needs_wholes(optimizer: torch.optim.Optimizer, params: Container[Tensor], *,
     if needs is Needs.ELEMENTS:
         return False
     mixes = _mixes(optimizer) if cut or offloaded else None
+    if mixes is None and offloaded and _inner(optimizer):
+        mixes = "what steps over offloaded state has no place for that one's"
     if mixes is not None:
         places = ["where ranks share the parameters out, each with the whole of some"] if cut else []
         places += ["where its state is offloaded and updated one parameter after another"] if offloaded else []
@@ -191,6 +193,8 @@ def _needs_of(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> tu
     if odd is not None and odd[0] is Needs.ITS_OWN:
         return odd
     reason = found.get(Needs.WHOLES)
+    if reason is None and (inner := _inner(optimizer)):
+        reason = f"it steps by another optimizer (its {next(iter(inner))!r}), which keeps state of its own"
     if reason is None and _QUANTISED.fullmatch(kind.__name__):
         reason = "it quantises its state by blocks of elements, which slices cut otherwise"
     if reason is None:
@@ -204,6 +208,11 @@ def _kept_parameters(optimizer: torch.optim.Optimizer, params: Container[Tensor]
         if name not in ("param_groups", "state", "defaults") and any(found in params for found in _tensors(value, 3)):
             return f"it keeps the parameters it was built with (as {name!r})"
     return None
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers that it has, by attribute: Lookahead and SAM step by one, which has the same groups."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
 
 
 def _special(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> str | None:
@@ -420,6 +429,10 @@ def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> to
     """As `copy_of`, in the mode in which it steps. Tensors among the groups' options are copies, too."""
     groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
     twin = copy_of(optimizer, groups)
+    for key, value in _inner(optimizer).items():  # else the trial would step over the program's own parameters
+        inner = copy_of(value, groups)
+        inner.param_groups = twin.param_groups
+        twin.__dict__[key] = inner
     train = getattr(twin, "train", None)
     if callable(train):  # schedule-free ones step in no other
         train()
