@@ -301,6 +301,11 @@ class Training:
             attempt.is_complete = False
             attempt.put_hooks_back()  # a program that registers one from here on finds the optimizer's own
         self.sharded.refuse_unsharded("optimizer.step()")
+        if in_backward_of_any():
+            raise StateError(
+                "optimizer.step() was called inside a backward (by a hook on a parameter?), before all ranks' gradients are "
+                "there: call it when backward has ended, or offload the optimizer's state with step_in_backward=True"
+            )
         self._wire.watch.phase = "optimizer.step()"
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
