@@ -150,9 +150,8 @@ class Lending:
                     self._borrow(self.current.running[-1], trace)
             return
         self._backward.callbacks.before_look()
-        for trace, references in list(self.current.looks.items()):
-            is_viewed = trace.unit.references > references
-            if trace not in traces and trace.held == 1 and not is_viewed:
+        for trace in list(self.current.looks):
+            if trace not in traces and trace.held == 1 and not self.current.is_viewed(trace):
                 del self.current.looks[trace]
                 trace.held = 0
                 trace.unit.look_over()

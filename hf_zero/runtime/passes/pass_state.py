@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 
 import torch
@@ -14,6 +15,8 @@ from .backward_order import BackwardOrder
 from .uses import Host, Order, Trace
 
 _PASSES = 256
+_LETTING_GO = 50
+"""Milliseconds in which a collective that has ended lets go of its tensors."""
 LEARNING = 4
 """In so many backwards all saved tensors are looked at, to find units that a backward comes to by other ways than outputs."""
 
@@ -52,6 +55,7 @@ class Pass:
         self.learning = LEARNING
         self.tail: Trace | None = None
         self.looks: dict[Trace, int] = {}
+        self._viewed: set[Trace] = set()
 
     def begin(self) -> None:
         """A forward that is in no other of the model's."""
@@ -181,14 +185,31 @@ class Pass:
         Raises:
             StateError: somebody keeps a view of it, which would have no memory then.
         """
-        for trace, references in self.looks.items():
-            if trace.unit.state is State.GATHERED and trace.unit.references > references:
+        for trace in self.looks:
+            if trace.unit.state is State.GATHERED and self.is_viewed(trace):
                 raise StateError(
                     f"a view of a parameter of unit {trace.unit.name!r} is still held that was taken between passes "
                     "(p.data, p.detach(), p[0]): the unit is released now, and its values with it. Keep a clone() instead, or "
                     "read inside zero.GatheredParameters"
                 )
         self.looks.clear()
+        self._viewed.clear()
+
+    def is_viewed(self, trace: Trace) -> bool:
+        """Somebody keeps a view of this unit, which is one of `looks`.
+
+        A collective of the program's (`dist.broadcast(p.data, 0)`) lets go of its tensor in a thread of its own, some time after
+        it has ended, on each rank at another moment.
+        """
+        references = self.looks[trace]
+        if trace.unit.references <= references:
+            return False
+        for _ in range(0 if trace in self._viewed else _LETTING_GO):
+            time.sleep(1e-3)
+            if trace.unit.references <= references:
+                return False
+        self._viewed.add(trace)
+        return True
 
     def look_over(self) -> None:
         """Between passes: no backward has come to these, and the user may have written to them."""
