@@ -42,6 +42,7 @@ class Offload:
         self.free_host_bytes = roads.free_host_bytes
         self.storage.transient = config.step_in_backward
         self.storage.make_room = self._make_room
+        self.storage.settle_step = self.finish_before_a_look
         self.stepper: Stepper | None = None
         self.monitor: Monitor | None = None
         self.over_wholes: Mapping[int, bool] = {}

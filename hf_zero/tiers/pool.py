@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import OutOfMemoryError
 from .disk import Disk
 from .host import HUGE_BYTES, Link, use_huge_pages
-from .tier import SIZES, Meter, Sizes
+from .tier import SIZES, Meter, Sizes, Tier
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
@@ -138,6 +138,10 @@ class Storage:
         """Asked to free device memory before an allocation is tried a second time."""
         self.explain: Callable[[], str] = lambda: ""
         """What would have fitted, for the message of one that failed twice."""
+        self.settle_step: Callable[[], None] = lambda: None
+        """Returns when no step over offloaded state is under way, but at once in the thread that makes it."""
+        self.masters: dict[Tier, type[nn.Parameter]] = {}
+        """Classes of what rests in a tier, see `masters` of `runtime/values`."""
 
     @property
     def disk(self) -> Disk:

@@ -197,6 +197,38 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+class AssigningSGD(torch.optim.Optimizer):
+    """As optimizers are written by hand: parameters get other memory in each step, and one keeps the former."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = self.state[p].get("before", p.data)
+                    self.state[p]["before"] = p.data
+                    p.data = p.data - group["lr"] * p.grad.data + 0.1 * (p.data - before)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups it shares."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups, self.calls = base, base.param_groups, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.calls += 1
+        for group in self.param_groups if self.calls % 2 == 0 else ():
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                p.copy_(slow.lerp_(p, 0.5))
+
+
 # Models -----------------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +341,13 @@ MODELS: dict[str, tuple[Build, Optimize]] = {
 PROGRAMS.update(
     (name, functools.partial(looped, build=build, optimizer=optimizer, loss=Run.plain, steps=4))
     for name, (build, optimizer) in MODELS.items()
+)
+
+PROGRAMS["assigning_optimizer"] = functools.partial(
+    looped, build=mlp, optimizer=lambda model: AssigningSGD(model.parameters()), loss=Run.plain, steps=4
+)
+PROGRAMS["lookahead"] = functools.partial(
+    looped, build=mlp, optimizer=lambda model: Lookahead(sgd(model)), loss=Run.plain, steps=4
 )
 
 # Losses -----------------------------------------------------------------------------------------------------------------
@@ -606,6 +645,28 @@ def clip_foreach_value(run: Run, t: int) -> None:
     nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
 
 
+@before_steps
+def reduced_by_hand(run: Run, t: int) -> None:
+    """Averaged once more by the program itself, as loops without DDP do."""
+    run.sync()
+    for number, p in enumerate(run.model.parameters()):
+        if dist.is_initialized():
+            if number % 2:
+                dist.all_reduce(p.grad, async_op=True).wait()
+            else:
+                dist.all_reduce(p.grad.data)
+            p.grad /= dist.get_world_size()
+
+
+@before_steps
+def slices_reduced_by_hand(run: Run, t: int) -> None:
+    run.sync()
+    for p in run.optimizer.param_groups[0]["params"]:
+        if dist.is_initialized():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
 # Weights ----------------------------------------------------------------------------------------------------------------
 
 
@@ -689,6 +750,33 @@ def state_by_parameter(run: Run, t: int) -> None:
         state["momentum_buffer"][::2] = 0
 
 
+@after_steps(4, adam)
+def groups_averaged(run: Run, t: int) -> None:
+    """Tensors of the groups are read as soon as the step has returned, and written."""
+    params = [p for group in run.optimizer.param_groups for p in group["params"]]
+    with torch.no_grad():
+        if t == 0:
+            run.average = [p.clone() for p in params]
+        for kept, p in zip(run.average, params):
+            kept.lerp_(p, 0.5)
+        for kept, p in zip(run.average, params if t == 2 else ()):
+            p.copy_(kept)
+
+
+@after_steps(4, adam)
+def groups_change_memory(run: Run, t: int) -> None:
+    for p in run.optimizer.param_groups[0]["params"] if t < 2 else ():
+        p.data = p.data * 0.9
+
+
+@after_steps(3, adam)
+def broadcast_by_hand(run: Run, t: int) -> None:
+    """A collective lets go of its tensors some time after it has ended."""
+    for p in run.model.parameters():
+        if dist.is_initialized():
+            dist.broadcast(p.data, 0)
+
+
 @after_steps(6, adam)
 def states_cleared(run: Run, t: int) -> None:
     if t == 1:
@@ -714,6 +802,14 @@ def param_hook_scales(run: Run) -> None:
     for p in run.mlp().parameters():
         p.register_hook(lambda g: g * 0.5)
     run.loop()
+
+
+@program
+def stepped_in_backward(run: Run) -> None:
+    """An optimizer's step in a hook, before the ranks' gradients are averaged."""
+    for p in run.mlp().parameters():
+        p.register_post_accumulate_grad_hook(lambda p: run.optimizer.step())
+    run.plain(0).backward()
 
 
 @program

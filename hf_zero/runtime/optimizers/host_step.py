@@ -267,7 +267,7 @@ class Stepper:
             return
 
         if not isinstance(shard, DiskShard):
-            entries = self._blocks(step, claim, shard.master.detach(), 0, dict(state.get(shard.master, {})))
+            entries = self._blocks(step, claim, shard.plain, 0, dict(state.get(shard.master, {})))
             if entries:
                 state[shard.master] = entries
             return

@@ -100,7 +100,7 @@ class Twin:
         """By group, whether an update reads and writes memory once."""
 
     def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """Update `master` (1-D) in place.
+        """Update `master` in place: 1-D, or of true shape, and then also without a gradient.
 
         Returns:
             The state; its tensors are those of `state` where they were there.
@@ -116,14 +116,12 @@ class Twin:
             twin.state[param] = state
         self._kind.step(twin)
         found: dict[str, Any] = twin.state.get(param, {})
-        return found
-
-    def step_whole(self, group: int, values: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """As `step`, of a parameter of true shape: also without a gradient, and where the optimizer gives it other memory."""
-        found = self.step(group, values, grad, state)
-        param = self._twin.param_groups[0]["params"][0]
-        if values.numel() and param.data_ptr() != values.data_ptr():
-            values.copy_(param.detach())
+        if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer gave it other memory
+            place = master.untyped_storage().data_ptr()
+            for key, value in found.items():  # and may have kept the former
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == place:
+                    found[key] = value.clone()
+            master.copy_(param.detach())
         return found
 
     def single_state(self, group: int, key: str, value: Any, device: torch.device) -> Any:

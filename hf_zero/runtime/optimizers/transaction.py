@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...tiers.array import OnDisk
 from ...tiers.fingerprint import sample
+from ..values.reads import AsTheyAre
 
 Handler = Callable[[int, FrameType | None], Any]
 HELD = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
@@ -125,10 +126,11 @@ class Snapshot:
 
     def _sampled(self) -> list[int | None]:
         """None: nobody waits for a device to see its values, which may be written by then."""
-        return [
-            None if not (param.device.type == "cpu" and param.is_contiguous()) else sample(_flat(param))
-            for param in self._params
-        ]
+        with AsTheyAre():  # of what is on disk and cannot be written, too
+            return [
+                None if not (param.device.type == "cpu" and param.is_contiguous()) else sample(_flat(param))
+                for param in self._params
+            ]
 
     def undo(self) -> str:
         """Put everything back where only numbers, options and new entries are in the way.

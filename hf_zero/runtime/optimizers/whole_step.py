@@ -111,7 +111,7 @@ class Whole:
             grad, lent = self._gradient(storage)
             state = {key: value for key, value in here.items() if key != MASTER}
             state |= {key: twin.single_state(group, key, value, flat.device) for key, value in single.items()}
-            found = twin.step_whole(group, here[MASTER], grad, state)
+            found = twin.step(group, here[MASTER], grad, state)
             if lent is not None:
                 storage.give_back(lent)
             return found if link.is_one_memory else _down(here[MASTER], found, values, link)

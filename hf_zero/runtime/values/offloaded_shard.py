@@ -383,9 +383,10 @@ def new_shard(
     """
     shard = SHARDS[tier](storage, start, values.numel(), values.dtype, travels)
     data = shard._hold(values) if alias is None else alias
-    shard.aliased = alias is not None
+    shard.aliased, shard.home = alias is not None, 0 if alias is None else alias.data_ptr()
     # `.data` gives the master a version counter of its own. With the one of the memory that it is an alias of, gathers
     # into that memory would count as writes to the optimizer's tensors once the master rests elsewhere.
     shard.master = nn.Parameter(data.data, requires_grad=trainable)
+    shard.dress(shard.master)
     shard.note()
     return shard

@@ -36,6 +36,7 @@ from ...tiers.tier import Tier
 from .bucket import Common, SpanGradients
 from .deferred import left_in_files, poured
 from .offloaded_shard import SHARDS, DiskShard, new_shard
+from .reads import AsTheyAre
 from .state_shard import Shard, assembled
 
 
@@ -289,7 +290,8 @@ class SpanValues(SpanGradients):
         self.full = self.place = self.own = nothing
         self.views, self._full_storage, self._known = [], nothing.untyped_storage(), None
         for tensor in (*(shard.master for shard in self.shards), *(self.wholes or {}).values()):
-            tensor.data = torch.empty(0, dtype=self.master_dtype, device=tensor.device)
+            with AsTheyAre():
+                tensor.data = torch.empty(0, dtype=self.master_dtype, device=tensor.device)
         for shard in self.shards:
             shard.close()
         if self._region is not None:
@@ -347,6 +349,9 @@ class SpanValues(SpanGradients):
     def refresh(self) -> None:
         """Carry all masters' values into `own`, after they were written."""
         width = self.storage.sizes.block_numel
+        self.settle_masters()
+        if self.wholes:
+            self.settle_wholes()
         for shard in self.shards:
             if not shard.aliased:
                 values = shard.values
@@ -368,8 +373,44 @@ class SpanValues(SpanGradients):
                 self.printed, self._is_fresh = copied(shard.master.detach(), self.place), True
             elif not shard.aliased:
                 self.publish(shard, 0, shard.master.detach())
+            elif shard.master.data_ptr() != shard.home:
+                self.settle_masters()
             if not self.keeps:
                 shard.note()
+
+    @torch.no_grad()
+    def settle_masters(self) -> None:
+        """Masters that were given other memory (`p.data = …`) in place of the parameters' own: their values go there."""
+        given = [
+            (shard, shard.plain)
+            for shard in self.shards
+            if shard.aliased and isinstance(self.own, Tensor) and shard.master.data_ptr() != shard.home
+        ]
+        if not given or not isinstance(self.own, Tensor):
+            return
+        there = sum(shard.aliased for shard in self.shards) - len(given)
+        if self.own is self.place:
+            is_kept = bool(self.known_references) and self.references > self.known_references - len(given)
+        else:
+            is_kept = torch._C._storage_Use_Count(self.own.untyped_storage()._cdata) > 1 + there
+        if is_kept:  # who has the former `.data` keeps it
+            self._leave_own()
+        for shard, values in given:
+            place = self.own[shard.start : shard.stop]
+            place.copy_(values)
+            shard.rest_on(place)
+
+    def _leave_own(self) -> None:
+        """`own` has the same values in other memory from here on."""
+        if self.own is self.place:
+            self.leave_storage()
+            return
+        own = fetch(self.own)
+        new = self.storage.link.empty(own.numel(), own.dtype) if self.rest is Tier.HOST else torch.empty_like(own)
+        self.own = new.copy_(own)
+        for shard in self.shards:
+            if shard.aliased:
+                shard.rest_on(new[shard.start : shard.stop])
 
     def move(
         self, rest: Tier, tiers: Sequence[Tier], optimizer: torch.optim.Optimizer | None, *, keep_full: bool = False
@@ -441,14 +482,18 @@ class SpanValues(SpanGradients):
             raise StateError(
                 f"the span of {self.span.spec.name!r} is cut: an optimizer cannot have its parameters whole"
             )
-        master = self.shards[0].master.detach()
-        self.wholes = {index: nn.Parameter(part) for index, part in self.own_wholes(master)}
+        shard = self.shards[0]
+        self.wholes = {index: nn.Parameter(part) for index, part in self.own_wholes(shard.plain)}
+        for whole in self.wholes.values():
+            shard.dress(whole)
 
     def _point_wholes(self) -> None:
         """The master's memory is another."""
         if self.wholes:
-            for index, place in self.own_wholes(self.shards[0].master.detach()):
-                self.wholes[index].data = place
+            for index, place in self.own_wholes(self.shards[0].plain):
+                with AsTheyAre():
+                    self.wholes[index].data = place
+                self.shards[0].dress(self.wholes[index])
 
     def own_wholes(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Of values over the slice, which parameters are cut by no boundary: the place in `params` of each, and its view."""
@@ -461,10 +506,17 @@ class SpanValues(SpanGradients):
         """By place in `params`, the optimizer's state of this rank's wholes; nothing where there are none."""
         return {index: dict(optimizer.state.get(whole, {})) for index, whole in (self.wholes or {}).items()}
 
+    @property
+    def has_moved_wholes(self) -> bool:
+        """Whether a whole was given other memory."""
+        places = self.own_wholes(self.shards[0].plain)
+        return any(self.wholes[index].data_ptr() != place.data_ptr() for index, place in places if self.wholes)
+
+    @torch.no_grad()
     def settle_wholes(self) -> None:
         """A whole that was given other memory (`p.data = …`): its values are the master's."""
         wholes = self.wholes or {}
-        for index, place in self.own_wholes(self.shards[0].master.detach()):
+        for index, place in self.own_wholes(self.shards[0].plain):
             whole = wholes[index]
             if place.numel() and whole.data_ptr() != place.data_ptr():
                 place.copy_(whole.detach())

@@ -31,6 +31,8 @@ from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import sample
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
+from .masters import dressed
+from .reads import AsTheyAre
 from .stand_in import Keeper, Slice
 
 MASTER = "master"
@@ -52,6 +54,7 @@ class Shard:
     Attributes:
         master: the optimizer's parameter, 1-D. The same object in whatever tier the shard rests.
         aliased: the master is the memory of the parameters' slice: what is written to it needs no publishing.
+        home: of an alias, the address of that memory.
         seen: the master's version counter, and a sample of it, as of `note`; None where it is not watched.
         shown: what the master shows for its gradient, kept from step to step.
         coefficient: a factor for the gradient that clipping asked for and the step applies on its way, so that clipping does
@@ -68,6 +71,7 @@ class Shard:
         self.numel = numel
         self.dtype = dtype
         self.aliased = False
+        self.home = 0
         self.seen: tuple[int, int] | None = None
         self.shown: Slice | None = None
         self.coefficient: Tensor | None = None
@@ -85,7 +89,17 @@ class Shard:
     @property
     def values(self) -> Values:
         """The master's, 1-D: a tensor where it rests in memory."""
-        return self.master.detach()
+        return self.plain
+
+    @property
+    def plain(self) -> Tensor:
+        """The master as it is, without waiting for a step under way; on disk NaN."""
+        with AsTheyAre():
+            return self.master.detach()
+
+    def dress(self, param: nn.Parameter) -> None:
+        """The master, or a part of it that groups hold, is of the class for this tier."""
+        dressed(param, self.tier, self.storage)
 
     def _hold(self, values: Tensor) -> Tensor:
         """Memory in this tier with these values; what the master is to be."""
@@ -109,22 +123,26 @@ class Shard:
             self.seen = None
             return
         # An alias also has what is written to parameters.
-        self.seen = self.master._version, 0 if self.aliased else sample(self.master)
+        with AsTheyAre():
+            self.seen = self.master._version, 0 if self.aliased else sample(self.master)
 
     def edited(self, closely: bool = True) -> str:
-        """How the master was written since `note`: empty, `counted` (by torch), or `sampled`: values differ."""
+        """How the master was written since `note`: empty, `counted` (by torch), `replaced`, or `sampled`: values differ."""
         if self.seen is None:
             return ""
         if self.master._version != self.seen[0]:
             return "counted"
-        return "sampled" if closely and not self.aliased and sample(self.master) != self.seen[1] else ""
+        if closely and self.aliased and self.master.data_ptr() != self.home:
+            return "replaced"
+        return "sampled" if closely and not self.aliased and sample(self.plain) != self.seen[1] else ""
 
     def rest_on(self, alias: Tensor | None) -> None:
         """The master is `alias`, memory of its tier that has its values already; None: memory of its own from now on."""
-        if alias is not None:
-            self.master.data = alias
-        elif self.aliased:
-            self.master.data = self._hold(self.master.detach())
+        with AsTheyAre():
+            if alias is not None:
+                self.master.data, self.home = alias, alias.data_ptr()
+            elif self.aliased:
+                self.master.data = self._hold(self.master.detach())
         self.aliased = alias is not None
         self.note()
 
@@ -305,7 +323,7 @@ class Shard:
                 shown.local = None
             return
         if shown is None or shown.device != self.master.device or shown.keeper is not keeper:
-            shown = self.shown = Slice(keeper, self.master.detach(), weakref.ref(self))
+            shown = self.shown = Slice(keeper, self.plain, weakref.ref(self))
             del shown  # or the count below would have this name, and a held stand-in would never be seen
             self._references = sys.getrefcount(self.shown)
             shown = self.shown
@@ -363,8 +381,11 @@ class Shard:
             raise
         # What may fail is done.
         self.device_grad = None
-        self.master.data = data
+        with AsTheyAre():
+            self.master.data = data
+        moved.dress(self.master)
         moved.aliased = alias is not None
+        moved.home = data.data_ptr() if alias is not None else 0
         if self.shown is not None:
             moved.shown, moved._references = self.shown, self._references
             moved.shown.shard = weakref.ref(moved)

@@ -95,6 +95,8 @@ class WriteWatch:
             self._settle(self._unit_of[flat], flat)
 
     def _settle(self, unit: Unit, flat: Flat, *, values: bool = True) -> None:
+        if flat.wholes is not None:
+            flat.settle_wholes()
         if self._keeps and unit.state is State.GATHERED:
             carry_replaced(flat, unit.name)
             if values:
@@ -255,8 +257,9 @@ class WriteWatch:
                         continue
                     if shard.master._version != shard.seen[0]:
                         edited = counted = True
-                    elif closely and not shard.aliased and shard.edited():
+                    elif closely and shard.edited():
                         edited = True
+                edited = edited or (closely and flat.wholes is not None and flat.has_moved_wholes)
                 if edited or wrote:
                     found.append(flat)
         if found and not counted and found[0].keeps and found[0].span.shards > 1:
