@@ -198,8 +198,8 @@ class Pass:
     def is_viewed(self, trace: Trace) -> bool:
         """Somebody keeps a view of this unit, which is one of `looks`.
 
-        A collective of the program's (`dist.broadcast(p.data, 0)`) lets go of its tensor in a thread of its own, some time after
-        it has ended, on each rank at another moment.
+        A collective of the program's (`dist.broadcast(p.data, 0)`) lets go of its tensor in a thread of its own, some time
+        after it has ended, on each rank at another moment.
         """
         references = self.looks[trace]
         if trace.unit.references <= references:
