@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -116,8 +117,25 @@ def count_calls(rank: int, world: int) -> tuple[int, dict[int, tuple[int, int]]]
     for stage in CALLS:
         engine, step = sharded(rank, stage)
         out[stage] = fewest(step)
+        for _ in range(5):  # where the machine is busy, a rank may have waited in each of these steps
+            if not is_true_anywhere(bool(grown(stage, out[stage], plain))):
+                break
+            out[stage] = min(out[stage], fewest(step))
         engine.detach()
     return plain, out
+
+
+def grown(stage: int, found: tuple[int, int], plain: int) -> str:
+    """Which of the calls are more than they may be, if any."""
+    ours, more = CALLS[stage]
+    rows = zip(("into or out of hf_zero", "in all"), found, (ours, plain + more))
+    return ", ".join(f"{now} calls {what}, {frozen} when frozen" for what, now, frozen in rows if now > 1.02 * frozen)
+
+
+def is_true_anywhere(flag: bool) -> bool:
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def sharded(rank: int, stage: int) -> tuple[zero.Engine, Callable[[], None]]:
@@ -134,9 +152,8 @@ def sharded(rank: int, stage: int) -> tuple[zero.Engine, Callable[[], None]]:
 
 def test_python_calls_of_a_step_do_not_grow(two):
     for rank, (plain, found) in enumerate(two.run(count_calls, timeout_s=250)):
-        for stage, (ours, more) in CALLS.items():
-            for what, now, frozen in zip(("into or out of hf_zero", "in all"), found[stage], (ours, plain + more)):
-                assert now <= 1.02 * frozen, f"stage {stage}, rank {rank}: {now} calls {what}, {frozen} when frozen"
+        for stage in CALLS:
+            assert not grown(stage, found[stage], plain), f"stage {stage}, rank {rank}"
 
 
 def send(rank: int, world: int) -> dict[int, dict[str, tuple[int, int]]]:
