@@ -94,6 +94,7 @@ class BackwardOrder:
         self._order: list[Trace] = []  # agreed: units in the order of their reduces
         self._walk: list[Trace] = []  # and of their gathers, where units are released
         self._turn = self.walked = 0  # how far these have come
+        self._used = 0  # the length of the first: no call for it at each unit
 
     def begin(self, sync: bool, sends: bool, start_of: Callable[[int], int]) -> None:
         """Start to tell all ranks which units this one has used, and when; `agreed` has the answer.
@@ -110,7 +111,7 @@ class BackwardOrder:
             # Kept from forward, on every rank: it is not gathered again.
             trace.came = trace.sent = trace.entered = trace.unit.state is not State.SHARDED
             trace.place = trace.step = -1
-        self._turn = self.walked = 0
+        self._turn = self.walked = self._used = 0
         self._order, self._walk = [], []
         self._unseen = self.ahead = None
         if not self._frees and (self._wire.size == 1 or not sends):
@@ -160,6 +161,7 @@ class BackwardOrder:
                 trace.joinable = passes == 1 and not trace.weightless
         # `used` is in the units' order, and a reversed sort leaves equal ones as they are.
         self._order = sorted(used, key=attrgetter("agreed_first"), reverse=True)
+        self._used = len(used)
         for place, trace in enumerate(self._order):
             trace.place = place
         # Ranks have other units than each other from their forwards: each of these is gathered from all ranks. Before anybody
@@ -283,7 +285,7 @@ class BackwardOrder:
 
     def _leave_used_after(self, trace: Trace) -> None:
         """Backward is in a use of this unit: units that were used only after it are complete. They leave before it enters."""
-        while self._turn < len(self._order) and self._order[self._turn].agreed_first > trace.agreed_latest:
+        while self._turn < self._used and self._order[self._turn].agreed_first > trace.agreed_latest:
             self.reduce_up_to(self._turn)
 
     def reduce_up_to(self, place: int) -> None:
@@ -382,7 +384,7 @@ class BackwardOrder:
         else:
             self.agreed()
             self.stand_in(len(self._walk))
-            self.reduce_up_to(len(self._order) - 1)
+            self.reduce_up_to(self._used - 1)
             self._finish_reduces()
             self._agree_on_gradients()
         for trace in self._traces:

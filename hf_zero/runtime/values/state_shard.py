@@ -123,17 +123,16 @@ class Shard:
             self.seen = None
             return
         # An alias also has what is written to parameters.
-        with AsTheyAre():
-            self.seen = self.master._version, 0 if self.aliased else sample(self.master)
+        values = 0 if self.aliased else sample(self.plain)
+        self.seen = self.master._version, values
 
     def edited(self, closely: bool = True) -> str:
-        """How the master was written since `note`: empty, `counted` (by torch), `replaced`, or `sampled`: values differ."""
+        """How the master was written since `note`: empty, `counted` (by torch), or `sampled`: values differ. An alias that has
+        left its `home` is not asked for here."""
         if self.seen is None:
             return ""
         if self.master._version != self.seen[0]:
             return "counted"
-        if closely and self.aliased and self.master.data_ptr() != self.home:
-            return "replaced"
         return "sampled" if closely and not self.aliased and sample(self.plain) != self.seen[1] else ""
 
     def rest_on(self, alias: Tensor | None) -> None:

@@ -28,6 +28,7 @@ from ...errors import StateError
 from .carrying import carry_given, carry_replaced, carry_written, look, note_written, uncounted, watch
 from .flat_param import Edits, Flat
 from .reads import AsTheyAre
+from .state_shard import Shard
 from .unit import State, Unit
 
 
@@ -244,7 +245,9 @@ class WriteWatch:
                     carry_written(flat, unit.name)
 
     def _masters(self, closely: bool) -> list[Flat]:
-        found, wrote = [], self.optimizer_wrote
+        found: list[Flat] = []
+        aliases: list[tuple[Flat, Shard]] = []
+        wrote = self.optimizer_wrote
         counted, self.optimizer_wrote = wrote, False
         for unit in self._units:
             at_work = unit.stepping is not None and not unit.stepping.is_done
@@ -257,11 +260,18 @@ class WriteWatch:
                         continue
                     if shard.master._version != shard.seen[0]:
                         edited = counted = True
+                    elif closely and shard.aliased:
+                        aliases += ((flat, shard),)
                     elif closely and shard.edited():
                         edited = True
                 edited = edited or (closely and flat.wholes is not None and flat.has_moved_wholes)
                 if edited or wrote:
                     found.append(flat)
+        # All at once, without a call for each.
+        places = [*map(Tensor.data_ptr, [shard.master for _, shard in aliases])]
+        if places != [shard.home for _, shard in aliases]:
+            moved = [flat for (flat, shard), place in zip(aliases, places) if place != shard.home]
+            found += [flat for flat in dict.fromkeys(moved) if flat not in found]
         if found and not counted and found[0].keeps and found[0].span.shards > 1:
             # Whether another rank sees it is not known: its part may be none of what was written.
             raise StateError(
