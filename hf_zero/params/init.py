@@ -37,7 +37,7 @@ from ..errors import ConfigError, RankMismatchError
 from ..runtime.instance_methods import DeferredHooks
 from ..runtime.values.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
 from ..runtime.values.ownership import OWNERS, adopt
-from ..runtime.values.reads import VALUE_ATTRIBUTES, name_of, needs_values
+from ..runtime.values.reads import VALUE_ATTRIBUTES, attribute_set, name_of, needs_values
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once
 from ..tiers.tier import Meter
@@ -391,10 +391,10 @@ class _Watch(OpeningMode):
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:
-    name = name_of(func)
-    if name == "__set__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUE_ATTRIBUTES
-    return not needs_values(func) and name not in _SHAPED | {"storage"}
+    attribute = attribute_set(func)
+    if attribute:
+        return attribute not in VALUE_ATTRIBUTES
+    return not needs_values(func) and name_of(func) not in _SHAPED | {"storage"}
 
 
 def _find_born(value: Any, found: dict[int, tuple[nn.Parameter, Birth]]) -> int:

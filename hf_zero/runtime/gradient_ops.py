@@ -71,11 +71,12 @@ class Gradients:
         self._slice_norms.clear()
         if self.sharded.layout.shards == 1 or not self.sharded.optimizers:
             return
-        for place, flat in enumerate(self.sharded.trained):
-            first = place
-            for shard in flat.shards:
-                shard.show_slice(self, first)
-                first = -1
+        with AsTheyAre():  # masters in host memory tell whoever looks at them
+            for place, flat in enumerate(self.sharded.trained):
+                first = place
+                for shard in flat.shards:
+                    shard.show_slice(self, first)
+                    first = -1
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""

@@ -47,7 +47,8 @@ class GroupFlags:
             LayoutError: of a matrix with one owner: the other ranks do not have it in their groups.
         """
         self._has_heard = True
-        now = [tensor.requires_grad for tensor, _, _ in self._parts]
+        with AsTheyAre():
+            now = [tensor.requires_grad for tensor, _, _ in self._parts]
         if now == self._seen:
             return False
         changed = [(*part, flag) for part, before, flag in zip(self._parts, self._seen, now) if before != flag]

@@ -19,6 +19,7 @@ from .moves import Arrangement, Monitor
 from .optimizers.host_step import Stepper
 from .optimizers.shadow_optimizer import Counts, Twin
 from .transports import Roads
+from .values.reads import AsTheyAre
 from .values.sharded import Sharded
 from .values.unit import Step, Unit
 
@@ -94,9 +95,10 @@ class Offload:
         self._mark = self.storage.link.mark() if offloaded else None
         for unit in offloaded:
             self._follow_states(unit, optimizer, index)
-            for flat in unit.trained:
-                for shard in flat.shards:
-                    shard.hide_grad()
+            with AsTheyAre():
+                for flat in unit.trained:
+                    for shard in flat.shards:
+                        shard.hide_grad()
 
     @staticmethod
     def _follow_states(unit: Unit, optimizer: torch.optim.Optimizer, index: int) -> None:

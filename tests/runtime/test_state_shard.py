@@ -178,6 +178,7 @@ def test_writes_to_the_master_are_seen(storage: Storage, tier: Tier) -> None:
         for refused in (shard.master.isnan, shard.master.clone, lambda: setattr(shard.master, "data", torch.ones(1))):
             with pytest.raises(StateError, match="rests on disk"):
                 refused()
+        assert "at rest on disk" in repr(shard.master)
         return
     with torch.no_grad():
         shard.master.mul_(2)

@@ -108,7 +108,8 @@ class Snapshot:
         groups, state = optimizer.param_groups, optimizer.state
         self._groups = [dict(group) for group in groups]
         self._params = [param for group in groups for param in group["params"]]
-        self._versions = [param._version for param in self._params]
+        with AsTheyAre():
+            self._versions = [param._version for param in self._params]
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim")
         self._samples = [] if self._is_torchs else self._sampled()
         self._known = list(state)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from ...errors import StateError
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
-from .reads import AsTheyAre, needs_values
+from .reads import AsTheyAre, attribute_set, needs_values, of_kind
 
 
 class Master(nn.Parameter):
@@ -27,10 +26,10 @@ class Master(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (needs_values(func) or _sets_data(func)):
+        if not (needs_values(func) or attribute_set(func) == "data"):
             with AsTheyAre():
                 return func(*args, **kwargs)
-        found = [*_masters((args, kwargs))]
+        found = [*of_kind(Master, (args, kwargs))]
         for master in found:
             type(master).look()
         # Not `AsTheyAre`: what runs in there must not lose its torch functions.
@@ -61,6 +60,10 @@ class HostMaster(Master):
 class DiskMaster(Master):
     """On disk: one NaN, expanded, which nobody is to compute with."""
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        with AsTheyAre():
+            return f"Parameter(at rest on disk, shape={tuple(self.shape)})"
+
     @classmethod
     def look(cls) -> None:
         raise StateError(
@@ -80,18 +83,3 @@ def dressed(param: nn.Parameter, tier: Tier, storage: Storage) -> None:
             made = types.new_class("Parameter", (kind,), exec_body=lambda body: body.update(members))
             storage.masters[place] = made
     param.__class__ = storage.masters[tier]
-
-
-def _sets_data(func: Any) -> bool:
-    return getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data"
-
-
-def _masters(values: Any) -> Iterator[Master]:
-    """In the arguments of a torch function."""
-    if isinstance(values, Master):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for each in values:
-            yield from _masters(each)
-    elif isinstance(values, dict):
-        yield from _masters([*values.values()])

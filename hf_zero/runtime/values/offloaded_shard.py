@@ -14,6 +14,7 @@ from ...errors import StateError
 from ...tiers.array import DiskArray, OnDisk, OnDone, Source, Values, is_array
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
+from .reads import AsTheyAre
 from .stand_in import Slice
 from .state_shard import MASTER, B, Claim, Shard, is_elementwise
 
@@ -123,7 +124,8 @@ class HostShard(Shard):
         self.coefficient = coefficient.to("cpu", self.dtype, copy=True)
 
     def follow_grad(self) -> bool:
-        offered, now = self._offered, self.master.grad
+        with AsTheyAre():
+            offered, now = self._offered, self.master.grad
         if now is offered:
             return False
         if now is None:
@@ -176,10 +178,11 @@ class HostShard(Shard):
         self.master.grad = self._offered = None
 
     def show_grad(self) -> None:
-        if self.shown is not None and self.master.grad is self.shown:
-            return
-        if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
-            self.master.grad = self._offered = self._grad
+        with AsTheyAre():
+            if self.shown is not None and self.master.grad is self.shown:
+                return
+            if self._move is None and self._grad is not None and self._grad.dtype == self.dtype:
+                self.master.grad = self._offered = self._grad
 
     def _room(self, dtype: torch.dtype) -> Tensor:
         if self._buffer is None or self._buffer.dtype != dtype:

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ _WITHOUT_GRAPH = frozenset(
 )
 """Torch functions and attributes whose result has no gradient."""
 VALUE_ATTRIBUTES = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
+P = TypeVar("P", bound=nn.Parameter)
 AsTheyAre = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters are plain tensors: the engine's own looks at `.grad` and flags are no torch functions."""
 _DIFFERENTIATES = "grad"  # `torch.autograd.grad`: parameters tell it where gradients go
@@ -119,6 +120,12 @@ def needs_values(func: Any) -> bool:
     return name_of(func) not in _NEED_NO_VALUES
 
 
+def attribute_set(func: Any) -> str:
+    """The attribute that a setter sets; empty of any other torch function."""
+    is_setter = getattr(func, "__name__", "") == "__set__"
+    return getattr(func.__self__, "__name__", "") if is_setter else ""
+
+
 class ReleasedParameter(nn.Parameter):
     """A parameter while its unit is released: a torch function that needs its values has the unit gathered first.
 
@@ -145,7 +152,7 @@ class ReleasedParameter(nn.Parameter):
                 with AsTheyAre():
                     return func(*args, **kwargs)
             wanted: dict[Lender, list[weakref.ref[Any]]] = {}
-            for param in _released((args, kwargs)):
+            for param in of_kind(ReleasedParameter, (args, kwargs)):
                 owners = wanted.setdefault(type(param).lender, [])
                 if type(param).owner not in owners:
                     owners.append(type(param).owner)
@@ -159,7 +166,7 @@ class ReleasedParameter(nn.Parameter):
             for lender, owners in wanted.items():
                 lender.lend(owners, graph=torch.is_grad_enabled() and name not in _WITHOUT_GRAPH)
         # Not `AsTheyAre`: what runs in there must not lose its torch functions.
-        unmasked = Unmasked(_released((args, kwargs)))
+        unmasked = Unmasked(of_kind(ReleasedParameter, (args, kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
@@ -183,15 +190,15 @@ def plain_class(param: nn.Parameter) -> type[nn.Parameter]:
     return kind.plain if issubclass(kind, ReleasedParameter) else kind
 
 
-def _released(values: Any) -> Iterator[ReleasedParameter]:
+def of_kind(kind: type[P], values: Any) -> Iterator[P]:
     """In the arguments of a torch function, in their order."""
-    if isinstance(values, ReleasedParameter):
+    if isinstance(values, kind):
         yield values
     elif isinstance(values, (list, tuple)):
         for each in values:
-            yield from _released(each)
+            yield from of_kind(kind, each)
     elif isinstance(values, dict):
-        yield from _released(list(values.values()))
+        yield from of_kind(kind, list(values.values()))
 
 
 class Unmasked:

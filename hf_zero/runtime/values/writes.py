@@ -249,24 +249,25 @@ class WriteWatch:
         aliases: list[tuple[Flat, Shard]] = []
         wrote = self.optimizer_wrote
         counted, self.optimizer_wrote = wrote, False
-        for unit in self._units:
-            at_work = unit.stepping is not None and not unit.stepping.is_done
-            for flat in unit.trained:
-                if not flat.span.is_updated:
-                    continue
-                edited = False
-                for shard in flat.shards:
-                    if shard.seen is None or (at_work and shard.is_offloaded):
+        with AsTheyAre():
+            for unit in self._units:
+                at_work = unit.stepping is not None and not unit.stepping.is_done
+                for flat in unit.trained:
+                    if not flat.span.is_updated:
                         continue
-                    if shard.master._version != shard.seen[0]:
-                        edited = counted = True
-                    elif closely and shard.aliased:
-                        aliases += ((flat, shard),)
-                    elif closely and shard.edited():
-                        edited = True
-                edited = edited or (closely and flat.wholes is not None and flat.has_moved_wholes)
-                if edited or wrote:
-                    found.append(flat)
+                    edited = False
+                    for shard in flat.shards:
+                        if shard.seen is None or (at_work and shard.is_offloaded):
+                            continue
+                        if shard.master._version != shard.seen[0]:
+                            edited = counted = True
+                        elif closely and shard.aliased:
+                            aliases += ((flat, shard),)
+                        elif closely and shard.edited():
+                            edited = True
+                    edited = edited or (closely and flat.wholes is not None and flat.has_moved_wholes)
+                    if edited or wrote:
+                        found.append(flat)
         # All at once, without a call for each.
         places = [*map(Tensor.data_ptr, [shard.master for _, shard in aliases])]
         if places != [shard.home for _, shard in aliases]:
