@@ -25,10 +25,10 @@ pytestmark = pytest.mark.gloo
 PACKAGE = str(Path(zero.__file__).parent)
 
 # (stage, where optimizer state rests) -> (calls into or out of hf_zero, all calls of the step less those of the same step
-# without hf_zero), on the one of two ranks that makes more, as they were when they were frozen (Python 3.11, torch 2.13). They
-# may be lowered at any time. They may be raised only by a change that makes a program right that was wrong before, and that says
-# in its commit which calls it adds and why once for all steps is not enough. Moving, renaming and splitting files is no such
-# change.
+# without hf_zero), on the one of two ranks that makes more, as they were when they were frozen (Python 3.11, torch 2.13).
+# They may be lowered at any time. They may be raised only by a change that makes a program right that was wrong before, and
+# that says in its commit which calls it adds and why once for all steps is not enough. Moving, renaming and splitting files
+# is no such change.
 CALLS = {(2, "none"): (3202, -2234), (3, "none"): (4437, -960), (3, "cpu"): (5582, 33)}
 
 # stage -> kind -> (collectives, bytes that this rank sends). Exact: a change that alters them alters what is sent.
