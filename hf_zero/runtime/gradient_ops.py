@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..comm.agree import read
 from ..errors import StateError
 from .offload import Offload
-from .optimizers.clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_sum, root
+from .optimizers.clipping import Overflow, over_ranks, power_sum, power_sum_of, root
 from .values.flat_param import Flat
 from .values.gradients import Gradient, Handles, is_of
 from .values.reads import AsTheyAre
@@ -67,12 +68,16 @@ class Gradients:
         self.show_slices()
 
     def show_slices(self) -> None:
-        """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
+        """After a backward, and after a step: the optimizer's groups show stand-ins, where other ranks have slices, or the
+        gradient is on disk."""
         self._slice_norms.clear()
-        if self.sharded.layout.shards == 1 or not self.sharded.optimizers:
+        is_cut = self.sharded.layout.shards > 1
+        if not (is_cut or self.sharded.storage.uses_disk) or not self.sharded.optimizers:
             return
         with AsTheyAre():  # masters in host memory tell whoever looks at them
             for place, flat in enumerate(self.sharded.trained):
+                if not is_cut and not _is_paged(flat):
+                    continue
                 first = place
                 for shard in flat.shards:
                     shard.show_slice(self, first)
@@ -80,7 +85,7 @@ class Gradients:
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""
-        if self.sharded.layout.shards == 1:
+        if self.sharded.layout.shards == 1 and not self.sharded.storage.uses_disk:
             return
         for flat in self.sharded.trained:
             for shard in flat.shards:
@@ -263,10 +268,10 @@ class Gradients:
         self.settle([flats[place]])
         if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
             self._flush()
-            local = torch.stack(
-                [power_sum(grads_to_read(flat), order, flat.device).to(sharded.device) for flat in flats]
+            local = self._power_sums(
+                lambda: torch.stack([power_sum_of(flat, order, flat.device).to(sharded.device) for flat in flats])
             )
-            norms = root(over_ranks(sharded.wire, local, order), order)
+            norms = root(over_ranks(sharded.wire, local, order) if sharded.layout.shards > 1 else local, order)
             self._slice_norms = dict(enumerate(norms.unbind()))
             self._slice_norms_of = (order, self._writes)
         return self._slice_norms.pop(place).to(device)
@@ -281,13 +286,19 @@ class Gradients:
                 "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
             )
         local = power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
-        return root(over_ranks(sharded.wire, local, order), order).to(part.device)
+        return root(over_ranks(sharded.wire, local, order) if sharded.layout.shards > 1 else local, order).to(part.device)
+
+    def _power_sums(self, of: Callable[[], Tensor]) -> Tensor:
+        """`of()`, on its way into a collective; a gradient that one rank cannot read from disk is an error on all."""
+        return read(self.sharded.wire, of, may_fail=self.sharded.storage.uses_disk)
 
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:
         """One collective."""
         sharded = self.sharded
-        local = torch.stack([_local_norm(handles.flat, index, order).to(sharded.device) for handles, index in grads])
+        local = self._power_sums(
+            lambda: torch.stack([_local_norm(handles.flat, index, order).to(sharded.device) for handles, index in grads])
+        )
         alone = [handles.flat.waits for handles, _ in grads]
         norms = local
         if sharded.layout.shards > 1 and not all(alone):
@@ -306,11 +317,11 @@ def _there(reference: Callable[[], T | None]) -> T:
 
 def _version(flat: Flat) -> int:
     """Moves with every write to a gradient of the span, also past the stand-ins."""
-    found = 0
-    for shard in flat.shards:
-        grad = shard.grad
-        found += 0 if grad is None else grad._version
-    return found
+    return sum(shard.grad_version for shard in flat.shards)
+
+
+def _is_paged(flat: Flat) -> bool:
+    return any(shard.is_paged for shard in flat.shards)
 
 
 def _slicer(part: slice, device: torch.device) -> Callable[[Any], Any]:
@@ -324,7 +335,7 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
     else:
         parts = []
         for shard, piece in flat.pieces(index):
-            grad = grad_to_read(shard)
+            grad = shard.grad_to_read()
             if grad is not None:
                 parts.append(grad[piece.here])
     return power_sum([part for part in parts if part.numel()], order, flat.device)

@@ -236,7 +236,7 @@ class Training:
         self.buffers.after_forward(self.schedule.backward.sync)
         # Not after a recomputation; something may have been read.
         if not in_backward_of_any() and not self.sharded.is_unsharded:
-            self.offload.agree_on_reads()
+            self.offload.agree_on_disk()
 
     def _before_backward(self) -> None:
         self.sharded.refuse_unsharded("a backward")
@@ -250,13 +250,13 @@ class Training:
     def _after_backward(self) -> None:
         if self.schedule.backward.sync and self.buffers.watched:
             self.buffers.agree(changed=self.schedule.backward.order.answered)
-        self.offload.agree_on_reads()
         if self.schedule.backward.sync:
             self.offload.land()
         if not self.optimizers.bindings and self._trains_unbound is False:
-            self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
+            self._trains_unbound = any(flat.is_reduced for flat in self.sharded.trained)
         storage = self.offload.storage if self.config.offloads else None
         self._overflow.show(self.units, storage, reduced=self.schedule.backward.sync and self.sharded.layout.shards > 1)
+        self.offload.agree_on_disk(reduced=self.schedule.backward.sync)
         self.gradients.show()
         self.show_grads()
         if self._checks is not None:

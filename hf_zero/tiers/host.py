@@ -90,6 +90,23 @@ def pages(nbytes: int) -> Bytes:
     return whole[:nbytes]
 
 
+LASTING_BYTES = 1 << 20
+"""From this size on, memory that is kept for long is not in malloc's heap."""
+
+
+def lasting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that is kept for long, 1-D, undefined.
+
+    On a CPU device it is mapped by itself. In malloc's heap it would separate the holes that whole parameters and gradients
+    leave, and the heap would grow to twice of what it holds.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < LASTING_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    storage = torch.from_numpy(pages(nbytes)).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
+
+
 class _OnStream:
     """What the current stream waits for, and the host does not."""
 

@@ -196,8 +196,8 @@ def test_slabs(storage: Storage) -> None:
     shard, optimizer = made(storage, Tier.DISK)
     assert isinstance(shard, DiskShard)
     assert list(shard.slabs) == [0, 2048, 4096]
-    assert shard.slab_bytes == 2 * padded(4 * 2048) + padded(2 * 2048)
-    memory = storage.link.empty(shard.slab_bytes, torch.uint8)
+    assert shard.slab_bytes(None) == 2 * padded(4 * 2048) + padded(2 * 2048)
+    memory = storage.link.empty(shard.slab_bytes(None), torch.uint8)
     before = shard.disk_bytes
     for start in shard.slabs:
         shard.read(start, memory).wait()

@@ -9,9 +9,10 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...comm.agree import on_all_ranks, read
 from ...comm.wire import SoloWire
 from ...core.precision import Precision
-from ...errors import LayoutError
+from ...errors import LayoutError, TierError
 from ...tiers.pool import Storage
 from ..values.flat_param import Flat
 from ..values.state_shard import Shard, extents
@@ -47,18 +48,7 @@ def clip_norm(
     """
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
-    spans = [
-        grads_to_read(flat) if pieces is None else [piece for shard in flat.shards for piece in pieces[shard]]
-        for flat in flats
-    ]
-    if math.isinf(norm_type):
-        local = power_sum([part for parts in spans for part in parts], norm_type, device)
-    else:  # span by span: the last bit of the norm, and so of a clipped run, follows the order of these sums
-        sums = [power_sum(parts, norm_type, device) for parts in spans if parts]
-        local = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    if any(flat.span.shards > 1 for flat in flats):
-        local = over_ranks(wire, local, norm_type)
-    norm = root(local, norm_type)
+    norm = root(_sum_over_ranks(flats, pieces, wire, norm_type, device), norm_type)
     if not any(flat.master_dtype == torch.float64 for flat in flats):
         norm = norm.float()
     if max_norm == float("inf"):
@@ -74,30 +64,94 @@ def clip_norm(
         for shard in flat.shards:
             if pieces is None:
                 shard.scale(coefficient)
-            else:
-                for grad in pieces[shard]:
-                    grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
+            elif pieces[shard] and (whole := shard.whole_grad()) is not None:
+                for piece in pieces[shard]:
+                    whole[piece].mul_(coefficient.to(device=whole.device, dtype=whole.dtype))
     return norm
+
+
+def _sum_over_ranks(
+    flats: Sequence[Flat], pieces: Pieces | None, wire: SoloWire, order: float, device: torch.device
+) -> Tensor:
+    """`power_sum` of all gradients, or of these pieces of them, over all ranks.
+
+    Raises:
+        TierError: on every rank, where one cannot read a gradient from disk.
+    """
+    failure: TierError | None = None
+    sums = []
+    try:
+        # Span by span: the last bit of the norm, and so of a clipped run, follows the order of these sums.
+        for flat in flats:
+            found = _power_sum_of(flat, order, device) if pieces is None else _of_pieces(flat, pieces, order, device)
+            if found is not None:
+                sums.append(found)
+    except TierError as error:
+        failure = error
+    if math.isinf(order):
+        local = _extreme(sums, order) if sums else power_sum([], order, device)
+    else:
+        local = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    may_fail = any(flat.storage.uses_disk for flat in flats)
+    if may_fail and wire.size > 1:  # in the same collective: whether every rank has a sum
+        failed = torch.full_like(local, 0.0 if failure is None else 1.0)
+        if any(flat.span.shards > 1 for flat in flats):
+            both = over_ranks(wire, torch.stack([local, failed if order >= 0 else -failed]), order)
+            local, failed = both.unbind()
+        else:
+            failed = wire.max_scalar(failed)
+        if bool(failed != 0):
+            with on_all_ranks(wire, "reading gradients from disk", kind=TierError):
+                if failure is not None:
+                    raise failure
+    elif failure is not None:
+        raise failure
+    elif any(flat.span.shards > 1 for flat in flats):
+        local = over_ranks(wire, local, order)
+    return local
+
+
+def _of_pieces(flat: Flat, pieces: Pieces, order: float, device: torch.device) -> Tensor | None:
+    """`power_sum` of pieces of a span's gradient."""
+    parts = []
+    for shard in flat.shards:
+        whole = shard.whole_grad() if pieces[shard] else None
+        if whole is not None:
+            parts += [whole[piece] for piece in pieces[shard]]
+    return power_sum(parts, order, device) if parts else None
+
+
+def _extreme(sums: Sequence[Tensor], order: float) -> Tensor:
+    return torch.stack(list(sums)).max() if order > 0 else torch.stack(list(sums)).min()
 
 
 def clip_values(
     flats: Sequence[Flat],
     known: Container[nn.Parameter],
+    wire: SoloWire,
     clip_value: float,
     parameters: Iterable[nn.Parameter] | None,
 ) -> None:
     """See `Engine.clip_grad_value_`. `known` are the model's parameters."""
     pieces = _pieces(parameters, flats, known)
-    for flat in flats:
-        for shard, whole in flat.grads():
-            for grad in pieces[shard] if pieces is not None else [whole]:
-                grad.clamp_(-clip_value, clip_value)
+
+    def clip() -> None:
+        for flat in flats:
+            for shard, whole in flat.grads():
+                for piece in pieces[shard] if pieces is not None else [slice(None)]:
+                    whole[piece].clamp_(-clip_value, clip_value)
+
+    read(wire, clip, may_fail=any(flat.storage.uses_disk for flat in flats))
+
+
+Pieces = dict[Shard, list[slice]]
+"""Elements of shards."""
 
 
 def _pieces(
     parameters: Iterable[nn.Parameter] | None, flats: Sequence[Flat], known: Container[nn.Parameter]
-) -> dict[Shard, list[Tensor]] | None:
-    """Views of each shard's gradient that belong to `parameters`; None when those are all of them."""
+) -> Pieces | None:
+    """Of each shard that has a gradient, what belongs to `parameters`; None when those are all of them."""
     if parameters is None:
         return None
     wanted: set[Tensor] = {parameters} if isinstance(parameters, Tensor) else set(parameters)
@@ -112,29 +166,42 @@ def _pieces(
             f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
             "sharded model; clip those with torch.nn.utils"
         )
-    out: dict[Shard, list[Tensor]] = {shard: [] for flat in flats for shard in flat.shards}
+    out: Pieces = {shard: [] for flat in flats for shard in flat.shards}
     for flat in flats:
         chosen = {id(slot) for slot, p in zip(flat.span.slots, flat.params) if p in wanted}
-        for shard, grad in flat.grads():
+        for shard in flat.shards:
+            if not shard.has_grad:
+                continue
             if shard.master in wanted:
-                out[shard] = [grad]
+                out[shard] = [slice(0, shard.numel)]
                 continue
             for _, piece in extents(flat.span.overlaps(flat.rank), [shard]):
                 if id(piece.source) in chosen:
-                    out[shard].append(grad[piece.here])
+                    out[shard].append(piece.here)
     return out
 
 
 # Norms --------------------------------------------------------------------------------------------------------------
 
 
-def grads_to_read(flat: Flat) -> list[Tensor]:
-    """This rank's gradient of the span, shard by shard. A narrow one on the host is not widened for it."""
-    return [grad for shard in flat.shards if (grad := grad_to_read(shard)) is not None and grad.numel()]
+def power_sum_of(flat: Flat, order: float, device: torch.device) -> Tensor:
+    """`power_sum` of this rank's gradient of the span. A narrow one on the host is not widened for it.
+
+    Raises:
+        TierError: it cannot be read from disk.
+    """
+    found = _power_sum_of(flat, order, device)
+    return power_sum([], order, device) if found is None else found
 
 
-def grad_to_read(shard: Shard) -> Tensor | None:
-    return shard.grad if shard.coefficient is None else shard.whole_grad()
+def _power_sum_of(flat: Flat, order: float, device: torch.device) -> Tensor | None:
+    """None where there is no gradient."""
+    shards = [shard for shard in flat.shards if shard.numel]
+    if len(shards) == 1:
+        found = shards[0].number(("norm", order), lambda grad: power_sum([grad], order, grad.device))
+        return None if found is None else found.to(device)
+    parts = [grad for shard in shards if (grad := shard.grad_to_read()) is not None]
+    return power_sum(parts, order, device) if parts else None
 
 
 def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
@@ -259,27 +326,47 @@ class Overflow:
         if storage is not None:
             storage.wide = True
             for flat in flats:
-                flat.grads()
+                for shard in flat.shards:
+                    shard.widen_grad()
         if reduced:
             count = 1 + max((flat.span.optimizer for flat in flats), default=0)
-            by_optimizer: list[list[Tensor]] = [[] for _ in range(count)]
+            by_optimizer: list[list[Shard]] = [[] for _ in range(count)]
             for flat in flats:
-                by_optimizer[flat.span.optimizer] += (grad for _, grad in flat.grads())
-            self._share(by_optimizer)
+                by_optimizer[flat.span.optimizer] += (shard for shard in flat.shards if shard.has_grad)
+            self._share(by_optimizer, storage)
 
-    def _share(self, by_optimizer: Sequence[Sequence[Tensor]]) -> None:
+    def _share(self, by_optimizer: Sequence[Sequence[Shard]], storage: Storage | None) -> None:
         """On every rank, whatever gradients it has: the others wait for its answer. A loss scaler asks for each optimizer."""
         everyone = [torch.zeros((), device=self._device) for _ in by_optimizer]
-        for index, grads in enumerate(by_optimizer):
-            for place in {grad.device for grad in grads}:
-                here = _any_infinite([grad for grad in grads if grad.device == place])
-                everyone[index] = torch.maximum(everyone[index], here.to(self._device))
+        try:
+            for index, shards in enumerate(by_optimizer):
+                grads = [grad for shard in shards if not shard.is_paged and (grad := shard.whole_grad()) is not None]
+                answers = [_any_infinite([g for g in grads if g.device == at]) for at in {g.device for g in grads}]
+                paged = [shard.number("infinite", lambda grad: _any_infinite([grad])) for shard in shards if shard.is_paged]
+                for here in (*answers, *paged):
+                    if here is not None:
+                        everyone[index] = torch.maximum(everyone[index], here.to(self._device))
+        except TierError as error:  # on this rank alone: told to all at the end of the backward
+            self._fail(storage, error)
         found = self._wire.max_scalar(everyone[0] if len(everyone) == 1 else torch.stack(everyone))
-        for grads, infinite in zip(by_optimizer, torch.where(found > 0, float("inf"), 0.0).view(-1).unbind()):
-            for grad in grads:
-                if grad.numel():  # an element to carry it: the padding of a span will do
+        is_found = found.view(-1).tolist() if any(s.is_paged for shards in by_optimizer for s in shards) else None
+        for index, infinite in enumerate(torch.where(found > 0, float("inf"), 0.0).view(-1).unbind()):
+            # An element to carry it: the padding of a span will do.
+            carrier = next((shard for shard in by_optimizer[index] if shard.numel), None)
+            if carrier is None or (carrier.is_paged and is_found is not None and not is_found[index]):
+                continue
+            try:
+                grad = carrier.whole_grad()
+                if grad is not None:
                     grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
-                    break
+            except TierError as error:
+                self._fail(storage, error)
+
+    @staticmethod
+    def _fail(storage: Storage | None, error: TierError) -> None:
+        if storage is None:
+            raise error
+        storage.failure = storage.failure or error
 
 
 def _any_infinite(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from ...comm.agree import read
 from ...comm.wire import SoloWire, wire_device
 from ...tiers.array import in_memory
 from ..values.flat_param import Flat, sent
-from ..values.stand_in import OwnGradient
+from ..values.gradients import Keeper
+from ..values.reads import AsTheyAre
+from ..values.stand_in import OwnGradient, PagedGradient
 from .optimizer import Binding, load_plainly, on_cpu
 from .supported_optimizers import moves_without_gradient
 
@@ -26,7 +29,7 @@ class WholeBinding(Binding):
     which they held the model's parameters; where ranks share the model out, those that this rank owns, maybe none.
 
     What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards. A whole in
-    host memory shows its values and its gradient there, one on disk NaN and its gradient.
+    host memory shows its values and its gradient there, one on disk NaN and a stand-in for its gradient.
     """
 
     one_gradient = False
@@ -83,6 +86,9 @@ class WholeBinding(Binding):
         for flat in self.flats:
             shard, wholes, keeper = flat.shards[0], flat.wholes or {}, flat.handles.keeper
             grad = None if is_step and shard.is_offloaded else shard.grad_of_wholes()
+            if not is_step and shard.is_paged and shard.has_grad and keeper is not None:
+                _show_paged(flat, wholes, keeper, is_alone=plainly)
+                continue
             if grad is None:
                 for whole in wholes.values():
                     whole.grad = None
@@ -194,6 +200,17 @@ class WholeBinding(Binding):
                 entries = state.get(flat.params[index])
                 if entries is not None:
                     flat.shards[0].put(self.optimizer, whole, entries)
+
+
+def _show_paged(flat: Flat, wholes: Mapping[int, nn.Parameter], keeper: Keeper, *, is_alone: bool) -> None:
+    """Show stand-ins for gradients on disk."""
+    low, shard = flat.span.bounds(flat.rank)[0], weakref.ref(flat.shards[0])
+    for index, whole in wholes.items():
+        at = flat.span.slots[index].offset - low
+        part = slice(at, at + whole.numel())
+        with AsTheyAre():
+            has = flat.present[index]
+            whole.grad = PagedGradient.of(keeper, whole, shard, part, is_alone=is_alone) if has else None
 
 
 class _Outline(NamedTuple):

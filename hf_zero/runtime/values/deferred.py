@@ -27,6 +27,7 @@ from ...core.precision import dtype_of
 from ...errors import StateError, TierError
 from ...tiers.array import DiskArray, FilePieces, OnDisk
 from ...tiers.disk import Disk
+from ...tiers.host import lasting
 from ...tiers.pool import Storage
 from .ownership import OWNERS, adopt, release
 
@@ -312,7 +313,7 @@ class Birth:
         elif own is not None and own.shape == part.shape and own.dtype == part.dtype and own.device == part.device:
             own.copy_(part)
         else:
-            self._own = part.clone()
+            self._own = lasting(part.numel(), part.dtype, part.device).copy_(part)
 
     def _put_away(self, part: Tensor) -> bool:
         """The slice into the store. False where there is none, or no room in it: it stays in memory."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -301,7 +301,7 @@ class Slice(StandIn):
         root: Slice | None = None,
         local: Tensor | None = None,
     ) -> Slice:
-        strides = (1,) * like.dim() if cls.is_flat else like.stride()
+        strides = torch.empty(like.shape, device="meta").stride()
         made: Slice = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=strides, dtype=like.dtype, device=like.device
         )
@@ -311,6 +311,8 @@ class Slice(StandIn):
     @classmethod
     def run(cls, call: Call, kind: Kind | None) -> Any:
         first = call.first
+        if "foreach_" in call.name and len(first) > 1 and any(isinstance(g, Slice) and g.is_paged for g in first):
+            return one_by_one(call)
         if call.is_collective:
             raise StateError(
                 f"{call.name}: a gradient of the optimizer's groups is this rank's slice, and other ranks have others. "
@@ -360,6 +362,12 @@ class Slice(StandIn):
         origin = self.origin
         shard = None if origin.shard is None else origin.shard()
         return shard if shard is not None and shard.shown is origin else None
+
+    @property
+    def is_paged(self) -> bool:
+        """It is brought into memory for each use."""
+        shard = self.owner
+        return shard is not None and bool(shard.is_paged)
 
     @property
     def offloaded(self) -> Any:
@@ -431,6 +439,58 @@ class OwnGradient(Slice):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OwnGradient({self.plain()!r}; its norm is another rank's business, too)"
+
+
+class PagedGradient(OwnGradient):
+    """The same of a whole whose gradient is on disk, also where every rank has all wholes: a part of its shard's."""
+
+    part: slice
+    is_alone: bool
+    """Every rank has all wholes: norms are plain."""
+
+    @staticmethod
+    def of(keeper: Keeper, whole: Tensor, shard: weakref.ref[Any], part: slice, *, is_alone: bool) -> PagedGradient:
+        made = cast(PagedGradient, Slice.__new__(PagedGradient, keeper, whole, shard))
+        made.part, made.is_alone = part, is_alone
+        return made
+
+    @property
+    def owner(self) -> Any:
+        origin = self.origin
+        return None if origin.shard is None else origin.shard()
+
+    @property
+    def offloaded(self) -> Any:
+        """A factor for the shard would be one for other wholes, too."""
+        return None
+
+    def plain(self) -> Tensor:
+        origin, shard = cast(PagedGradient, self.origin), self.owner
+        origin.keeper.settle_step()
+        found: Tensor | None = None if shard is None else shard.whole_grad()
+        if found is None:
+            raise StateError(
+                "this gradient of the optimizer's groups was kept from an earlier step and has been cleared since: keep "
+                "`p.grad.clone()` instead"
+            )
+        return found[origin.part].view(self.shape)
+
+    def norm_over_all(self, order: float) -> Tensor | None:  # type: ignore[override]
+        return None if cast(PagedGradient, self.origin).is_alone else super().norm_over_all(order)
+
+
+def one_by_one(call: Call) -> Any:
+    """A foreach operation on one element of its lists after the other."""
+    count = len(call.args[0])
+
+    def one(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    out: list[Any] = []
+    for at in range(count):
+        args = tuple(one(value, at) for value in call.args)
+        out += call.func(*args, **{key: one(value, at) for key, value in call.kwargs.items()}) or []
+    return out if call.func._schema.returns else None
 
 
 def _is_number(value: Any) -> bool:
