@@ -39,7 +39,7 @@ from ..runtime.values.deferred import Birth, OpeningMode, birth_of, guard_owner,
 from ..runtime.values.ownership import OWNERS, adopt
 from ..runtime.values.reads import VALUE_ATTRIBUTES, attribute_set, name_of, needs_values
 from ..tiers.disk import Disk
-from ..tiers.host import free_at_once
+from ..tiers.host import free_at_once, freeing_at_once
 from ..tiers.tier import Meter
 from . import EXTENSIONS
 
@@ -158,7 +158,7 @@ class Init:
         if self._stores:
             with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
                 self._store = Disk(self._folder, self.wire.rank, Meter())
-            free_at_once()
+            free_at_once()  # in training, too: most of such a model is on disk
         self._own_random = None
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -166,6 +166,7 @@ class Init:
             self._seed = int(torch.randint(0, 2**62, ()).item())
             self._generators.clear()
         with ExitStack() as stack:
+            stack.enter_context(freeing_at_once())
             stack.callback(self._leave)
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)

@@ -17,7 +17,7 @@ from ..errors import ConfigError, RankMismatchError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
-from ..tiers.host import keep_freed
+from ..tiers.host import free_at_once, freeing_at_once, keep_freed
 from ..tiers.tier import Tier
 from . import instance_methods as overrides
 from .build import Assembly, device_of
@@ -119,9 +119,12 @@ def shard(
     in_memory = config.offload_optimizer == config.offload_params == "none"
     if where.type == "cpu" and wire.size > 1 and policy.keep_full and in_memory:
         keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
+    if "disk" in (config.offload_optimizer, config.offload_params):
+        free_at_once()
 
     # From here on the model changes.
-    assembly.build(specs, sharded.plan.placements)
+    with freeing_at_once():
+        assembly.build(specs, sharded.plan.placements)
     overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
     training = Training(sharded, assembly, offload, overflow, patches)

@@ -42,9 +42,42 @@ def free_at_once(above_bytes: int = 1 << 20) -> None:
     For models that are mostly on disk: in malloc's heap every whole parameter, and in training every gradient, leaves a hole in
     which the next one does not fit, and the heap grows to the size of what rests on disk.
     """
-    if _mallopt is not None:
-        _mallopt(_MMAP_THRESHOLD, above_bytes)
-        _mallopt(_TRIM_THRESHOLD, above_bytes)  # a process may have asked for the other before
+    _set_threshold(above_bytes)  # a process may have asked for the other before
+
+
+@contextlib.contextmanager
+def freeing_at_once(above_bytes: int = 1 << 20) -> Iterator[None]:
+    """As `free_at_once`, inside. What is allocated there and stays is not in malloc's heap, between the holes of what goes."""
+    before = _threshold
+    if not _is_chosen():
+        _set_threshold(above_bytes)
+    try:
+        yield
+    finally:
+        if _threshold == above_bytes and not _is_chosen():
+            _set_threshold(before)
+
+
+_threshold = 32 << 20  # where glibc's own, which follows what is freed, ends
+_lock = threading.Lock()
+
+
+def _set_threshold(nbytes: int) -> None:
+    global _threshold
+    with _lock:
+        if _mallopt is not None:
+            _mallopt(_MMAP_THRESHOLD, nbytes)
+            _mallopt(_TRIM_THRESHOLD, nbytes)
+        _threshold = nbytes
+
+
+def _is_chosen() -> bool:
+    """malloc's thresholds are set in the environment."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(
+        f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
+        for name in ("MMAP", "TRIM")
+    )
 
 
 def keep_freed(most_bytes: int = 1 << 30) -> None:
@@ -54,14 +87,8 @@ def keep_freed(most_bytes: int = 1 << 30) -> None:
     times as much to fill (a page fault for every 4 KiB). Whoever sets malloc's thresholds in the environment keeps them: its
     price is resident memory, the holes in the heap among it.
     """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    chosen = any(
-        f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
-        for name in ("MMAP", "TRIM")
-    )
-    if _mallopt is not None and not chosen:
-        _mallopt(_MMAP_THRESHOLD, most_bytes)
-        _mallopt(_TRIM_THRESHOLD, most_bytes)
+    if not _is_chosen():
+        _set_threshold(most_bytes)
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
@@ -88,23 +115,6 @@ def pages(nbytes: int) -> Bytes:
     whole = np.frombuffer(memory, np.uint8)
     use_huge_pages(whole.ctypes.data, whole.nbytes)
     return whole[:nbytes]
-
-
-LASTING_BYTES = 1 << 20
-"""From this size on, memory that is kept for long is not in malloc's heap."""
-
-
-def lasting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that is kept for long, 1-D, undefined.
-
-    On a CPU device it is mapped by itself. In malloc's heap it would separate the holes that whole parameters and gradients
-    leave, and the heap would grow to twice of what it holds.
-    """
-    nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < LASTING_BYTES:
-        return torch.empty(numel, dtype=dtype, device=device)
-    storage = torch.from_numpy(pages(nbytes)).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
 
 
 class _OnStream:

@@ -27,7 +27,6 @@ from ...core.precision import dtype_of
 from ...errors import StateError, TierError
 from ...tiers.array import DiskArray, FilePieces, OnDisk
 from ...tiers.disk import Disk
-from ...tiers.host import lasting
 from ...tiers.pool import Storage
 from .ownership import OWNERS, adopt, release
 
@@ -313,7 +312,7 @@ class Birth:
         elif own is not None and own.shape == part.shape and own.dtype == part.dtype and own.device == part.device:
             own.copy_(part)
         else:
-            self._own = lasting(part.numel(), part.dtype, part.device).copy_(part)
+            self._own = part.clone()
 
     def _put_away(self, part: Tensor) -> bool:
         """The slice into the store. False where there is none, or no room in it: it stays in memory."""

@@ -32,7 +32,6 @@ from ...errors import StateError, ZeroError
 from ...plan.costs import Placement, part_numel, shares_memory
 from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import copied, digest
-from ...tiers.host import lasting
 from ...tiers.tier import Tier
 from .bucket import Common, SpanGradients
 from .deferred import left_in_files, poured
@@ -144,7 +143,7 @@ class SpanValues(SpanGradients):
         if self.rest is Tier.HOST:
             return self.storage.link.empty(numel, self.compute_dtype).copy_(values)
         if not self.resident:
-            return lasting(numel, self.compute_dtype, self.device).copy_(values)
+            return values.to(self.device, self.compute_dtype, copy=True)
         return self.place if values is self.place else self.place.copy_(values)
 
     @property

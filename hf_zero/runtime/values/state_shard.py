@@ -29,7 +29,6 @@ from ...core.layout import Extent, S
 from ...errors import ZeroError
 from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import sample
-from ...tiers.host import lasting
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
 from .masters import dressed
@@ -109,7 +108,7 @@ class Shard:
 
     def _hold(self, values: Tensor) -> Tensor:
         """Memory in this tier with these values; what the master is to be."""
-        return lasting(self.numel, self.dtype, self._device).copy_(values)
+        return torch.empty(self.numel, dtype=self.dtype, device=self._device).copy_(values)
 
     def _arrays(self) -> list[DiskArray]:
         return []
