@@ -86,14 +86,20 @@ def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
         # Alone, gradients go down as they come; else as reduced, in float32.
         grad = compute if world == 1 else 4
         tier = {"cpu": Tier.HOST, "disk": Tier.DISK}.get(case.offload_optimizer)
-        for place, numel in split(span) if tier is None else ((tier, span.slice_numel),):
+        stored = compute if world == 1 and reduces == 1 else 4
+        stretches = split(span) if tier is None else ((tier, span.slice_numel),)
+        for place, numel in stretches:
             if place is Tier.DEVICE:
                 continue
             moved["down"] += reduces * grad * numel
             moved["up"] += compute * numel
             if place is Tier.DISK:
-                moved["read"] += 3 * 4 * numel
-                moved["write"] += 3 * 4 * numel
+                # The gradient: written as it arrives, read by the step, and read for each that is added to it. The norm of
+                # a span that is split between tiers is taken from its whole gradient, which is read for it.
+                moved["read"] += (3 * 4 + reduces * stored) * numel
+                moved["write"] += (3 * 4 + reduces * stored) * numel
+                if case.clip is not None and sum(numel > 0 for _, numel in stretches) > 1:
+                    moved["read"] += stored * numel
     return moved
 
 
@@ -180,8 +186,8 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
             if optimizer != "none":
                 wanted["down"] += 4 * span.slice_numel
             if optimizer == "disk":
-                wanted["read"] += 3 * 4 * span.slice_numel
-                wanted["write"] += 3 * 4 * span.slice_numel
+                wanted["read"] += 4 * 4 * span.slice_numel
+                wanted["write"] += 4 * 4 * span.slice_numel
             if rest == "disk":
                 wanted["read"] += own * gathers[span.index]
                 if not one_type:
