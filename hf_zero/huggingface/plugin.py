@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from ..config import ZeroConfig, setting
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
-from .arguments import ACCELERATE_STATE, refuse
+from .arguments import ACCELERATE_STATE, check_counts, refuse
 from .stock import put_in_front
 
 
@@ -115,6 +115,7 @@ class ZeroPlugin(ParallelismConfig):
         # accelerate calls this in `Accelerator.__init__` once `state` is there, before it sets its lists of models and
         # optimizers, the scaler and the gradient state: only `state` may be read here.
         refuse(ACCELERATE_STATE, accelerator.state)
+        check_counts(accelerator.state.num_processes)
         cls = type(accelerator)
         accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
         accelerator.zero_plugin, accelerator.zero_config = self, self.config

@@ -19,6 +19,7 @@ from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
 from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
+from . import FIRST_FORWARD
 from . import instance_methods as overrides
 from .build import Assembly, device_of
 from .engine import Engine, engine_of
@@ -127,12 +128,26 @@ def shard(
     training = Training(sharded, assembly, offload, overflow, patches)
     training.adopt(optimizers, originals, kinds)
     engine = Engine(training, assembly, patches)
+    _check_first_forward(model, wire.size, patches)
     offload.storage.explain = sharded.advice
     if wire.rank == 0:
         _print_summary(training)
     if compile_ is not None:
         engine.compile(using=compile_)
     return engine
+
+
+def _check_first_forward(model: nn.Module, ranks: int, patches: overrides.Patches) -> None:
+    """Register checks that run until a forward builds a graph, and never again."""
+
+    def check(*_: object) -> None:
+        for each in FIRST_FORWARD:
+            each(ranks)
+        if torch.is_grad_enabled():
+            handle.remove()
+
+    handle = model.register_forward_pre_hook(check)
+    patches.hooks(handle)
 
 
 def _print_summary(training: Training) -> None:
