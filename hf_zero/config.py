@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
@@ -41,6 +44,79 @@ STAGES = {
 WIRES = ("none", "int8", "fp8", "int4")
 OFFLOADS = ("none", "cpu", "disk", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+_ELSEWHERE = {
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param_device": "offload_params",
+    "cpu_offload": "offload_optimizer",
+    "nvme_path": "offload_dir",
+    "offload_optimizer_nvme_path": "offload_dir",
+    "offload_param_nvme_path": "offload_dir",
+    "sharding_strategy": "stage",
+    "reshard_after_forward": "stage",
+    "communication_data_type": "reduce_dtype",
+    "mics_shard_size": "replicas",
+    "zero_hpz_partition_size": "replicas",
+    "zero_quantized_gradients": "wire",
+    "zero_quantized_weights": "wire",
+}
+"""What DeepSpeed and FSDP call a setting."""
+_VALUES_ELSEWHERE = {"nvme": "disk", "ssd": "disk", "host": "cpu", "true": "cpu"}
+_VALUES_ELSEWHERE |= dict.fromkeys(("gpu", "cuda", "device", "false"), "none")
+
+
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting that does not exist; a TypeError like every unknown keyword."""
+
+
+T = TypeVar("T", bound=type)
+
+
+def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
+    """Class decorator, above `dataclass`: an unknown keyword raises an error that names the setting which was meant.
+
+    Args:
+        prefix: of the fields that are settings: `zero_` for flags.
+        all_names: False: the class has fields of another library, and names that resemble no setting are its own matter.
+    """
+
+    def decorate(cls: T) -> T:
+        stock, known = vars(cls)["__init__"], set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+        @functools.wraps(stock)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            names = list(ZeroConfig.__dataclass_fields__)
+            for name in [name for name in kwargs if name not in known]:
+                bare = name.removeprefix("zero_")
+                meant = _ELSEWHERE.get(name) or _ELSEWHERE.get(bare)
+                meant = meant or next(iter(difflib.get_close_matches(bare, names, 1, 0.8)), None)
+                if meant is not None:
+                    raise UnknownSettingError(
+                        f"{cls.__name__} has no setting {name!r}: did you mean '{prefix}{meant}'?"
+                    )
+                if all_names:
+                    raise UnknownSettingError(f"{cls.__name__} has no setting {name!r}. It has {', '.join(names)}")
+            stock(self, *args, **kwargs)
+
+        type.__setattr__(cls, "__init__", __init__)
+        return cls
+
+    return decorate
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value outside `choices`; with the one that DeepSpeed's or Python's word for it means.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if isinstance(value, str) and value in choices:
+        return
+    word = str(value.get("device") if isinstance(value, dict) else value).lower()
+    meant = _VALUES_ELSEWHERE.get(word, word)
+    hint = f": did you mean {meant!r}?" if meant in choices else ""
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}, found {value!r}{hint}")
 
 
 def parse_bytes(size: int | str, name: str = "a size") -> int:
@@ -80,6 +156,7 @@ def _patterns(given: object) -> tuple[str, ...]:
     return tuple(stripped for word in words if (stripped := word.strip()))
 
 
+@explains_names()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """Settings of one engine. Flags and plugins take defaults and metadata from here.
@@ -196,8 +273,7 @@ class ZeroConfig:
                 f"replicas={self.replicas} needs stage 1, 2 or 3, found stage {self.stage}, where every rank has a copy of "
                 "everything already: choose another stage, or leave replicas out"
             )
-        if self.wire not in WIRES:
-            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
+        check_choice("wire", self.wire, WIRES)
         if self.wire != "none" and not self.policy.shard:
             raise ConfigError(
                 f"wire={self.wire!r} needs stage 1, 2 or 3, found stage {self.stage}: choose another stage"
@@ -207,8 +283,7 @@ class ZeroConfig:
                 f"debug=True compares gradients with their exact means, and wire={self.wire!r} rounds them: use one of the two"
             )
         for name in ("offload_optimizer", "offload_params"):
-            if getattr(self, name) not in OFFLOADS:
-                raise ConfigError(f"{name} must be one of {', '.join(OFFLOADS)}, found {getattr(self, name)!r}")
+            check_choice(name, getattr(self, name), OFFLOADS)
         for name in ("device_memory", "host_memory"):
             value: int | str | None = getattr(self, name)
             if value is not None:

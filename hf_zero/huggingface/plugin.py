@@ -15,13 +15,14 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
-from ..config import ZeroConfig, setting
+from ..config import ZeroConfig, explains_names, setting
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
 from .arguments import ACCELERATE_STATE, check_counts, refuse
 from .stock import put_in_front
 
 
+@explains_names()
 @dataclass(kw_only=True, repr=False)
 class ZeroPlugin(ParallelismConfig):
     """`Accelerator(parallelism_config=ZeroPlugin(stage=3))`; the same argument in `TrainingArguments`.

@@ -32,7 +32,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, wire_device
-from ..config import OFFLOADS
+from ..config import OFFLOADS, check_choice
 from ..errors import ConfigError, RankMismatchError
 from ..runtime.instance_methods import DeferredHooks
 from ..runtime.values.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
@@ -120,10 +120,7 @@ class Init:
     ) -> None:
         if init not in ("exact", "fast"):
             raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
-        if offload_params not in OFFLOADS:
-            raise ConfigError(
-                f"zero.Init: offload_params must be one of {', '.join(OFFLOADS)}, found {offload_params!r}"
-            )
+        check_choice("zero.Init: offload_params", offload_params, OFFLOADS)
         self.init = init
         self.leaves_at_rest = offload_params in ("disk", "auto")
         self._stores, self._folder = offload_params == "disk", offload_dir

@@ -32,7 +32,7 @@ class Handle(Protocol):
 
 
 class Patches:
-    """Hooks and methods on instances; their classes and other instances stay as they are."""
+    """Hooks and methods on instances. Of classes only the text of an AttributeError changes, see `renamed`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
