@@ -1,7 +1,7 @@
 """accelerate: `ZeroPlugin`, the one argument that turns a stock Accelerator, and the Trainer around it, into ours.
 
 `Accelerator(parallelism_config=...)` hands the *live* accelerator to `ParallelismConfig._validate_accelerator`. `ZeroPlugin`
-uses that moment to change its class to one with `ZeroAcceleratorMixin` in front; nothing of accelerate is patched.
+uses that moment to change its class to one with `ZeroAcceleratorMixin` in front. docs/DESIGN.md lists what else is replaced.
 `ZeroAccelerator(zero_plugin=...)` says the same thing out loud.
 """
 

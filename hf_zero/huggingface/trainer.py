@@ -2,7 +2,7 @@
 
 A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing more. While it builds its Accelerator the
 plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
-itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. Nothing of transformers is patched.
+itself; `ZeroTrainer` and `zero_trainer_cls` do so explicitly. docs/DESIGN.md lists what of transformers is replaced, and when.
 
 A checkpoint is one `Saving`: the stock code runs with the staged folder for its output folder and writes its own small
 files there, all ranks put weights and optimizer state beside them, and the whole appears as `checkpoint-N` by one rename.
