@@ -297,7 +297,7 @@ class ExportOptions(Options):
     private: bool = flag("a repository that is made is private", False)
     revision: str | None = flag("branch to upload to; made where it is not there", metavar="BRANCH")
     commit_message: str | None = flag(metavar="TEXT")
-    overwrite: bool = flag("replace whatever is at --output", False)
+    overwrite: bool = flag("into an --output with other files; weights of another kind go, there and on the Hub", False)
 
 
 @dataclass(frozen=True, kw_only=True)
