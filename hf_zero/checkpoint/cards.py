@@ -5,10 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
 
 CARD = "README.md"
 _SEAL = re.compile(r"\n<!-- Generated card \((\w+)\)\. [^\n]*-->\n")
@@ -23,8 +19,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def sealed(card: ModelCard) -> str:
-    """Return the card's text with a comment by which `is_generated` recognises it."""
+def sealed(card: object) -> str:
+    """Return the text of a `ModelCard` with a comment by which `is_generated` recognises it."""
     text = str(card).rstrip("\n") + "\n"
     note = "The next export replaces this card. A card that was edited, or that lacks this line, is kept."
     return f"{text}\n<!-- Generated card ({_digest(text)}). {note} -->\n"
