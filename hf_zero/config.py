@@ -134,6 +134,8 @@ def parse_bytes(size: int | str, name: str = "a size") -> int:
         value = float(match[1]) * _UNITS[match[2]]
     if value < 1:
         raise ConfigError(f"{name} must be positive, found {size!r}")
+    if value >= 1 << 63:
+        raise ConfigError(f"{name} is more than any machine has: found {str(size)[:40]!r}")
     return int(value)
 
 
