@@ -81,7 +81,8 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(3 if n == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for n in range(2)
+            nn.Sequential(nn.Conv2d(3 if n == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            for n in range(2)
         )
         self.head = nn.Linear(8, 5)
 

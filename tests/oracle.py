@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
-from tests.models import inputs, mlp, sgd
+from tests.models import ids, inputs, mlp, sgd
 from tests.settings import EVERYDAY, FACTORS, Setting, pairwise, product
 
 # Tolerances ---------------------------------------------------------------------------------------------------------
@@ -154,6 +154,7 @@ class Run:
         rank, world: of this process.
         folder: one for all ranks, empty.
         seen: what the program looked at, in order; compared with the reference's.
+        kept: for what a program keeps from step to step.
     """
 
     def __init__(self, program: Program, setting: Setting, rank: int, world: int, folder: Path, is_plain: bool) -> None:
@@ -161,6 +162,7 @@ class Run:
         self.is_plain = is_plain
         self.seen: list[tuple[str, Any]] = []
         self.trained: list[_Trained] = []
+        self.kept: Any = None
         self._is_averaged = False
 
     # Building -------------------------------------------------------------------------------------------------------
@@ -263,8 +265,20 @@ class Run:
         return self.trained[-1].optimizers[0]
 
     def mlp(self, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd, depth: int = 3) -> Any:
-        model = self.build(lambda: mlp(depth=depth))
+        return self.trained_model(lambda: mlp(depth=depth), optimizer)
+
+    def trained_model(self, make: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any] = sgd) -> Any:
+        """Build a model and its optimizer, and shard them."""
+        model = self.build(make)
         return self.shard(model, optimizer(model))
+
+    def inputs(self, step: int, *shape: int) -> Tensor:
+        """Features of this rank: 4 rows of 16, or `shape`."""
+        return inputs(self.rank, step, *shape)
+
+    def ids(self, step: int, rows: int = 2, length: int = 6) -> Tensor:
+        """Tokens of this rank."""
+        return ids(self.rank, step, rows, length)
 
     def loss(self, step: int) -> Tensor:
         return self.model(inputs(self.rank, step)).square().mean()
@@ -437,9 +451,7 @@ class RowFailed(AssertionError):
     """A row raised where it was to train."""
 
 
-def _refusal(
-    program: Program, setting: Setting, refused: Refused, rank: int, world: int, folder: str
-) -> list[str]:
+def _refusal(program: Program, setting: Setting, refused: Refused, rank: int, world: int, folder: str) -> list[str]:
     try:
         _train(program, setting, rank, world, folder, False)
     except refused.error as error:

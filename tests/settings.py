@@ -105,9 +105,7 @@ def pairwise(rows: Iterable[Setting], seed: str) -> list[Setting]:
     random.Random(seed).shuffle(rows)
     names = [field.name for field in dataclasses.fields(Setting)]
     pairs = {
-        row: {
-            (one, getattr(row, one), other, getattr(row, other)) for one, other in itertools.combinations(names, 2)
-        }
+        row: {(one, getattr(row, one), other, getattr(row, other)) for one, other in itertools.combinations(names, 2)}
         for row in rows
     }
     missing = set().union(*pairs.values()) if pairs else set()
