@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.models import mlp, sgd
 from tests.oracle import Run, program
-from tests.programs.usual import trained_on
+from tests.programs.usual import FP32, trained_on
 
 
 def deep() -> nn.Sequential:
@@ -21,7 +21,7 @@ def sub_call(run: Run, t: int) -> Tensor:
     return run.model[:2](run.inputs(t, 4, 16)).square().mean() + run.model[4](run.inputs(t + 1, 4, 16)).square().mean()
 
 
-@trained_on(deep)
+@trained_on(deep, only=FP32)
 def a_part_after_a_look(run: Run, t: int) -> Tensor:
     with torch.no_grad():
         run.model[0].weight.mul_(0.99)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import hf_zero as zero
 from tests.models import adamw, generator, mlp, sgd
 from tests.oracle import Refused, Run, program
-from tests.programs.usual import Build, Optimize, trained_on
+from tests.programs.usual import FP32, Build, Optimize, trained_on
 
 
 class LayersLeftOut(nn.Module):
@@ -108,7 +108,7 @@ def _plainly(name: str, build: Build, optimizer: Optimize = sgd, **options: Any)
 _plainly("layers_left_out", LayersLeftOut, adamw)
 _plainly("transposed_tie", TransposedTie, adamw)
 _plainly("mixed_dtypes", Doubles, adamw)
-_plainly("custom_function_keeps_weight_in_context", CustomFunctions)
+_plainly("custom_function_keeps_weight_in_context", CustomFunctions, only=FP32)
 _plainly("views_of_one_tensor", with_views_of_one_tensor)
 _plainly("share_memory", lambda: mlp().share_memory())
 _plainly("pruned", pruned)
@@ -118,6 +118,7 @@ _plainly("orthogonal", lambda: between(parametrizations.orthogonal(nn.Linear(16,
 _plainly(
     "scripted_part",
     lambda: between(torch.jit.script(nn.Linear(16, 16)), nn.Linear(16, 16)),
+    only={"deferred": (False,)},
     refused=(Refused(zero.ConfigError, "is a RecursiveScriptModule of torch.jit"),),
 )
 
@@ -240,7 +241,7 @@ def sparse_tables_in_blocks(run: Run) -> None:
     run.loop(loss)
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def sparse_matrices(run: Run) -> None:
     """Trained elements of a sparse matrix, which has no storage: the tensor of its elements has."""
 
@@ -284,7 +285,7 @@ def parametrized_later(run: Run) -> None:
     run.step(3)
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def padded_evaluations(run: Run) -> None:
     """torch's encoder takes a padded batch apart into nested tensors, where no gradient is asked for."""
     layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.models import adamw, mlp, sgd
 from tests.oracle import Refused, Run, program
-from tests.programs.usual import after_steps, trained_on
+from tests.programs.usual import FP32, after_steps, is_released, trained_on
 
 
 def deep() -> nn.Sequential:
@@ -87,7 +87,7 @@ def read_in_mid_forward(run: Run, t: int) -> Tensor:
     return run.model(run.inputs(t, 4, 16))
 
 
-@trained_on(lambda: ReadAfterUse(True), steps=PAST_LEARNING)
+@trained_on(lambda: ReadAfterUse(True), steps=PAST_LEARNING, only=FP32)
 def read_before_an_evaluation(run: Run, t: int) -> Tensor:
     loss = run.model(run.inputs(t, 4, 16))
     with torch.no_grad():
@@ -118,12 +118,9 @@ def item_reads(run: Run, t: int) -> None:
     run.see(len(run.model[0].weight.tolist()))
 
 
-RELEASED = lambda setting: setting.stage == 3  # noqa: E731
-
-
 @program(
     reference="average",
-    refused=(Refused(zero.StateError, "is still held that was taken between passes", RELEASED),),
+    refused=(Refused(zero.StateError, "is still held that was taken between passes", is_released),),
 )
 def keeps_views(run: Run) -> None:
     kept = [p.detach() for p in run.mlp().parameters()]
@@ -133,7 +130,7 @@ def keeps_views(run: Run) -> None:
 
 @program(
     reference="average",
-    refused=(Refused(zero.StateError, "is still held that was taken between passes", RELEASED),),
+    refused=(Refused(zero.StateError, "is still held that was taken between passes", is_released),),
 )
 def view_over_an_unfreeze(run: Run) -> None:
     """A view of the weights is there when their unit is cut anew; from then on it keeps the values that it had."""
@@ -159,7 +156,7 @@ def looks_between_forward_and_backward(run: Run) -> None:
         run.update()
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def fisher_ewc(run: Run) -> None:
     model = run.mlp()
     for t in range(2):

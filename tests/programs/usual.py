@@ -11,11 +11,26 @@ from torch import Tensor, nn
 
 from tests.models import mlp, sgd
 from tests.oracle import Run, program
+from tests.settings import Setting
 
 Build = Callable[[], nn.Module]
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Run, int], Tensor]
 Act = Callable[[Run, int], Any]
+
+FP32 = {"precision": ("fp32",)}
+"""`only=FP32`: what reads or writes weights sees them rounded to bf16, which plain data parallel training does not do; or
+its numbers hang on the sign of a rounding error; or torch has no bf16 kernel for it."""
+
+
+def is_sharded(setting: Setting) -> bool:
+    """Whether a parameter's elements are on several ranks, so that ranks cannot differ in its value."""
+    return setting.stage > 0 and setting.ranks > setting.replicas
+
+
+def is_released(setting: Setting) -> bool:
+    """Whether parameters have no memory between their uses."""
+    return setting.stage == 3
 
 
 def trained_on(build: Build = mlp, optimizer: Optimize = sgd, steps: int = 4, **options: Any) -> Callable[[Loss], Loss]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.models import adamw, mlp, sgd
 from tests.oracle import Refused, Run, program
-from tests.programs.usual import after_steps, after_two_steps
+from tests.programs.usual import FP32, after_steps, after_two_steps, is_released, is_sharded
 
 
 @after_two_steps()
@@ -36,12 +36,14 @@ def module_replaced(run: Run) -> None:
     run.model[2] = nn.Linear(16, 16)
 
 
-@after_two_steps(refused=(Refused(zero.RankMismatchError, "parameter '2.weight' is not on rank"),))
+@after_two_steps(refused=(Refused(zero.RankMismatchError, "parameter '2.weight' is not on rank", is_sharded),))
 def assigned_by_rank(run: Run) -> None:
     run.model[2].weight.data = run.inputs(7, 16, 16)
 
 
-@after_two_steps(refused=(Refused(zero.RankMismatchError, "parameter '2.weight' is not on rank"),))
+@after_two_steps(
+    only=FP32, refused=(Refused(zero.RankMismatchError, "parameter '2.weight' is not on rank", is_sharded),)
+)
 def reset_by_rank(run: Run) -> None:
     torch.manual_seed(run.rank)
     run.model[2].reset_parameters()
@@ -65,7 +67,7 @@ def weight_clip(run: Run, t: int) -> None:
         p.data.clamp_(-0.1, 0.1)
 
 
-@after_steps(3, adamw)
+@after_steps(3, adamw, only=FP32)
 def evaluates_with_old_weights(run: Run, t: int) -> None:
     """Weights kept by value, written back by `copy_`, in two programs' ways."""
     kept = [p.detach().clone() for p in run.model.parameters()]
@@ -77,7 +79,13 @@ def evaluates_with_old_weights(run: Run, t: int) -> None:
             p.data.copy_(value)
 
 
-@after_steps(4, adamw)
+@after_steps(
+    4,
+    adamw,
+    refused=(
+        Refused(zero.StateError, "have no values where its state rests on disk", lambda s: s.optimizer_tier == "disk"),
+    ),
+)
 def groups_averaged(run: Run, t: int) -> None:
     """Tensors of the groups are read as soon as the step has returned, and written."""
     params = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -90,7 +98,18 @@ def groups_averaged(run: Run, t: int) -> None:
             p.copy_(kept)
 
 
-@after_steps(4, adamw)
+@after_steps(
+    4,
+    adamw,
+    refused=(
+        Refused(zero.StateError, "have no values where its state rests on disk", lambda s: s.optimizer_tier == "disk"),
+        Refused(
+            zero.StateError,
+            "were written through `.data` since the last step",
+            lambda s: is_sharded(s) and not is_released(s),
+        ),
+    ),
+)
 def groups_change_memory(run: Run, t: int) -> None:
     for p in run.optimizer.param_groups[0]["params"] if t < 2 else ():
         p.data = p.data * 0.9
@@ -104,7 +123,7 @@ def broadcast_by_hand(run: Run, t: int) -> None:
             dist.broadcast(p.data, 0)
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def ema_swap(run: Run) -> None:
     model = run.mlp()
     shadow = {n: p.data.clone() for n, p in model.named_parameters()}
@@ -121,7 +140,7 @@ def ema_swap(run: Run) -> None:
             p.data = backup[n]
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def ema_swap_alias(run: Run) -> None:
     model = run.mlp()
     shadow = {n: p.data.clone() for n, p in model.named_parameters()}
@@ -137,7 +156,7 @@ def ema_swap_alias(run: Run) -> None:
             p.data = backup[n]
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def perturb(run: Run) -> None:
     model = run.mlp(adamw)
     for t in range(4):
@@ -151,7 +170,7 @@ def perturb(run: Run) -> None:
         run.update()
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def merged(run: Run) -> None:
     """A frozen weight takes a trained product in for an evaluation, and gives it back."""
     base, down, up = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
@@ -170,7 +189,8 @@ def merged(run: Run) -> None:
 
 @program(
     reference="average",
-    refused=(Refused(zero.RankMismatchError, "parameter '0.weight' is not on rank"),),
+    only=FP32,
+    refused=(Refused(zero.RankMismatchError, "parameter '0.weight' is not on rank", is_sharded),),
 )
 def noise_by_rank(run: Run) -> None:
     """Each rank moves its weights elsewhere: right under data parallel training, of no meaning where each has a part."""
@@ -206,7 +226,7 @@ def turned_weights(run: Run, t: int) -> None:
             param.data = param.data.t()
 
 
-@program(reference="average")
+@program(reference="average", only=FP32)
 def weights_change_places(run: Run) -> None:
     """In one unit, and in two; also before the first forward."""
     model = nn.Sequential(TwoSquares(), *mlp())
