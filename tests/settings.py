@@ -18,6 +18,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "wire": ("none", "int8"),
     "kept": (False, True),
     "deferred": (False, True),
+    "debug": (False, True),
 }
 """Every value of every factor. `make test-all` runs their product, `make test` a set of rows with every pair of values."""
 EVERYDAY: Mapping[str, tuple[Any, ...]] = {
@@ -25,6 +26,7 @@ EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     "ranks": (2,),
     "tier": ("none", "cpu", "disk", "cpu/cpu", "disk/disk"),
     "wire": ("none",),
+    "debug": (False,),
 }
 """What a program covers by default: two ranks, exact transport. Programs of wide use ask for more."""
 
@@ -38,6 +40,7 @@ class Setting:
         tier: where masters, gradients and optimizer state are stored; behind the slash, parameters between uses (stage 3).
         kept: `device_memory` leaves room to keep units gathered from forward to backward (stage 3).
         deferred: the model is built under `zero.Init`.
+        debug: ranks compare what they must have alike.
     """
 
     ranks: int = 2
@@ -48,6 +51,7 @@ class Setting:
     wire: str = "none"
     kept: bool = False
     deferred: bool = False
+    debug: bool = False
 
     def __str__(self) -> str:
         default = Setting()
@@ -72,6 +76,7 @@ class Setting:
             and self.ranks % self.replicas == 0
             and (self.ranks > 1 or (self.replicas == 1 and self.wire == "none"))
             and (self.stage == 3 or self.params_tier == "none")
+            and not (self.debug and self.wire != "none")
             and (not self.kept or (self.stage == 3 and self.tier == "none"))
         )
 
@@ -86,6 +91,7 @@ class Setting:
             "wire": self.wire,
             "device_memory": "1GiB" if self.kept else None,
             "stall_s": 20.0,
+            "debug": self.debug,
         }
 
 

@@ -29,7 +29,7 @@ def functional_scaled(run: Run, t: int) -> Tensor:
     return torch.func.functional_call(run.model, params, (run.inputs(t, 4, 16),)).square().mean()
 
 
-@trained_on()
+@trained_on(more={"debug": (False, True)})
 def vmap_forward(run: Run, t: int) -> Tensor:
     return torch.vmap(run.model)(run.inputs(t, 4, 3, 16)).square().mean()
 
@@ -105,7 +105,7 @@ def adjoint(run: Run, t: int) -> Tensor:
     return run.model.head(Adjoint.apply(field, run.inputs(t, 4, 16), *field.parameters())).square().mean()
 
 
-@program(reference="average")
+@program(reference="average", more={"debug": (False, True)})
 def jacobian_at_once(run: Run) -> None:
     """All rows in one backward, whose gradients are tensors of `vmap`'s."""
     model = run.mlp()

@@ -81,7 +81,7 @@ def two_forwards_one_backward(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
+@program(more={"debug": (False, True)})
 def clip_by_value(run: Run) -> None:
     model = run.build(mlp)
     optimizer = sgd(model)

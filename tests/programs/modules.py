@@ -241,7 +241,7 @@ def sparse_tables_in_blocks(run: Run) -> None:
     run.loop(loss)
 
 
-@program(reference="average", only=FP32)
+@program(reference="average", only=FP32, more={"debug": (False, True)})
 def sparse_matrices(run: Run) -> None:
     """Trained elements of a sparse matrix, which has no storage: the tensor of its elements has."""
 
@@ -285,7 +285,7 @@ def parametrized_later(run: Run) -> None:
     run.step(3)
 
 
-@program(reference="average", only=FP32)
+@program(reference="average", only=FP32, more={"debug": (False, True)})
 def padded_evaluations(run: Run) -> None:
     """torch's encoder takes a padded batch apart into nested tensors, where no gradient is asked for."""
     layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)

@@ -204,7 +204,7 @@ def uneven_forwards(run: Run, step: int) -> Tensor:
     return total
 
 
-@trained_on(LanguageModel)
+@trained_on(LanguageModel, only=FP32)
 def head_weight_read_in_the_loss(run: Run, step: int) -> Tensor:
     model, ids = run.model, run.ids(step)
     hidden = model.body(ids)
@@ -452,6 +452,7 @@ def two_models_in_one_loss(run: Run) -> None:
     _adversaries(run, together=False)
 
 
-@program(reference="average", only=KEPT_WHOLE)
+@program(reference="average", only={"stage": (1, 2), "replicas": (1,), "tier": ("none",), "deferred": (False,), **FP32})
 def two_models_with_other_blocks_on_each_rank(run: Run) -> None:
+    """Elsewhere it can end in a StallError: two engines have no agreed order of collectives in one backward."""
     _adversaries(run, together=True)
