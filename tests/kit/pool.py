@@ -17,7 +17,12 @@ from torch.distributed import TCPStore
 
 IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
 """What the one process imports that ranks are forked from: 4 s of a core, which every rank would need for itself."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 """What libraries read when they are imported, in that process and in every rank."""
 
 
