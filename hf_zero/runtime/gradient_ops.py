@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StateError
 from .offload import Offload
-from .optimizers.clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_sum, root
+from .optimizers.clipping import grad_to_read, grads_to_read, over_ranks, overflowed, power_sum, root
 from .values.flat_param import Flat
 from .values.gradients import Gradient, Handles, is_of
 from .values.reads import AsTheyAre
@@ -34,16 +34,17 @@ class Gradients:
         self,
         sharded: Sharded,
         offload: Offload,
-        overflow: Overflow,
         flush: Callable[[Sequence[Flat] | None], None],
     ) -> None:
         self._sharded, self._offload = weakref.ref(sharded), weakref.ref(offload)
-        self._overflow, self._flush_of = weakref.ref(overflow), weakref.WeakMethod(flush)
+        self._flush_of = weakref.WeakMethod(flush)
         self._writes = 0  # what was written through stand-ins
         self._norms: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._norms_of: tuple[Any, ...] = ()
         self._slice_norms: dict[int, Tensor] = {}  # by place: answers that nobody has asked for yet
         self._slice_norms_of: tuple[float, int] = (0.0, 0)
+        self._overflowed: Tensor | None = None  # by optimizer, since the last backward or step
+        self._overflowed_of = 0
 
     @property
     def sharded(self) -> Sharded:
@@ -51,6 +52,15 @@ class Gradients:
         if sharded is None:
             raise StateError(_GONE)
         return sharded
+
+    @property
+    def _shows_slices(self) -> bool:
+        return self.sharded.layout.shards > 1 or self.sharded.config.offloads
+
+    def _over_ranks(self, local: Tensor, order: float) -> Tensor:
+        """The norms from what `power_sum` gives on this rank."""
+        sharded = self.sharded
+        return root(over_ranks(sharded.wire, local, order) if sharded.layout.shards > 1 else local, order)
 
     def _flush(self, flats: Sequence[Flat] | None = None) -> None:
         _there(self._flush_of)(flats)
@@ -67,20 +77,24 @@ class Gradients:
         self.show_slices()
 
     def show_slices(self) -> None:
-        """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
+        """After a backward, and after a step: the optimizer's groups show stand-ins for what they have not as it is.
+
+        That is where other ranks have slices, and in host memory, where gradients may be narrower than their masters.
+        """
         self._slice_norms.clear()
-        if self.sharded.layout.shards == 1 or not self.sharded.optimizers:
+        self._overflowed = None
+        if not self._shows_slices or not self.sharded.optimizers:
             return
         with AsTheyAre():  # masters in host memory tell whoever looks at them
             for place, flat in enumerate(self.sharded.trained):
                 first = place
                 for shard in flat.shards:
-                    shard.show_slice(self, first)
+                    shard.show_slice(self, first, flat.span.optimizer)
                     first = -1
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""
-        if self.sharded.layout.shards == 1:
+        if not self._shows_slices:
             return
         for flat in self.sharded.trained:
             for shard in flat.shards:
@@ -216,8 +230,8 @@ class Gradients:
     def norm(self, handles: Handles[Flat], index: int, order: float) -> Tensor:
         """As `norms`, for who asks for one after another: the first question is answered for all."""
         sharded = self.sharded
-        # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
-        if handles.flat.waits or sharded.config.is_auto or _there(self._overflow).possible:
+        # auto may have moved a gradient on this rank alone; on one shard a loss scaler's writes are not counted
+        if handles.flat.waits or sharded.config.is_auto or sharded.layout.shards == 1:
             return self.norms([(handles, index)], order)[0]
         now, key = (order, self._writes), (id(handles), index)
         value, version = self._norms.pop(key, (None, 0))
@@ -243,6 +257,23 @@ class Gradients:
     def wrote(self) -> None:
         self._writes += 1
 
+    @torch.no_grad()
+    def overflowed(self, optimizer: int) -> Tensor:
+        """As `Keeper`. One collective answers for all optimizers, until a backward, a step or a write that is not a scaler's.
+
+        Under 'auto' a scaler may call once on one rank and twice on another: for gradients on the device and in host memory.
+        """
+        sharded = self.sharded
+        if self._overflowed is None or self._overflowed_of != self._writes:
+            _there(self._offload).refuse_while_away("a loss scaler's unscale_()")
+            self.settle_step()
+            self._flush()
+            count = len(sharded.optimizers)
+            self._overflowed = overflowed(sharded.trained, count, sharded.wire, sharded.device)
+        self._writes += 1
+        self._overflowed_of = self._writes
+        return self._overflowed[optimizer]
+
     def settle_step(self) -> None:
         _there(self._offload).finish_step()
 
@@ -266,7 +297,7 @@ class Gradients:
             local = torch.stack(
                 [power_sum(grads_to_read(flat), order, flat.device).to(sharded.device) for flat in flats]
             )
-            norms = root(over_ranks(sharded.wire, local, order), order)
+            norms = self._over_ranks(local, order)
             self._slice_norms = dict(enumerate(norms.unbind()))
             self._slice_norms_of = (order, self._writes)
         return self._slice_norms.pop(place).to(device)
@@ -275,13 +306,13 @@ class Gradients:
     def norm_over_ranks(self, part: Tensor, order: float) -> Tensor:
         """Of what was computed from a slice; one collective each."""
         sharded = self.sharded
-        if sharded.config.is_auto:
+        if sharded.config.is_auto and sharded.layout.shards > 1:
             raise StateError(
                 "the norm of what was computed from a gradient in the optimizer's groups: under 'auto' ranks may cut their "
                 "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
             )
         local = power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
-        return root(over_ranks(sharded.wire, local, order), order).to(part.device)
+        return self._over_ranks(local, order).to(part.device)
 
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:

@@ -23,7 +23,7 @@ from . import instance_methods as overrides
 from .build import Assembly, device_of
 from .engine import Engine, engine_of
 from .offload import Offload
-from .optimizers.clipping import Overflow
+from .optimizers.clipping import may_overflow
 from .passes.compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .training import Training
 from .transports import Roads
@@ -93,7 +93,7 @@ def shard(
         sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
         assembly = Assembly(sharded, drafter, roads.plan, machine, mixed_precision)
         refuse_owned(sharded.names)
-        overflow = Overflow(model, precision, wire, where)
+        in_half = may_overflow(model, precision)
         originals = assembly.originals(optimizers, ())
         kinds = assembly.kinds_of_binding(optimizers)
         specs = assembly.specs(originals)
@@ -106,11 +106,11 @@ def shard(
     # The plan needs to know what the tiers have room for, and may be refused as well.
     offload = Offload(sharded, roads)
     sharded.storage = offload.storage
-    offload.storage.wide = overflow.possible
+    offload.storage.wide = in_half
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         sharded.plan = assembly.plan(specs, optimizers, offload.ranks_here)
         offload.settle(sharded.plan.placements, sharded.plan.memory.at_rest(Tier.DISK))
-        if config.step_in_backward and overflow.possible:
+        if config.step_in_backward and in_half:
             raise ConfigError(
                 "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                 "bf16, or turn it off"
@@ -124,7 +124,7 @@ def shard(
     assembly.build(specs, sharded.plan.placements)
     overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
-    training = Training(sharded, assembly, offload, overflow, patches)
+    training = Training(sharded, assembly, offload, patches)
     training.adopt(optimizers, originals, kinds)
     engine = Engine(training, assembly, patches)
     offload.storage.explain = sharded.advice

@@ -304,11 +304,12 @@ class Shard:
 
     # What the master shows for it -------------------------------------------------------------------------------------
 
-    def show_slice(self, keeper: Keeper, place: int) -> None:
+    def show_slice(self, keeper: Keeper, place: int, optimizer: int) -> None:
         """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
 
         Args:
             place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+            optimizer: which of the model's optimizers has the span.
         """
         # In one method for all tiers: a call more for every shard of every step would be felt.
         local = None if self.is_offloaded else self.master.grad
@@ -326,7 +327,7 @@ class Shard:
             del shown  # or the count below would have this name, and a held stand-in would never be seen
             self._references = sys.getrefcount(self.shown)
             shown = self.shown
-        shown.local, shown.place = local, place
+        shown.local, shown.place, shown.optimizer = local, place, optimizer
         if self.master.grad is not shown:
             self.master.grad = shown
         if self.is_offloaded:
