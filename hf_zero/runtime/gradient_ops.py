@@ -149,16 +149,21 @@ class Gradients:
             self._writes += 1
 
     def _replace(self, flat: Flat, replaced: list[int]) -> None:
-        had = flat.is_reduced
-        flat.some_grad(self.sharded.wire)
+        self.give(flat, replaced)
         for index in replaced:
             value, flat.params[index].grad = flat.params[index].grad, None
             if value is not None:
                 self.write(flat.handles, index, value.detach())
-        flat.present = [(had and was) or index in replaced for index, was in enumerate(flat.present)]
-        flat.arrived = list(flat.present)
-        flat.handles.keeper = self
         flat.handles.show()
+
+    def give(self, flat: Flat, given: Sequence[int]) -> None:
+        """These parameters of the span have a gradient from now on, to be written. The others keep theirs, or have none."""
+        had = flat.is_reduced
+        flat.some_grad(self.sharded.wire)
+        flat.present = [(had and was) or index in given for index, was in enumerate(flat.present)]
+        if not flat.waits:
+            flat.arrived = list(flat.present)
+        flat.handles.keeper = self
 
     @torch.no_grad()
     def zero(self, flats: Sequence[Flat]) -> None:

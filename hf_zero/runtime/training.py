@@ -461,6 +461,16 @@ class Training:
         for binding in self.optimizers.bindings:
             binding.show_grads()
 
+    def give_grad(self, flat: Flat, index: int, write: Callable[[], None]) -> None:
+        """A parameter gets a gradient that no backward made; `write` fills this rank's elements. Without communication."""
+        if not in_backward_of_any():
+            self.gradients.settle()
+        self.gradients.give(flat, [index])
+        write()
+        self.gradients.wrote()
+        self.gradients.show()
+        self.show_grads()
+
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self.schedule.quiesce()
