@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import StateError
+from ..tiers.tier import Tier
 from .offload import Offload
 from .optimizers.clipping import grad_to_read, grads_to_read, over_ranks, overflowed, power_sum, root
+from .saved_tensors import in_backward_of_any
 from .values.flat_param import Flat
 from .values.gradients import Gradient, Handles, is_of
+from .values.masters import classes
 from .values.reads import AsTheyAre
 from .values.sharded import Sharded, gradient_of
+from .values.state_shard import Shard
 
 T = TypeVar("T")
 _GONE = "this gradient's model is gone"
@@ -45,6 +49,10 @@ class Gradients:
         self._slice_norms_of: tuple[float, int] = (0.0, 0)
         self._overflowed: Tensor | None = None  # by optimizer, since the last backward or step
         self._overflowed_of = 0
+        self._heard = classes(offload.storage)[Tier.DEVICE]
+        self._parts: dict[int, tuple[Flat, Shard, int | None]] | None = None
+        """By `id` of a tensor in the groups: its span, its shard, of a whole the parameter. Made when it is needed."""
+        offload.storage.grad_cleared = self.group_cleared
 
     @property
     def sharded(self) -> Sharded:
@@ -82,23 +90,29 @@ class Gradients:
         That is where other ranks have slices, and in host memory, where gradients may be narrower than their masters.
         """
         self._slice_norms.clear()
-        self._overflowed = None
-        if not self._shows_slices or not self.sharded.optimizers:
+        self._overflowed = self._parts = None
+        if not self.sharded.optimizers:
             return
+        shows, heard = self._shows_slices, self._heard
         with AsTheyAre():  # masters in host memory tell whoever looks at them
             for place, flat in enumerate(self.sharded.trained):
                 first = place
                 for shard in flat.shards:
-                    shard.show_slice(self, first, flat.span.optimizer)
+                    if shows:
+                        shard.show_slice(self, first, flat.span.optimizer)
+                    elif shard.master.grad is not None:
+                        shard.master.__class__ = heard
                     first = -1
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""
-        if not self._shows_slices:
-            return
+        shows = self._shows_slices
         for flat in self.sharded.trained:
             for shard in flat.shards:
-                shard.hide_slice()
+                if shows:
+                    shard.hide_slice()
+                else:
+                    shard.master.__class__ = nn.Parameter
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
@@ -165,6 +179,40 @@ class Gradients:
             flat.arrived = list(flat.present)
         flat.handles.keeper = self
 
+    def group_cleared(self, tensor: Tensor) -> None:
+        """User code set `grad` of a tensor in the groups to None: as if the parameters that it stands for were cleared."""
+        if self._parts is None:
+            self._parts = {}
+            for flat in self.sharded.trained:
+                for shard in flat.shards:
+                    self._parts[id(shard.master)] = flat, shard, None
+                    for index, whole in (flat.wholes or {}).items():
+                        self._parts[id(whole)] = flat, shard, index
+        if id(tensor) not in self._parts or in_backward_of_any():
+            return
+        self._writes += 1
+        flat, shard, at = self._parts[id(tensor)]
+        with AsTheyAre():
+            if at is None:
+                shard.drop_grad()
+                if not flat.is_reduced:  # it may rest in several tiers
+                    self._forget(flat)
+                return
+            flat.params[at].grad, flat.handles.placed[at] = None, False
+            flat.clear_reduced([at])
+            rest = [other for other in self.sharded.trained if other.span.optimizer == flat.span.optimizer]
+            # Other ranks clear theirs, which are not in this rank's groups.
+            if not any(whole.grad is not None for other in rest for whole in reversed((other.wholes or {}).values())):
+                for other in rest:
+                    if other.span.is_updated:
+                        self._forget(other)
+
+    def _forget(self, flat: Flat) -> None:
+        flat.drop_grads()
+        flat.drop_master_grad()
+        if self.sharded.wire.size == 1:
+            flat.drop_bucket()
+
     @torch.no_grad()
     def zero(self, flats: Sequence[Flat]) -> None:
         """Reduced gradients of these are zeros afterwards; what waits on this rank is forgotten."""
@@ -197,7 +245,9 @@ class Gradients:
         if not flat.waits or flat.is_reduced:
             self._flush([flat])
         if not flat.waits and not flat.is_reduced:
-            raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
+            raise StateError(
+                f"{what}: it has been cleared since it was read. Keep `param.grad.clone()`, or use `.grad` before it is cleared"
+            )
 
     @torch.no_grad()
     def whole(self, handles: Handles[Flat], index: int) -> Tensor:

@@ -306,7 +306,7 @@ class Training:
         arguments = None
         if self.config.offloads:
             arguments = with_closure(args, kwargs, run_first)
-        elif self.sharded.layout.shards > 1:  # it may make backwards, and clip what they leave; then: plain gradients
+        else:  # it may make backwards, and clip what they leave; then: plain gradients
             arguments = with_closure(args, kwargs, partial(followed_by, partial(self._hide_slices, binding)))
         if not binding.is_current():
             raise LayoutError(

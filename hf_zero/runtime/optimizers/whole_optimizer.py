@@ -85,24 +85,20 @@ class WholeBinding(Binding):
         for flat in self.flats:
             shard, wholes, keeper = flat.shards[0], flat.wholes or {}, flat.handles.keeper
             grad = None if is_step and shard.is_offloaded else shard.grad_of_wholes()
-            if grad is None:
-                # In host memory, in the compute type: not widened before somebody reads it.
-                is_narrow = not is_step and shard.has_grad and not shard.storage.transient
-                for index, whole in wholes.items():
-                    if is_narrow and keeper is not None and flat.present[index]:
-                        whole.grad = self._narrow(keeper, flat, index)
-                    else:
-                        whole.grad = None
-                continue
-            for index, part in flat.own_wholes(grad):
-                if not flat.present[index]:
-                    wholes[index].grad = None
-                elif plainly or keeper is None:
-                    wholes[index].grad = part
-                else:
-                    wholes[index].grad = OwnGradient.of_whole(
-                        keeper, part, self.index, is_shared_out=self._shared_out, local=part
-                    )
+            # In host memory, in the compute type: not widened before user code reads it.
+            is_narrow = grad is None and not is_step and shard.has_grad and not shard.storage.transient
+            parts = {} if grad is None else dict(flat.own_wholes(grad))
+            for index, whole in wholes.items():
+                shown: Tensor | None = None
+                if flat.present[index] and keeper is not None and is_narrow:
+                    shown = self._narrow(keeper, flat, index)
+                elif flat.present[index] and index in parts:
+                    shown = parts[index]
+                    if not plainly and keeper is not None:
+                        shown = OwnGradient.of_whole(
+                            keeper, shown, self.index, is_shared_out=self._shared_out, local=shown
+                        )
+                shard.give_grad(whole, shown, is_step=is_step)
 
     def _narrow(self, keeper: Keeper, flat: Flat, index: int) -> Tensor:
         of = weakref.ref(flat)  # a graph that user code keeps holds gradients, and they would hold the span
@@ -123,8 +119,7 @@ class WholeBinding(Binding):
         for flat in self.flats:
             if not flat.shards[0].is_offloaded:
                 flat.settle_wholes()
-        if self._shared_out or self._offloaded:
-            self.show_grads()
+        self.show_grads()
 
     def _forget(self, flats: Iterable[Flat]) -> None:
         for flat in flats:
