@@ -57,7 +57,7 @@ def clip_norm(
     if any(flat.span.shards > 1 for flat in flats):
         local = over_ranks(wire, local, norm_type)
     norm = root(local, norm_type)
-    if not any(flat.master_dtype == torch.float64 for flat in flats):
+    if not any(flat.master_dtype in (torch.float64, torch.complex128) for flat in flats):
         norm = norm.float()
     if max_norm == float("inf"):
         return norm
@@ -148,6 +148,7 @@ def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Te
         return torch.stack([part.abs().min().double().to(device) for part in parts]).min()
     if order == 0:
         return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
+    parts = [part.abs() if part.is_complex() else part for part in parts]
     norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).to(device) for part in parts]
     return torch.stack(norms).pow(order).sum()
 
@@ -171,7 +172,7 @@ def root(powers: Tensor, order: float) -> Tensor:
 
 
 def square_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of 1-D float tensors, one after another: 0-dim float64.
+    """Sum of squares of 1-D float or complex tensors, one after another: 0-dim float64.
 
     torch's float32 norm on CPU loses digits with length (4e-3 at 5e7 elements). Norms of short rows, squared and summed in
     float64, are right to 1e-8 and as fast.
@@ -187,6 +188,8 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     begun = 0  # elements of `rest`
     for part in parts:
         if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
+            if part.dtype.is_complex:
+                part = torch.view_as_real(part)
             sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
             continue
         numel = part.numel()
