@@ -82,6 +82,7 @@ def shard(
         if engine_of(model) is not None:
             raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
         refuse_compiled(model)
+        _refuse_inference_mode(model)
         stay_out_of_graphs()
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
@@ -133,6 +134,23 @@ def shard(
     if compile_ is not None:
         engine.compile(using=compile_)
     return engine
+
+
+def _refuse_inference_mode(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: parameters are inference tensors, or the engine's own would be.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "zero.shard was called inside torch.inference_mode(), whose tensors cannot be trained. Call it outside"
+        )
+    for name, param in model.named_parameters():
+        if param.is_inference():
+            raise ConfigError(
+                f"parameter {name!r} was made inside torch.inference_mode(), whose tensors cannot be trained. Build the model "
+                "outside of it, under torch.no_grad() where no graph is wanted"
+            )
 
 
 def _print_summary(training: Training) -> None:
