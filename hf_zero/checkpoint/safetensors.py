@@ -41,7 +41,9 @@ _RANK = {code: place for place, code in enumerate(_NAMES)}
 def _code(dtype: str) -> str:
     code = _CODES.get(dtype)
     if code is None:
-        raise CheckpointError(f"safetensors has no type for torch.{dtype}; cast the tensor before saving")
+        raise CheckpointError(
+            f"safetensors has no type for torch.{dtype}. Build the model in another type, or use torch.save(model.state_dict())"
+        )
     return code
 
 

@@ -143,7 +143,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
-                "the same settings, or undo the first with engine.detach()"
+                "the same settings, or undo the first with zero.engine_of(model).detach()"
             )
         else:
             for optimizer in mine:

@@ -448,6 +448,7 @@ class Engine(EngineNames):
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
                 self.recorder.close()
+            self.zero_grad()
             self._assembly.dissolve()
         self.offload.close()
         self.schedule.detach()

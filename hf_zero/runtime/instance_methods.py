@@ -161,7 +161,8 @@ def _apply(module: nn.Module, sharded: Sharded, fn: Callable[[Tensor], Tensor], 
         if moved.dtype != probe.dtype or moved.device != probe.device:
             raise LayoutError(
                 f"a sharded model cannot be moved or cast, nor can a part of it (from {probe.dtype} on {probe.device} to "
-                f"{moved.dtype} on {moved.device}): do it before it is sharded, or call engine.detach() first"
+                f"{moved.dtype} on {moved.device}): do it before it is sharded, or after "
+                "zero.engine_of(model).detach()"
             )
     for each in module.modules() if recurse else (module,):
         if any(param in sharded.names for param in each._parameters.values()):
@@ -184,8 +185,8 @@ def _move_own_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ConfigError(
-        f"{RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
-        "sharded (inside `with zero.Init():` if it was born there), or call engine.detach() first"
+        f"{RESIZE}() on a sharded model would replace parameters that its optimizer has. Resize before the model is sharded "
+        "(before the Trainer trains; inside `with zero.Init():` if it was made there), or after zero.engine_of(model).detach()"
     )
 
 
@@ -196,7 +197,8 @@ def _refuse_pickle(protocol: Any) -> Any:
     raise StateError(
         "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("
         "folder), torch.save(model.state_dict()) with state_dict() called on every rank, or pickle a plain copy: "
-        "copy.deepcopy(model) on every rank"
+        "copy.deepcopy(model) on every rank. Spawned workers of a DataLoader pickle its dataset, sampler and collate_fn: let these "
+        "hold no model, only what they need of it (a tokenizer, the config)"
     )
 
 

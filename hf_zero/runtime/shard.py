@@ -24,7 +24,7 @@ from . import instance_methods as overrides
 from .build import Assembly, device_of
 from .engine import Engine, engine_of
 from .offload import Offload
-from .optimizers.clipping import Overflow
+from .optimizers.clipping import may_overflow
 from .passes.compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .training import Training
 from .transports import Roads
@@ -83,6 +83,7 @@ def shard(
         if engine_of(model) is not None:
             raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
         refuse_compiled(model)
+        _refuse_inference_mode(model)
         stay_out_of_graphs()
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
@@ -94,7 +95,7 @@ def shard(
         sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
         assembly = Assembly(sharded, drafter, roads.plan, machine, mixed_precision)
         refuse_owned(sharded.names)
-        overflow = Overflow(model, precision, wire, where)
+        in_half = may_overflow(model, precision)
         originals = assembly.originals(optimizers, ())
         kinds = assembly.kinds_of_binding(optimizers)
         specs = assembly.specs(originals)
@@ -107,11 +108,11 @@ def shard(
     # The plan needs to know what the tiers have room for, and may be refused as well.
     offload = Offload(sharded, roads)
     sharded.storage = offload.storage
-    offload.storage.wide = overflow.possible
+    offload.storage.wide = in_half
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         sharded.plan = assembly.plan(specs, optimizers, offload.ranks_here)
         offload.settle(sharded.plan.placements, sharded.plan.memory.at_rest(Tier.DISK))
-        if config.step_in_backward and overflow.possible:
+        if config.step_in_backward and in_half:
             raise ConfigError(
                 "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                 "bf16, or turn it off"
@@ -125,7 +126,7 @@ def shard(
     assembly.build(specs, sharded.plan.placements)
     overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
-    training = Training(sharded, assembly, offload, overflow, patches)
+    training = Training(sharded, assembly, offload, patches)
     training.adopt(optimizers, originals, kinds)
     engine = Engine(training, assembly, patches)
     _check_first_forward(model, wire.size, patches)
@@ -148,6 +149,23 @@ def _check_first_forward(model: nn.Module, ranks: int, patches: overrides.Patche
 
     handle = model.register_forward_pre_hook(check)
     patches.hooks(handle)
+
+
+def _refuse_inference_mode(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: parameters are inference tensors, or the engine's own would be.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "zero.shard was called inside torch.inference_mode(), whose tensors cannot be trained. Call it outside"
+        )
+    for name, param in model.named_parameters():
+        if param.is_inference():
+            raise ConfigError(
+                f"parameter {name!r} was made inside torch.inference_mode(), whose tensors cannot be trained. Build the model "
+                "outside of it, under torch.no_grad() where no graph is wanted"
+            )
 
 
 def _print_summary(training: Training) -> None:

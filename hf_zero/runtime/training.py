@@ -25,7 +25,6 @@ from .checks import Checks
 from .gradient_ops import Gradients
 from .group_flags import GroupFlags
 from .offload import Offload
-from .optimizers.clipping import Overflow
 from .optimizers.optimizer import Binding
 from .optimizers.transaction import AroundStep, Attempt, HeldSignals, Snapshot, followed_by, run_first, with_closure
 from .passes.autocast import Autocast
@@ -49,7 +48,6 @@ class Training:
     """Of one sharded model, whose units are built.
 
     Args:
-        overflow: what finds gradients that are no numbers.
         patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
 
     Attributes:
@@ -69,13 +67,12 @@ class Training:
         sharded: Sharded,
         assembly: Assembly,
         offload: Offload,
-        overflow: Overflow,
         patches: overrides.Patches,
     ) -> None:
         self.sharded, self.model, self.config, self.policy = sharded, sharded.model, sharded.config, sharded.policy
         self.precision, self.units, self._wire = sharded.precision, sharded.units, sharded.wire
         self.offload = offload
-        self._assembly, self._overflow, self._patches = assembly, overflow, patches
+        self._assembly, self._patches = assembly, patches
         self._trains_unbound: bool | None = False
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
@@ -90,7 +87,7 @@ class Training:
         self.recorder: Recorder | None = None
         self._unsharded: Unsharded | None = None
         self.buffers = Buffers(self.model, self._wire)  # sends rank 0's, on the device
-        self.gradients = Gradients(sharded, offload, overflow, self.flush)
+        self.gradients = Gradients(sharded, offload, self.flush)
         self.state_dict_hooks = ShardedHooks(sharded, self.settle)
         for module in self.model.modules():
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
@@ -212,7 +209,6 @@ class Training:
             self.schedule.backward.notice_again()
             self.optimizers.unfreeze()
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
-        self._overflow.look()
         self.buffers.before_forward()
         if self._checks is not None:
             self._checks.before_forward()
@@ -255,8 +251,6 @@ class Training:
             self.offload.land()
         if not self.optimizers.bindings and self._trains_unbound is False:
             self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
-        storage = self.offload.storage if self.config.offloads else None
-        self._overflow.show(self.units, storage, reduced=self.schedule.backward.sync and self.sharded.layout.shards > 1)
         self.gradients.show()
         self.show_grads()
         if self._checks is not None:
@@ -312,7 +306,7 @@ class Training:
         arguments = None
         if self.config.offloads:
             arguments = with_closure(args, kwargs, run_first)
-        elif self.sharded.layout.shards > 1:  # it may make backwards, and clip what they leave; then: plain gradients
+        else:  # it may make backwards, and clip what they leave; then: plain gradients
             arguments = with_closure(args, kwargs, partial(followed_by, partial(self._hide_slices, binding)))
         if not binding.is_current():
             raise LayoutError(
@@ -466,6 +460,16 @@ class Training:
         """What the optimizers' parameters have as gradients is what the spans have."""
         for binding in self.optimizers.bindings:
             binding.show_grads()
+
+    def give_grad(self, flat: Flat, index: int, write: Callable[[], None]) -> None:
+        """A parameter gets a gradient that no backward made; `write` fills this rank's elements. Without communication."""
+        if not in_backward_of_any():
+            self.gradients.settle()
+        self.gradients.give(flat, [index])
+        write()
+        self.gradients.wrote()
+        self.gradients.show()
+        self.show_grads()
 
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""

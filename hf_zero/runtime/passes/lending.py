@@ -38,7 +38,7 @@ class Loans:
         if lending is None or not traces:
             raise StateError(
                 "a parameter is read whose sharded model no longer exists: its values are gone with it. Keep the model, or "
-                "call engine.detach() first"
+                "call zero.engine_of(model).detach() first"
             )
         lending.lend(traces, graph=graph)
 

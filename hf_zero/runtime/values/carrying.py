@@ -96,7 +96,8 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
     if value.shape != target.shape:
         raise StateError(
             f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "
-            "a sharded parameter keeps its shape; change it before the model is sharded, or after engine.detach()"
+            "a sharded parameter keeps its shape. Change it before the model is sharded, or after "
+            "zero.engine_of(model).detach()"
         )
     was = [shard.edited(False) for shard in flat.shards]  # `target` may be a master's memory
     known = None if flat.codec is None else flat.expected()  # before `target`, which may be part of it, is written
