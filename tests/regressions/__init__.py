@@ -1,0 +1,1 @@
+"""Programs that trained wrongly, stalled or crashed, as users wrote them."""
