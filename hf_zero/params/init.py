@@ -112,7 +112,7 @@ class Init:
     Attributes:
         wire: the ranks.
         peak_numel: the most parameter elements that were whole at once so far.
-        bytes_read: by this rank, of weight files, by what loads them.
+        bytes_read: by this rank, of weight files, by what loads them; without the few bytes by which ranks compare their files.
         leaves_at_rest: whether values may stay in their files.
     """
 
@@ -328,6 +328,12 @@ class Init:
             self._open[id(param)] = (param, birth)
         self._note_peak()
 
+    def _note_use(self, found: Iterable[tuple[nn.Parameter, Birth]]) -> None:
+        """After `_agree`, which looks at how the values came to be."""
+        for param, birth in found:
+            birth.is_used = True
+            self._number(birth, f"a parameter of shape {tuple(param.shape)}")
+
     def _agree(self, what: str, found: list[tuple[nn.Parameter, Birth]]) -> None:
         """Before values are gathered: every rank gathers the same ones. A collective where there are some.
 
@@ -355,12 +361,10 @@ class Init:
             return func(*args, **kwargs)
         closed = [pair for pair in found.values() if not pair[1].is_open]
         name = getattr(func, "__name__", "")
-        for param, birth in found.values():
-            birth.is_used = True
-            self._number(birth, f"a parameter of shape {tuple(param.shape)}")
         if not closed:
             if len(self._open) > 1:
                 self._bring(list(found.values()), None, name)
+            self._note_use(found.values())
             return func(*args, **kwargs)
         first: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         alone = uses == 1 and any(first is param for param, _ in closed)
@@ -368,6 +372,7 @@ class Init:
             return first
         overwrites = uses == 1 and (name in _OVERWRITES or name == "__set__")
         self._bring(list(found.values()), first if overwrites else None, name)
+        self._note_use(found.values())
         if makes_parameter(func, 2):  # which wants a tensor of the class that it gave
             return nn.Parameter(first.detach().clone(), requires_grad=False)
         try:
@@ -397,6 +402,7 @@ class Init:
             options["generator"] = self._generator(own.device)
         getattr(own, name)(*rest, **options)
         options.pop("generator", None)
+        self._note_use([(param, birth)])
         birth.note_write(f"{name} {rest} {options}", overwrites=name in _OVERWRITES)
         del own
         birth.settle()

@@ -22,6 +22,11 @@ from .reads import VALUE_ATTRIBUTES, AsTheyAre, MaskedParameter, attribute_set, 
 
 _MEMORY = frozenset(("data_ptr", "storage", "untyped_storage"))
 """Need no elements, and give access to the memory that holds them."""
+_WAS_BORN = (
+    "that was born under zero.Init(): its values are spread over the ranks until its model is sharded. Do this on every rank "
+    "inside `with zero.Init():` (enter it again if it has ended), use zero.full_parameter or zero.GatheredParameters, or call "
+    "zero.shard or accelerator.prepare first"
+)
 _PRINTS = frozenset(("__format__", "__repr__"))
 _LAYOUT = frozenset(("is_contiguous", "storage_offset", "stride"))
 """Answered for the memory that the parameter has when it is open; `zeros_like` and its siblings, too."""
@@ -68,6 +73,15 @@ def makes_parameter(func: Callable[..., Any], depth: int) -> bool:
     return name_of(func) == "detach" and sys._getframe(depth + 1).f_code is nn.Parameter.__new__.__code__
 
 
+class AbsentStorage(torch.UntypedStorage):
+    """Storage of a closed parameter: its size is that of what this rank holds in it; it has no elements and no address."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(f"elements or the address of the storage {_WAS_BORN}")
+
+    __getitem__ = __setitem__ = clone = copy_ = cpu = cuda = data_ptr = fill_ = resize_ = tolist = _refuse
+
+
 class DeferredParameter(MaskedParameter):
     """A closed parameter: torch functions that read or write its values raise `StateError`."""
 
@@ -87,6 +101,9 @@ class DeferredParameter(MaskedParameter):
         options = dict(kwargs or {})
         name = name_of(func)
         first = args[0] if args else None
+        if name == "untyped_storage":  # how large it is, is no value
+            with AsTheyAre():
+                return AbsentStorage(args[0].element_size(), device="meta")
         if uses_values(func):
             _refuse(func, next(of_kind(DeferredParameter, (args, options))))
         with AsTheyAre():
@@ -109,8 +126,4 @@ def _refuse(func: Callable[..., Any], param: nn.Parameter) -> NoReturn:
         what = "nn.Parameter(p)"
     with AsTheyAre():
         shape = tuple(param.shape)
-    raise StateError(
-        f"{what} of a parameter of shape {shape} that was born under zero.Init(): its values are spread over the ranks until "
-        "its model is sharded. Do this on every rank inside `with zero.Init():` (enter it again if it has ended), use "
-        "zero.full_parameter or zero.GatheredParameters, or call zero.shard or accelerator.prepare first"
-    )
+    raise StateError(f"{what} of a parameter of shape {shape} {_WAS_BORN}")
