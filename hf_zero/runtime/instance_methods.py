@@ -20,7 +20,9 @@ from ..comm.wire import SoloWire
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
 from .state_dict import StateDictHooks
-from .values.deferred import Birth, birth_of, no_pickle, opening_mode
+from .values.deferred import Birth, birth_of, no_pickle
+from .values.deferred_parameter import opening_mode
+from .values.reads import Unmasked
 from .values.sharded import Sharded
 
 RESIZE = "resize_token_embeddings"
@@ -323,6 +325,10 @@ class DeferredHooks(StateDictHooks):
 
     def _apply(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()`, `.half()`, `.cpu()` and the like, on the slices of closed parameters."""
+        kind: Any = type(module)
+        if opening_mode() is not None:  # it opens what `fn` is given
+            inside: nn.Module = kind._apply(module, fn, recurse)
+            return inside
 
         def moved(tensor: Tensor) -> Tensor:
             birth = birth_of(tensor)
@@ -330,8 +336,11 @@ class DeferredHooks(StateDictHooks):
                 return fn(tensor)
             return birth.move(tensor, fn)
 
-        kind: Any = type(module)
-        applied: nn.Module = kind._apply(module, moved, recurse)
+        unmasked = Unmasked(module.parameters())  # torch assigns `.data`
+        try:
+            applied: nn.Module = kind._apply(module, moved, recurse)
+        finally:
+            unmasked.end()
         return applied
 
     # State dicts ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import copied, digest
 from ...tiers.tier import Tier
 from .bucket import Common, SpanGradients
-from .deferred import left_in_files, poured
+from .deferred_spans import left_in_files, poured
 from .offloaded_shard import SHARDS, DiskShard, new_shard
 from .reads import AsTheyAre
 from .state_shard import Shard, assembled
