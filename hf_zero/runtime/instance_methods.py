@@ -344,7 +344,8 @@ class DeferredHooks(StateDictHooks):
             if first:
                 self.agree_on_room(wire)
             whole = birth.read(param.shape)
-            return {param: self.given(whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta"), wire)}
+            values = whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta")
+            return {param: self.given(values, wire, whole.device)}
 
     def open(self, param: nn.Parameter) -> Tensor:
         _birth(param).open(param, fill=False)

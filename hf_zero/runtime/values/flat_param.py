@@ -155,6 +155,12 @@ class Flat(SpanValues):
             self.cast_shown()
             self.pinned.update(range(len(self.params)))  # nobody takes the copies for what the user wrote
 
+    @property
+    def shows_exactly(self) -> bool:
+        """Gathered parameters have the masters' values, in the parameters' own types."""
+        own = dtype_of(self.span.spec.dtype)
+        return self.keeps and self.codec is None and self.shown_dtype is None and own == self.compute_dtype
+
     def cast_shown(self) -> None:
         """Gathered parameters show copies in `shown_dtype`."""
         self.point([view.to(self.shown_dtype) for view in self.views])
