@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +39,9 @@ class Patches:
         self._undo: list[Callable[[], object]] = []
 
     def method(self, target: object, name: str, method: Callable[..., Any]) -> None:
-        target.__dict__[name] = method
-        self._undo.append(partial(target.__dict__.pop, name, None))
+        own = target.__dict__
+        self._undo.append(partial(_put_back, own, name, method, own.get(name, _MISSING)))
+        own[name] = method
 
     def hooks(self, *handles: Handle) -> None:
         self._undo += [handle.remove for handle in handles]
@@ -47,6 +49,19 @@ class Patches:
     def take_off(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+_MISSING: Any = object()
+
+
+def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
+    """An instance has the attribute that it had before `method`, unless user code has replaced `method` since."""
+    if own.get(name) is not method:
+        return
+    if before is _MISSING:
+        del own[name]
+    else:
+        own[name] = before
 
 
 def put_on(
@@ -95,10 +110,12 @@ def generate_together(
             return stock(*args, **kwargs)
 
     for module in model.modules():
-        stock = getattr(type(module), "generate", None)
+        stock = module.__dict__.get("generate")
+        if stock is None and callable(method := getattr(type(module), "generate", None)):
+            stock = MethodType(method, module)
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
-            patches.method(module, "generate", partial(generate, partial(stock, module), takes))
+            patches.method(module, "generate", partial(generate, stock, takes))
 
 
 @contextmanager
