@@ -183,9 +183,8 @@ class StateDictHooks(ABC):
         return entry(values.to("meta"), held, is_copy=True, is_moved=is_moved)
 
     def shown(self, param: nn.Parameter, wire: SoloWire) -> Tensor:
-        """The parameter's own memory, as an entry of a state dict. Without communication."""
-        value = param.detach()
-        return value if wire.rank == 0 else entry(value.to("meta"), value)
+        """Where the parameter shows its values: its own memory, as an entry of a state dict. Without communication."""
+        return param.detach()
 
     # Loading --------------------------------------------------------------------------------------------------------
 
@@ -267,12 +266,15 @@ class ShardedHooks(StateDictHooks):
 
     Args:
         settle: returns when the masters of these spans, or of all (None), are those of one step.
+        leads: whether a method of the optimizer may have written its tensors, which parameters follow in the next forward.
     """
 
-    def __init__(self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None]) -> None:
+    def __init__(
+        self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None], leads: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self._sharded = sharded
-        self._settle = settle
+        self._settle, self._leads = settle, leads
         self._outlining = False
 
     def wire_of(self, param: nn.Parameter) -> SoloWire | None:
@@ -280,18 +282,19 @@ class ShardedHooks(StateDictHooks):
 
     def shows(self, param: nn.Parameter) -> bool:
         unit, flat, _ = self._sharded.places[param]
+        if self._outlining or not (self._sharded.shows_masters or flat.shows_exactly):
+            return False
+        if flat.casts or not self._sharded.shows_masters:
+            self._settle([flat])
         if self._sharded.shows_masters:
             return True
-        if self._outlining or not flat.shows_exactly:
-            return False
-        self._settle([flat])
-        is_new = any(
-            shard.edited() for shard in flat.shards
-        )  # the optimizer's tensors were written: parameters follow later
-        return unit.state is State.GATHERED and not flat.stale and not is_new
+        leads = self._leads() or any(shard.edited() for shard in flat.shards)
+        return unit.state is State.GATHERED and not flat.stale and not leads
 
     def shown(self, param: nn.Parameter, wire: SoloWire) -> Tensor:
-        return param.detach() if self._sharded.shows_masters else super().shown(param, wire)
+        _, flat, index = self._sharded.places[param]
+        value = flat.casts[index][1] if index in flat.casts else param.detach()
+        return value if self._sharded.shows_masters or wire.rank == 0 else entry(value.to("meta"), value)
 
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
         flat = self._sharded.places[param].flat

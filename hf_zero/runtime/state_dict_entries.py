@@ -150,6 +150,6 @@ def _refuse_without_values(name: str, mine: Sequence[Entry], error: Exception) -
     shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in mine)
     raise StateError(
         f"{name} of a value of state_dict(): every rank but 0 has its shape and type alone ({shapes}), since the model's "
-        f"values on every rank take more than 1/{SHARE} of the host memory that is free. Compute with it on rank 0, or make the state "
-        "dict and what reads it inside `with zero.unsharded(model):`, where all ranks have all values on the device"
+        f"values on every rank take more than 1/{SHARE} of the host memory that is free. Compute with it on rank 0, or make "
+        "the state dict and what reads it inside `with zero.unsharded(model):`, where all ranks have all values on the device"
     ) from error
