@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +41,9 @@ class Patches:
         self._undo: list[Callable[[], object]] = []
 
     def method(self, target: object, name: str, method: Callable[..., Any]) -> None:
-        target.__dict__[name] = method
-        self._undo.append(partial(target.__dict__.pop, name, None))
+        own = target.__dict__
+        self._undo.append(partial(_put_back, own, name, method, own.get(name, _MISSING)))
+        own[name] = method
 
     def hooks(self, *handles: Handle) -> None:
         self._undo += [handle.remove for handle in handles]
@@ -49,6 +51,19 @@ class Patches:
     def take_off(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+_MISSING: Any = object()
+
+
+def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
+    """An instance has the attribute that it had before `method`, unless user code has replaced `method` since."""
+    if own.get(name) is not method:
+        return
+    if before is _MISSING:
+        del own[name]
+    else:
+        own[name] = before
 
 
 def put_on(
@@ -97,10 +112,12 @@ def generate_together(
             return stock(*args, **kwargs)
 
     for module in model.modules():
-        stock = getattr(type(module), "generate", None)
+        stock = module.__dict__.get("generate")
+        if stock is None and callable(method := getattr(type(module), "generate", None)):
+            stock = MethodType(method, module)
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
-            patches.method(module, "generate", partial(generate, partial(stock, module), takes))
+            patches.method(module, "generate", partial(generate, stock, takes))
 
 
 @contextmanager
@@ -355,7 +372,8 @@ class DeferredHooks(StateDictHooks):
             if first:
                 self.agree_on_room(wire)
             whole = birth.read(param.shape)
-            return {param: self.given(whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta"), wire)}
+            values = whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta")
+            return {param: self.given(values, wire, whole.device)}
 
     def open(self, param: nn.Parameter) -> Tensor:
         _birth(param).open(param, fill=False)

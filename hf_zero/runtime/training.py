@@ -37,6 +37,7 @@ from .spare_room import BatchWatch, SpareRoom
 from .state_dict import ShardedHooks
 from .unsharded import Unsharded
 from .usage import free_device_bytes
+from .values.carrying import carry_casts
 from .values.flat_param import Flat
 from .values.reads import AsTheyAre
 from .values.sharded import Sharded
@@ -88,7 +89,7 @@ class Training:
         self._unsharded: Unsharded | None = None
         self.buffers = Buffers(self.model, self._wire)  # sends rank 0's, on the device
         self.gradients = Gradients(sharded, offload, self.flush)
-        self.state_dict_hooks = ShardedHooks(sharded, self.settle)
+        self.state_dict_hooks = ShardedHooks(sharded, self.settle, lambda: self.writes.optimizer_wrote)
         for module in self.model.modules():
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
                 patches.hooks(*self.state_dict_hooks.register(module))
@@ -486,6 +487,8 @@ class Training:
             StateError, TierError: see `finish_step`; what was written cannot be carried over.
         """
         self.offload.finish_step()
+        for flat in self.sharded.flats if flats is None else flats:
+            carry_casts(flat)
         if self._unsharded is not None:
             self._unsharded.carry(flats)
         self.writes.settle(flats)
@@ -522,7 +525,7 @@ class Training:
         whole = Unsharded(self.sharded)
         whole.begin(in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
         self._unsharded, self.sharded.is_unsharded = whole, True
-        self.sharded.shows_masters = not in_compute_dtype
+        self.sharded.shows_masters = not in_compute_dtype and all(flat.shown_dtype is None for flat in self.sharded.flats)
         completed = False
         try:
             yield

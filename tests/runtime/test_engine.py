@@ -231,7 +231,7 @@ def values_elsewhere(rank: int, world: int, stage: int, born: bool, room: bool) 
     value = state[name]
     other = torch.ones(2048)
     if rank == 0:
-        assert type(value) is torch.Tensor
+        assert isinstance(value, torch.Tensor)
         assert not value.is_meta
         return
     assert (value.is_meta, value.dtype, value.shape) == (True, torch.float32, other.shape)
@@ -266,8 +266,10 @@ def values_elsewhere(rank: int, world: int, stage: int, born: bool, room: bool) 
     assert torch.equal(other, torch.ones(2048))
 
 
-@pytest.mark.parametrize("room", [True, False])
-@pytest.mark.parametrize(("stage", "born"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "born", "room"),
+    [(1, False, True), (3, False, True), (3, False, False), (3, True, True), (3, True, False)],
+)
 def test_values_that_are_elsewhere(two, stage, born, room):
     two.run(values_elsewhere, stage, born, room)
 

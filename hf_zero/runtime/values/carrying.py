@@ -205,6 +205,17 @@ def carry_in_use(flat: Flat, unit: str, close: Callable[[], None]) -> bool:
     return bool(replaced or written)
 
 
+def carry_casts(flat: Flat, *, all_: bool = True) -> None:
+    """What was written to parameters that are shown in another type (`Flat.show_in`) is carried over.
+
+    Args:
+        all_: also what torch does not count.
+    """
+    with AsTheyAre():
+        if flat.casts and (all_ or flat.was_written or flat.has_replaced_casts):
+            note_written(flat, [index for index in flat.merge_casts() if index not in flat.pinned])
+
+
 def note_written(flat: Flat, written: Iterable[int]) -> None:
     """These parameters (places in `params`), which are whole, were written in place."""
     if flat.edits is not None:

@@ -243,7 +243,8 @@ class Unit:
                 raise
         with AsTheyAre():  # masked, maybe: each look at a parameter here would be told as a read
             for flat in self.flats:
-                if flat.shown_dtype is not None:
+                if flat.casts:
+                    carrying.carry_casts(flat, all_=False)
                     flat.point(flat.views)
                 try:
                     if carrying.carry_in_use(flat, self.name, self.close):
@@ -289,6 +290,7 @@ class Unit:
     def _look_over(self) -> None:
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
+                carrying.carry_casts(flat)
                 try:
                     replaced, written = flat.moved(flat.addresses), flat.counted()
                     for index in (*replaced, *written):
