@@ -16,7 +16,7 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -100,6 +100,7 @@ class SpanValues(SpanGradients):
         self.note_place()
         self._known = None
         self._full_storage = self.full.untyped_storage()
+        self._own_references = 3 + len(self.views)
         self.full_bytes = self.full.numel() * self.full.element_size()
         self._gathered_bytes = 0 if self.resident else self._full_storage.nbytes()  # what the ledger has of `full`
         self.account.add("gathered", self._gathered_bytes)
@@ -219,9 +220,17 @@ class SpanValues(SpanGradients):
         self.storage.allocate("gathered", use, self.full_bytes, partial(self._full_storage.resize_, self.full_bytes))
         self._gathered_bytes = self.full_bytes
 
-    def close(self) -> None:
+    def close(self, are_saved: Callable[[SpanValues, int], bool] | None = None) -> None:
+        """Release the memory of `full`. Views that user code keeps get it; `full` has other memory from then on.
+
+        Args:
+            are_saved: Whether so many views of it belong to graphs, which read them after a gather.
+        """
         if not self.resident:
-            if not self._full_storage.resizable():
+            # Without hooks a view without memory would crash the process that reads it. Ours are `full`, `place`, `views`
+            # and `_full_storage`; parameters point at their guards by now.
+            views = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
+            if not self._full_storage.resizable() or (views > 0 and are_saved is not None and not are_saved(self, views)):
                 self.leave_storage()
             self._full_storage.resize_(0)
             self.known_references = 0
