@@ -132,6 +132,8 @@ class Trace:
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
         self.unexplained = False  # a release found views that no saved tensor explains, while hooks were off
+        self.is_hooked = False  # in its last use with a graph, saved tensors passed through `record`
+        self._is_viewed = False  # user code was seen to keep views of it
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._usual: dict[tuple[int, ...], int] = {}
         unit.are_saved = self.are_saved
@@ -170,10 +172,10 @@ class Trace:
         if not passes:
             return False
         use = None if self.use is None else self.use()
-        key = (flat.span.index, passes, use.forwards, use.left) if use is not None else (flat.span.index, passes)
+        key = (flat.span.index, passes, *(() if use is None else (use.forwards, use.left)))
         usual = self._usual.get(key)
-        if not self._saved:
-            if views == usual:
+        if not self.is_hooked:
+            if views == usual and not self._is_viewed:
                 return True
             self.strict = self.unexplained = True
             return False
@@ -181,11 +183,14 @@ class Trace:
         times = Counter(id(each.tensor) for each in saved)
         # Beside `Saved`, the call has a reference.
         if len(times) != views or any(sys.getrefcount(each.tensor) > times[id(each.tensor)] + 1 for each in saved):
+            self.strict = self._is_viewed = True
             return False
         expected = len({id(each.tensor) for each in saved if not each.is_parameter})
         if usual is not None and usual != expected:  # as of experts: each pass has to be looked at
             self.strict = True
         self._usual[key] = expected
+        if len(self.uses) == 1 and passes < 3:
+            flat.usual_views = expected
         return True
 
     @property
@@ -197,7 +202,8 @@ class Trace:
     def release(self) -> None:
         """Unless it is held, or kept for its backward."""
         if not self.held and not self.is_kept:
-            self.unit.release(parts=self.is_parted)
+            one = bool(self.uses) and not self.uses[1:] and not self.kept[1:]
+            self.unit.release(parts=self.is_parted, as_usual=one and not (self.is_hooked or self._is_viewed))
 
     def leave(self) -> None:
         """Its backward is over: as `release`, and it is kept no more, nor its parts."""

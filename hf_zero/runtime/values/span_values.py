@@ -101,6 +101,8 @@ class SpanValues(SpanGradients):
         self._known = None
         self._full_storage = self.full.untyped_storage()
         self._own_references = 3 + len(self.views)
+        self.usual_views = 0
+        """Of `full`, those that one graph keeps from a forward to its backward, where hooks have shown that."""
         self.full_bytes = self.full.numel() * self.full.element_size()
         self._gathered_bytes = 0 if self.resident else self._full_storage.nbytes()  # what the ledger has of `full`
         self.account.add("gathered", self._gathered_bytes)
@@ -220,18 +222,22 @@ class SpanValues(SpanGradients):
         self.storage.allocate("gathered", use, self.full_bytes, partial(self._full_storage.resize_, self.full_bytes))
         self._gathered_bytes = self.full_bytes
 
-    def close(self, are_saved: Callable[[SpanValues, int], bool] | None = None) -> None:
+    def close(self, are_saved: Callable[[SpanValues, int], bool] | None = None, *, as_usual: bool = False) -> None:
         """Release the memory of `full`. Views that user code keeps get it; `full` has other memory from then on.
 
         Args:
             are_saved: Whether so many views of it belong to graphs, which read them after a gather.
+            as_usual: It need not be asked about `usual_views`.
         """
         if not self.resident:
-            # Without hooks a view without memory would crash the process that reads it. Ours are `full`, `place`, `views`
-            # and `_full_storage`; parameters point at their guards by now.
-            views = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
-            if not self._full_storage.resizable() or (views > 0 and are_saved is not None and not are_saved(self, views)):
+            # A view without memory would crash the process that reads it. Ours are `full`, `place`, `views` and
+            # `_full_storage`; parameters point at their guards by now.
+            views: int = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
+            if not self._full_storage.resizable():  # a NumPy array has it
                 self.leave_storage()
+            elif views > 0 and are_saved is not None and not (as_usual and views == self.usual_views):
+                if not are_saved(self, views):
+                    self.leave_storage()
             self._full_storage.resize_(0)
             self.known_references = 0
             self._known = None

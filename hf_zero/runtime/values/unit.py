@@ -228,12 +228,13 @@ class Unit:
                 for flat in self.flats
             )
 
-    def release(self, *, parts: bool = False) -> None:
+    def release(self, *, parts: bool = False, as_usual: bool = False) -> None:
         """Full parameters go away, unless the stage keeps them.
 
         Args:
             parts: this rank keeps its part of them, among those of its node. Not of values that somebody has written: what
                 a gather brings in of these goes through the masters, and maybe through codes.
+            as_usual: One graph waits for its backward, see `SpanValues.close`.
         """
         if self.state is State.SHARDED or self.policy.keep_full:
             return
@@ -268,7 +269,7 @@ class Unit:
         for flat in self.flats:
             # Parameters first: one that showed a storage of no bytes would crash who reads it, and not show NaN.
             flat.point(flat.guards.shown)
-            flat.close(self.are_saved)
+            flat.close(self.are_saved, as_usual=as_usual)
 
     def set_masked(self, masked: bool) -> None:
         """Gathered: whether reads of parameters are told to the schedule all the same."""
