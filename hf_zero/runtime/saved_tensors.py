@@ -30,14 +30,16 @@ class Saved:
     Attributes:
         tensor: The tensor itself where possible, so that its references show whether user code keeps it too.
         version: Its version when it was saved.
-        owner: Weak reference to the unit whose memory it has; None for any other memory.
+        memory: Address (`_cdata`) of its storage.
+        owner: Weak reference to the unit whose memory that is; None for any other memory.
         is_parameter: Without hooks autograd would have saved the parameter itself, and no view of its memory.
     """
 
-    __slots__ = ("__weakref__", "is_parameter", "owner", "tensor", "version")
+    __slots__ = ("__weakref__", "is_parameter", "memory", "owner", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, owner: weakref.ref[Any] | None, is_parameter: bool) -> None:
-        self.tensor, self.version, self.owner = tensor, tensor._version, owner
+    def __init__(self, tensor: Tensor, memory: int, owner: weakref.ref[Any] | None, is_parameter: bool) -> None:
+        self.tensor, self.version = tensor, tensor._version
+        self.memory, self.owner = memory, owner
         self.is_parameter = is_parameter
 
 
@@ -182,7 +184,7 @@ class SavedTensors:
         if is_parameter or (tensor.requires_grad and (owner is None or _may_be_output(tensor))):
             # An operation's own output would keep the operation, and that the output, for ever.
             tensor = tensor.detach()
-        saved = Saved(tensor, None if owner is None else reference, is_parameter)
+        saved = Saved(tensor, memory, None if owner is None else reference, is_parameter)
         if owner is not None:
             self._record(owner, saved)
         return saved

@@ -209,3 +209,167 @@ def test_a_forward_gives_a_view_away(two: RankPool, case: str) -> None:
 @pytest.mark.parametrize("case", KEEPS)
 def test_a_module_keeps_a_view(two: RankPool, case: str, when: str) -> None:
     two.run(keeps, case, when, {"stage": 3})
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "bf16": ({"stage": 3}, "bf16"),
+    "host": ({"stage": 3, "offload_params": "cpu", "offload_optimizer": "cpu"}, "no"),
+    "disk": ({"stage": 3, "offload_params": "disk", "offload_optimizer": "disk"}, "bf16"),
+    "kept gathered": ({"stage": 3, "device_memory": "1GiB"}, "no"),
+    "codes": ({"stage": 3, "wire": "int8"}, "bf16"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_views_in_other_types_and_tiers(two: RankPool, other: str) -> None:
+    config, mixed = OTHERS[other]
+    for case in ("transposed", "numpy" if mixed == "no" else "dataclass"):
+        if other != "codes":
+            two.run(gives, case, config, mixed)
+    for case in ("detach", "used"):
+        two.run(outlives, case, config, mixed)
+
+
+def outlives(rank: int, world: int, case: str, config: dict[str, Any], mixed: str) -> None:
+    """Views keep what they showed when they were taken, over backwards, steps and further forwards."""
+    torch.manual_seed(0)
+    model = Stashes(KEEPS[case])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, zero.ZeroConfig(**config), mixed_precision=mixed)
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def look(block: Any, *_: Any) -> None:
+        view = block.seen[0] if isinstance(block.seen, tuple) else block.seen
+        kept.append((view, view.detach().clone()))
+
+    for block in model.blocks:
+        block.register_forward_hook(look)
+    for step in range(STEPS):
+        model(inputs(rank, step)).square().mean().backward()
+        for view, values in kept:
+            assert torch.equal(view.detach(), values)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                model.eval()(inputs(rank, step))
+                model.train()
+            with torch.inference_mode():
+                model(inputs(rank, step))
+        for view, values in kept:
+            assert torch.equal(view.detach(), values)
+    assert len({float(values.sum()) for _, values in kept}) > STEPS, "weights have changed meanwhile"
+
+
+def checkpointed(model: Any, x: Tensor, *, use_reentrant: bool) -> Tensor:
+    x = x.clone().requires_grad_()
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=use_reentrant)
+    total = sum((each.seen[0] if isinstance(each.seen, tuple) else each.seen).detach().square().sum() for each in model.blocks)
+    return x * (1 + 1e-3 * total)
+
+
+def checkpoints(rank: int, world: int, case: str, use_reentrant: bool) -> None:
+    keep = KEEPS[case]
+
+    def make(is_plain: bool) -> nn.Module:
+        return Stashes((lambda block: copied(keep(block))) if is_plain else keep)
+
+    same_training(rank, world, make, {"stage": 3}, forward=lambda m, x: checkpointed(m, x, use_reentrant=use_reentrant))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("case", ["detach", "data", "used"])
+def test_views_kept_in_checkpointed_blocks(two: RankPool, case: str, use_reentrant: bool) -> None:
+    two.run(checkpoints, case, use_reentrant)
+
+
+def in_hooks(rank: int, world: int) -> None:
+    """Views taken while a backward runs, and by a custom Function's backward, read after it."""
+    taken: list[tuple[Tensor, Tensor]] = []
+
+    def take(view: Tensor) -> None:
+        taken.append((view, view.detach().clone()))
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight.t())
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, transposed = ctx.saved_tensors
+            take(transposed[1:])
+            return grad @ transposed.t(), grad.t() @ x
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = Product.apply(x, self.linear.weight)
+            x.register_hook(lambda grad: take(self.linear.weight.detach()[0]))
+            return torch.tanh(x + self.linear.bias)
+
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    for step in range(STEPS):
+        model(inputs(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(inputs(rank, step))
+        assert len(taken) == 6 * (step + 1)
+        for view, values in taken:
+            assert torch.equal(view, values)
+
+
+def test_views_taken_in_a_backward(two: RankPool) -> None:
+    two.run(in_hooks)
+
+
+def functional(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = Giver(*GIVES["transposed"])
+    expected = model(inputs(0, 0)).detach()
+    zero.shard(model, None, zero.ZeroConfig(stage=3))
+    with torch.no_grad():
+        for _ in range(2):
+            found = torch.func.functional_call(model, {}, (inputs(0, 0),))
+            torch.testing.assert_close(found, expected)
+            batched = torch.vmap(model)(inputs(0, 0)[None])
+            torch.testing.assert_close(batched[0], expected)
+
+
+def test_views_under_functional_calls(two: RankPool) -> None:
+    two.run(functional)
+
+
+def between_passes(rank: int, world: int) -> None:
+    """A view taken between passes is refused at the next forward, or keeps its values; it never crashes."""
+    model = Stashes(KEEPS["detach"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    views = [param.detach() for param in model.parameters()]
+    values = [view.clone() for view in views]
+    with pytest.raises(zero.StateError, match="is still held that was taken between passes"):
+        model(inputs(rank, 0))
+    assert all(torch.equal(*pair) for pair in zip(views, values))
+    del views
+    model(inputs(rank, 0)).sum().backward()
+    optimizer.step()
+
+
+def test_views_taken_between_passes(two: RankPool) -> None:
+    two.run(between_passes)
+
+
+def alone(rank: int, world: int) -> None:
+    """On one rank weights on disk are gathered and released as at stage 3."""
+    outlives(rank, world, "used", {"offload_params": "disk"}, "no")
+
+
+def test_views_on_one_rank(pools: dict[int, RankPool]) -> None:
+    pools[1].run(alone)

@@ -175,11 +175,11 @@ class Trace:
         key = (flat.span.index, passes, *(() if use is None else (use.forwards, use.left)))
         usual = self._usual.get(key)
         if not self.is_hooked:
-            if views == usual and not self._is_viewed:
+            if views in (usual, len(self.uses) * flat.usual_views) and not self._is_viewed:
                 return True
             self.strict = self.unexplained = True
             return False
-        saved = [each for each in self._saved if flat.has_memory_of(each.tensor)]
+        saved = [each for each in self._saved if each.memory == flat.memory]
         times = Counter(id(each.tensor) for each in saved)
         # Beside `Saved`, the call has a reference.
         if len(times) != views or any(sys.getrefcount(each.tensor) > times[id(each.tensor)] + 1 for each in saved):

@@ -212,6 +212,12 @@ class SpanValues(SpanGradients):
         return tensor.untyped_storage()._cdata == self._full_storage._cdata
 
     @property
+    def memory(self) -> int:
+        """The address (`_cdata`) of the storage of `full`."""
+        address: int = self._full_storage._cdata
+        return address
+
+    @property
     def references(self) -> int:
         """How many tensors have the memory of `full`."""
         count: int = torch._C._storage_Use_Count(self._full_storage._cdata)
