@@ -78,7 +78,7 @@ class Lending:
         owner_of = {
             flat.full.untyped_storage()._cdata: weakref.ref(trace) for trace in traces for flat in trace.unit.flats
         }
-        self.current.saved = SavedTensors(owner_of, partial(bring, self._backward.lead))
+        self.current.saved = SavedTensors(owner_of, partial(bring, self._backward.lead), Trace.record)
         trace_of = {param: trace for trace in traces for flat in trace.unit.flats for param in flat.params}
         watched: dict[Trace, list[on_read.ParameterDict]] = {trace: [] for trace in traces}
         for each in self._dictionaries:

@@ -65,6 +65,9 @@ class Pass:
         # Else a second forward would add its hosts to the first one's use, and their backwards be taken for one.
         for trace in self.traces:
             trace.use = None
+            if trace.unexplained:
+                trace.unexplained = False
+                self.learning = LEARNING
 
     def enter(self, host: Host) -> None:
         """A host's forward begins."""
