@@ -197,8 +197,8 @@ def _refuse_pickle(protocol: Any) -> Any:
     raise StateError(
         "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("
         "folder), torch.save(model.state_dict()) with state_dict() called on every rank, or pickle a plain copy: "
-        "copy.deepcopy(model) on every rank. Spawned workers of a DataLoader pickle its dataset, sampler and collate_fn: let these "
-        "hold no model, only what they need of it (a tokenizer, the config)"
+        "copy.deepcopy(model) on every rank. Spawned workers of a DataLoader pickle its dataset, sampler and collate_fn: let "
+        "these hold no model, only what they need of it (a tokenizer, the config)"
     )
 
 
