@@ -185,7 +185,7 @@ def _move_own_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ConfigError(
-        f"{RESIZE}() on a sharded model would replace parameters that its optimizer has. Resize before the model is sharded "
+        f"{RESIZE}() on a sharded model would replace parameters that its optimizer has: resize before the model is sharded "
         "(before the Trainer trains; inside `with zero.Init():` if it was made there), or after zero.engine_of(model).detach()"
     )
 
