@@ -204,7 +204,7 @@ def _move_own_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ConfigError(
-        f"{RESIZE}() on a sharded model would replace parameters that its optimizer has. Resize before the model is sharded "
+        f"{RESIZE}() on a sharded model would replace parameters that its optimizer has: resize before the model is sharded "
         "(before the Trainer trains; inside `with zero.Init():` if it was made there), or after zero.engine_of(model).detach()"
     )
 
@@ -216,8 +216,8 @@ def _refuse_pickle(protocol: Any) -> Any:
     raise StateError(
         "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("
         "folder), torch.save(model.state_dict()) with state_dict() called on every rank, or pickle a plain copy: "
-        "copy.deepcopy(model) on every rank. Spawned workers of a DataLoader pickle its dataset, sampler and collate_fn: let these "
-        "hold no model, only what they need of it (a tokenizer, the config)"
+        "copy.deepcopy(model) on every rank. Spawned workers of a DataLoader pickle its dataset, sampler and collate_fn: let "
+        "these hold no model, only what they need of it (a tokenizer, the config)"
     )
 
 
