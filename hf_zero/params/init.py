@@ -109,6 +109,11 @@ class Init:
         enabled: False to do nothing.
         stall_s: as in that `ZeroConfig`.
 
+    Raises:
+        StateError: outside, before the model is sharded: code reads or writes values of a parameter.
+        RankMismatchError: on every rank, at the end or where a parameter is used: the ranks computed different values, or use
+            different parameters.
+
     Attributes:
         wire: the ranks.
         peak_numel: the most parameter elements that were whole at once so far.

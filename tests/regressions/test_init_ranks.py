@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,46 @@ def test_values_given_by_rank(two: RankPool) -> None:
     two.run(given_by_rank)
 
 
+def sharded_inside(rank: int, world: int) -> None:
+    with zero.Init():
+        model = nn.Linear(3, 3)
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        with pytest.raises(zero.RankMismatchError, match=r"'weight' other values.*zero\.Init"):
+            zero.shard(model)
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        zero.shard(model)
+    assert torch.equal(zero.full_parameter(model.weight), torch.full((3, 3), 2.0))
+
+
+def test_sharded_inside(two: RankPool) -> None:
+    two.run(sharded_inside)
+
+
+def change_copy(model: Any, rank: int) -> None:
+    model.twin = copy.deepcopy(model.first)
+    nn.init.constant_(model.twin.weight, rank)
+
+
+def copied(rank: int, world: int) -> None:
+    """Copies are compared, too; where their original was changed afterwards, both are."""
+    with pytest.raises(zero.RankMismatchError, match=r"shape \(6, 4\) other values.*zero\.Init"):
+        build(rank, change_copy)
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1] = copy.deepcopy(model[0])
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+    weight, doubled = (zero.full_parameter(layer.weight) for layer in model)
+    assert torch.equal(2 * weight, doubled)
+    zero.shard(model)
+
+
+def test_copies(two: RankPool) -> None:
+    two.run(copied)
+
+
 def loaded_by_rank(rank: int, world: int) -> None:
     model = build(rank)
     torch.manual_seed(rank)
@@ -140,23 +182,20 @@ def test_state_dicts_of_each_rank(two: RankPool) -> None:
 
 def read_alone(rank: int, world: int) -> None:
     """Never a hang, and never values of another parameter."""
-    with pytest.raises((zero.RankMismatchError, zero.StallError), match=r"zero\.Init"), zero.Init(stall_s=4):
-        model = Net()
-        if rank == 0:
-            print(model.first.weight.norm())
+    for read_later in (True, False):
+        with pytest.raises((zero.RankMismatchError, zero.StallError), match=r"zero\.Init"):
+            build(rank, partial(reads, read_later=read_later), stall_s=4)
+
+
+def reads(model: Any, rank: int, read_later: bool) -> None:
+    if rank == 0:
+        print(model.first.weight.norm())
+    if read_later:
         model.scale.sum()
 
 
-def test_one_rank_reads_alone_inside(pools: dict[int, RankPool]) -> None:
-    pools[2].run(read_alone)
-    pools[2].run(read_alone_last)
-
-
-def read_alone_last(rank: int, world: int) -> None:
-    with pytest.raises((zero.RankMismatchError, zero.StallError), match=r"zero\.Init"), zero.Init(stall_s=4):
-        model = Net()
-        if rank == 0:
-            print(model.first.weight.norm())
+def test_one_rank_reads_alone_inside(two: RankPool) -> None:
+    two.run(read_alone)
 
 
 def alike(rank: int, world: int) -> None:

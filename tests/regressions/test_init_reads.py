@@ -263,6 +263,37 @@ def descriptions(rank: int, world: int) -> None:
     assert rank or torch.equal(state["weight"], plain_layer().weight)
 
 
+def of_type(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Types without NaN show nothing else either."""
+    value = torch.arange(1, 13).view(3, 4).to(dtype)
+    with zero.Init():
+        model = nn.Sequential(nn.Module(), nn.Linear(2, 2))
+        model[0].table = nn.Parameter(value.clone(), requires_grad=False)
+    for use in (
+        lambda p: p[0],
+        lambda p: p.add_(1),
+        lambda p: nn.Parameter(p, requires_grad=False),
+        set_item,
+        lambda p: p.data,
+    ):
+        with torch.no_grad(), pytest.raises(zero.StateError, match=r"zero\.Init"):
+            use(model[0].table)
+    with zero.Init(), torch.no_grad():
+        assert torch.equal(model[0].table[1], value[1])
+        model[0].table[0] = 2
+        same_values = nn.Parameter(model[0].table, requires_grad=False)
+    value[0] = 2
+    assert torch.equal(zero.full_parameter(model[0].table), value)
+    assert torch.equal(same_values, value)
+    zero.shard(model, None, zero.ZeroConfig(stage=3))
+    assert torch.equal(zero.full_parameter(model[0].table), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.bfloat16, torch.complex64])
+def test_types(two: RankPool, dtype: torch.dtype) -> None:
+    two.run(of_type, dtype)
+
+
 def test_descriptions_are_answered(two: RankPool) -> None:
     two.run(descriptions)
 
