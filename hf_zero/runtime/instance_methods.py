@@ -143,29 +143,6 @@ def _refuse_step(*_: Any) -> None:
     )
 
 
-def around_own_methods(
-    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None], patches: Patches
-) -> None:
-    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, … Static and
-    class methods are left alone: they have no optimizer to change, and are not to be called with one."""
-
-    def between(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            after()
-
-    for name in dir(type(optimizer)):
-        if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
-            continue
-        method = inspect.getattr_static(type(optimizer), name)
-        if inspect.isfunction(method):
-            told = partial(between, partial(method, optimizer))
-            told.__wrapped__ = method  # type: ignore[attr-defined]  # another optimizer of its class has the method itself
-            patches.method(optimizer, name, told)
-
-
 def _apply(module: nn.Module, sharded: Sharded, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """`.to()`, `.half()`, `.cpu()` and the like, of the model or a part of it: only what leaves every parameter as it is.
 

@@ -27,6 +27,7 @@ from .group_flags import GroupFlags
 from .offload import Offload
 from .optimizers.optimizer import Binding
 from .optimizers.transaction import AroundStep, Attempt, HeldSignals, Snapshot, followed_by, run_first, with_closure
+from .own_methods import OwnMethods
 from .passes.autocast import Autocast
 from .passes.backward_order import Callbacks
 from .passes.compiling import blocks_of
@@ -96,6 +97,8 @@ class Training:
         self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
         self.writes = WriteWatch(self.model, self.units, self.quiesce, self.state_dict_hooks.after_load, self._followed)
         self._hook_model()
+        # Before a write: what is gathered shows the values that are about to change; it would be taken for new.
+        self._own_methods = OwnMethods(self.units, self.schedule.end_looks, self._optimizer_wrote)
         self._group_flags = GroupFlags(sharded)
         self.optimizers = BoundOptimizers(
             sharded,
@@ -171,8 +174,7 @@ class Training:
         self._pre_hooks[optimizer] = before.id
         self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
         self._patches.hooks(AroundStep(optimizer, partial(self._step, optimizer), partial(self._computed, optimizer)))
-        # Before: what is gathered shows values that the method may write to the optimizer's tensors; it would be taken for new.
-        overrides.around_own_methods(optimizer, self.schedule.end_looks, self._optimizer_wrote, self._patches)
+        self._own_methods.take(optimizer, self._patches)
         self._patches.method(optimizer, "zero_grad", partial(self._zero_grad_of, optimizer))
         self._patches.method(optimizer, "state_dict", partial(self.optimizers.state_dict, optimizer))
         self._patches.method(optimizer, "load_state_dict", partial(self.optimizers.load_state_dict, optimizer))
@@ -302,6 +304,7 @@ class Training:
                 "there: call it when backward has ended, or offload the optimizer's state with step_in_backward=True"
             )
         self._wire.watch.phase = "optimizer.step()"
+        self._own_methods.compare()
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
         arguments = None
@@ -401,6 +404,7 @@ class Training:
         self.offload.end_step(binding.index)
         self._assembly.regather()
         self.writes.optimizer_wrote = False
+        self._own_methods.stepped()
         self.schedule.backward.stepped()
         self._passes += 1
         if attempt is not None:
