@@ -368,7 +368,7 @@ def test_views_taken_between_passes(two: RankPool) -> None:
 
 def alone(rank: int, world: int) -> None:
     """On one rank weights on disk are gathered and released as at stage 3."""
-    outlives(rank, world, "used", {"offload_params": "disk"}, "no")
+    outlives(rank, world, "used", {"offload_params": "disk", "offload_optimizer": "disk"}, "no")
 
 
 def test_views_on_one_rank(pools: dict[int, RankPool]) -> None:

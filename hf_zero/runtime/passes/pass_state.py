@@ -83,6 +83,10 @@ class Pass:
                 self.hooked = host  # first: hooks that nobody remembers would stay on
                 if not self.saved.push():
                     self.hooked = None
+        if host in self.running:
+            host.begin_inner()
+        elif host.outer:  # an exception has ended them
+            host.outer.clear()
         self.running.append(host)
 
     def leave(self, host: Host) -> None:

@@ -45,6 +45,7 @@ class Host:
         use: during its forward with a graph: what this forward adds to.
         named: the ranges of its forwards under way in a profiler's trace.
         borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
+        outer: these of the forwards around its forward, where the module calls itself.
     """
 
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
@@ -57,7 +58,17 @@ class Host:
         self.borrowed: list[Trace] = []
         self.lent: list[Use] = []
         self.named: list[record_function] = []
+        self.outer: list[tuple[Any, ...]] = []
         self.is_embedding = is_plain_embedding(module)
+
+    def begin_inner(self) -> None:
+        """Its forward is under way and has called the module again."""
+        self.outer.append((self.given, self.inputs, self.entry, self.use, self.borrowed, self.lent))
+        self.given, self.inputs, self.entry, self.use, self.borrowed, self.lent = [], None, None, None, [], []
+
+    def end_inner(self) -> None:
+        """The forward around the one that has just ended continues."""
+        self.given, self.inputs, self.entry, self.use, self.borrowed, self.lent = self.outer.pop()
 
 
 class Use:
