@@ -529,7 +529,9 @@ class Training:
         whole = Unsharded(self.sharded)
         whole.begin(in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
         self._unsharded, self.sharded.is_unsharded = whole, True
-        self.sharded.shows_masters = not in_compute_dtype and all(flat.shown_dtype is None for flat in self.sharded.flats)
+        self.sharded.shows_masters = not in_compute_dtype and all(
+            flat.shown_dtype is None for flat in self.sharded.flats
+        )
         completed = False
         try:
             yield

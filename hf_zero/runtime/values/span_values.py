@@ -241,9 +241,13 @@ class SpanValues(SpanGradients):
             views: int = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
             if not self._full_storage.resizable():  # a NumPy array has it
                 self.leave_storage()
-            elif views > 0 and are_saved is not None and not (as_usual and views == self.usual_views):
-                if not are_saved(self, views):
-                    self.leave_storage()
+            elif (
+                views > 0
+                and are_saved is not None
+                and not (as_usual and views == self.usual_views)
+                and not are_saved(self, views)
+            ):
+                self.leave_storage()
             self._full_storage.resize_(0)
             self.known_references = 0
             self._known = None
