@@ -239,9 +239,8 @@ class SpanValues(SpanGradients):
             # A view without memory would crash the process that reads it. Ours are `full`, `place`, `views` and
             # `_full_storage`; parameters point at their guards by now.
             views: int = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
-            if not self._full_storage.resizable():  # a NumPy array has it
-                self.leave_storage()
-            elif (
+            is_held_by_numpy = not self._full_storage.resizable()
+            if is_held_by_numpy or (
                 views > 0
                 and are_saved is not None
                 and not (as_usual and views == self.usual_views)
