@@ -296,6 +296,8 @@ class DeferredHooks(StateDictHooks):
         """Once a module, where it or one inside it has born parameters."""
         if _is_deferred(module.__dict__.get("_apply")) or all(birth_of(param) is None for param in module.parameters()):
             return
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; `zero.shard` refuses it with a named error
+            return
         module.register_forward_pre_hook(self._refuse_forward)
         self.register(module)
         module.__dict__["_apply"] = partial(self._apply, module)

@@ -118,7 +118,6 @@ _plainly("orthogonal", lambda: between(parametrizations.orthogonal(nn.Linear(16,
 _plainly(
     "scripted_part",
     lambda: between(torch.jit.script(nn.Linear(16, 16)), nn.Linear(16, 16)),
-    only={"deferred": (False,)},
     refused=(Refused(zero.ConfigError, "is a RecursiveScriptModule of torch.jit"),),
 )
 
