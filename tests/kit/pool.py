@@ -49,6 +49,9 @@ class RankFailure(AssertionError):
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     os.environ.update(ENVIRONMENT)
+    if world > 1:  # as torchrun sets them: accelerate counts ranks by these
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
     import torch.distributed as dist
 
