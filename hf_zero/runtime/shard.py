@@ -161,7 +161,7 @@ def _refuse_inference_mode(model: nn.Module) -> None:
             "zero.shard was called inside torch.inference_mode(), whose tensors cannot be trained. Call it outside"
         )
     for name, param in model.named_parameters():
-        if param.is_inference():
+        if not torch.nn.parameter.is_lazy(param) and param.is_inference():
             raise ConfigError(
                 f"parameter {name!r} was made inside torch.inference_mode(), whose tensors cannot be trained. Build the model "
                 "outside of it, under torch.no_grad() where no graph is wanted"

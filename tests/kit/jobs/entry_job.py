@@ -133,6 +133,7 @@ def joined_late() -> str:
     try:
         return raised(lambda: accelerator.prepare(batches()))
     finally:
+        dist.barrier()  # the store is rank 0's: another rank may still read it
         dist.destroy_process_group()
 
 
@@ -193,6 +194,11 @@ def stock_trainer_of_a_sharded_model() -> str:
     return said
 
 
+def another_port() -> None:
+    """For the next process group: a rank that is early would meet the store of the one before."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
 def counted_wrong(when: str) -> None:
     """Every entrance, before the program opens a process group (accelerate then opens one itself) and after."""
     cases: dict[str, Callable[[], str]] = {}
@@ -205,8 +211,11 @@ def counted_wrong(when: str) -> None:
     for cls, name in ((Accelerator, "parallelism_config"), (zero.ZeroAccelerator, "zero_plugin")):
         cases[cls.__name__] = partial(accelerated, cls, name)
     for name, work in cases.items():
+        if when == "before":
+            another_port()
         check(f"{when} {name}", work)
         if when == "before" and dist.is_initialized():
+            dist.barrier()  # the store is rank 0's: another rank may still read it
             dist.destroy_process_group()
 
 
@@ -220,7 +229,9 @@ def main() -> None:
     check("no group mpi", under_mpi)
     check("alone on purpose", alone_on_purpose)
     counted_wrong("before")
+    another_port()
     check("joined late", joined_late)
+    another_port()
     dist.init_process_group("gloo")
     counted_wrong("after")
     for first in ("shard", "accelerator"):
