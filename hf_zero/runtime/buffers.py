@@ -3,8 +3,8 @@
 DDP sends every buffer before a forward of any kind, if the forward before that one was to be differentiated and synchronised
 (it was not under `no_grad`, nor inside `no_sync`). How ranks find those that change: docs/DESIGN.md, "Buffers".
 
-Forwards that a rank may run alone (without gradients at stages 0 to 2, any inside `zero.unsharded`) send nothing. Rank 0's buffers
-were sent at the end of the last backward, or where the context began, and wait on each rank until then.
+Forwards that a rank may run alone (without gradients at stages 0 to 2, any inside `zero.unsharded`) send nothing. Rank 0's
+buffers were sent at the end of the last backward, or where the context began, and wait on each rank until then.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Buffers:
                 self._due = self._takes
 
     def make_ready(self) -> None:
-        """Rank 0's buffers reach every rank, for forwards that it runs alone. A collective where buffers change, and are due."""
+        """Send rank 0's buffers for forwards that a rank runs alone. A collective where buffers change, and are due."""
         if self._due and self._live and self._ready is None and not self._apart:
             now = [of.get(key) for of, key in self._slots]
             self._ready = self._message(), [(buffer, _version(buffer)) for buffer in now]
@@ -260,7 +260,7 @@ class Buffers:
 
     @torch.no_grad()
     def _message(self) -> Tensor:
-        """Rank 0's live buffers, on every rank: each from a multiple of 16 bytes on, and whether it still has the agreed sign."""
+        """Rank 0's live buffers on every rank: each from a multiple of 16 bytes on, and whether it has the agreed sign."""
         buffers = [of.get(key) for of, key in self._slots]
         fits = [b is not None and _sign(b) == sign for b, sign in zip(buffers, self._live.values())]
         sizes = [_nbytes(sign) for sign in self._live.values()]
