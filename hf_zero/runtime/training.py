@@ -212,7 +212,7 @@ class Training:
             self.schedule.backward.notice_again()
             self.optimizers.unfreeze()
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
-        self.buffers.before_forward()
+        self.buffers.before_forward(alone=self._may_run_alone)
         if self._checks is not None:
             self._checks.before_forward()
         if self.recorder is not None:
@@ -232,7 +232,7 @@ class Training:
             self._spare.expect(batch)
 
     def _after_forward(self, *_: Any) -> None:
-        self.buffers.after_forward(self.schedule.backward.sync)
+        self.buffers.after_forward(self.schedule.backward.sync, alone=self._may_run_alone)
         # Not after a recomputation; something may have been read.
         if not in_backward_of_any() and not self.sharded.is_unsharded:
             self.offload.agree_on_reads()
@@ -249,6 +249,8 @@ class Training:
     def _after_backward(self) -> None:
         if self.schedule.backward.sync and self.buffers.watched:
             self.buffers.agree(changed=self.schedule.backward.order.answered)
+            if self.policy.keep_full:
+                self.buffers.make_ready()
         self.offload.agree_on_reads()
         if self.schedule.backward.sync:
             self.offload.land()
@@ -528,6 +530,7 @@ class Training:
         free_bytes = free_device_bytes(self.sharded, self.offload, self._wire.ranks_here())
         whole = Unsharded(self.sharded)
         whole.begin(in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
+        self.buffers.make_ready()
         self._unsharded, self.sharded.is_unsharded = whole, True
         self.sharded.shows_masters = not in_compute_dtype and all(
             flat.shown_dtype is None for flat in self.sharded.flats
@@ -543,6 +546,11 @@ class Training:
             finally:
                 self._unsharded, self.sharded.is_unsharded = None, False
                 self.sharded.shows_masters = False
+
+    @property
+    def _may_run_alone(self) -> bool:
+        """Whether a forward now needs no other rank: user code may run it on one rank, for an evaluation."""
+        return self.sharded.is_unsharded or (self.policy.keep_full and not torch.is_grad_enabled())
 
     def releases(self) -> bool:
         return not self.policy.keep_full and not self.sharded.is_unsharded

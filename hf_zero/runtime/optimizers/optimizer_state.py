@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from weakref import WeakMethod
 from torch import nn
 
 from ...errors import StateError
+
+_DISTRIBUTED_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 
 
 class SliceStates(defaultdict[Any, dict[str, Any]]):
@@ -25,6 +28,17 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
     def __init__(self, states: Mapping[Any, dict[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
         super().__init__(dict, states)
         self._names = names
+
+    def __bool__(self) -> bool:
+        # Every function of that module that takes an optimizer begins with `if optim.state:`.
+        if sys._getframe(1).f_globals.get("__name__") == _DISTRIBUTED_CHECKPOINT:
+            raise StateError(
+                f"{_DISTRIBUTED_CHECKPOINT} cannot read or write the optimizer of a sharded model: it looks for the model's "
+                "parameters in optimizer.param_groups, which has this rank's slices. Use engine.save(folder) and "
+                "engine.load(folder), or optimizer.state_dict() and load_state_dict() on every rank, or "
+                "zero.full_optimizer_state(param, key). get_model_state_dict and set_model_state_dict work"
+            )
+        return len(self) > 0
 
     def __missing__(self, key: Any) -> dict[str, Any]:
         self._check(key)
