@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakMethod
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...errors import StateError
 
@@ -113,3 +114,15 @@ class SteppedStates(SliceStates):
     get, keys, items, values, pop, popitem, setdefault, update = map(
         _settled, ("get", "keys", "items", "values", "pop", "popitem", "setdefault", "update")
     )
+
+
+def restore_types(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """After torch's `load_state_dict`, which casts counts and masks to the parameters' type and copies a text item by item."""
+    flat = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entries in state_dict["state"].items():
+        state = optimizer.state[flat[number]]
+        for key, value in entries.items():
+            if isinstance(value, str):
+                state[key] = value
+            elif isinstance(value, Tensor) and key != "step" and not value.dtype.is_floating_point:
+                state[key] = value.to(flat[number].device)
