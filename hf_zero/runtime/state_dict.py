@@ -29,7 +29,7 @@ from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from ..plan.machine import free_host_bytes
-from .state_dict_entries import SHARE, entry
+from .state_dict_entries import SHARE, entry, with_own_storage
 from .values.flat_param import Flat, joined
 from .values.reads import Unmasked
 from .values.sharded import Sharded
@@ -293,7 +293,7 @@ class ShardedHooks(StateDictHooks):
 
     def shown(self, param: nn.Parameter, wire: SoloWire) -> Tensor:
         _, flat, index = self._sharded.places[param]
-        value = flat.casts[index][1] if index in flat.casts else param.detach()
+        value = with_own_storage(flat.casts[index][1] if index in flat.casts else param.detach())
         return value if self._sharded.shows_masters or wire.rank == 0 else entry(value.to("meta"), value)
 
     def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:

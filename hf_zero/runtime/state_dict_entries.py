@@ -91,6 +91,20 @@ def entry(like: Tensor, held: Tensor | None = None, *, is_copy: bool = False, is
     return made
 
 
+def with_own_storage(view: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own.
+
+    Parameters of a span share a storage. Code that saves finds tied weights by their storage: accelerate would keep one
+    parameter of a span, and `torch.save` of one entry would write the whole span.
+    """
+    if not view.numel():
+        return view
+    try:
+        return torch.from_dlpack(view)
+    except (BufferError, RuntimeError, ValueError):  # a type that DLPack does not have
+        return view
+
+
 class _Guard(TorchDispatchMode):
     """Refuses operations that write to these entries' memory, in whatever way they were called."""
 
