@@ -28,7 +28,7 @@ from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from ..plan.machine import free_host_bytes
 from .values.flat_param import Flat, joined
-from .values.reads import Unmasked, needs_values
+from .values.reads import AsTheyAre, Unmasked, needs_values
 from .values.sharded import Sharded
 
 _SHARE = 8
@@ -316,7 +316,8 @@ class ShardedHooks(StateDictHooks):
         model = self._sharded.model
         self._outlining = True
         try:
-            state = model.state_dict()
+            with AsTheyAre():  # a module's own `state_dict` may read its parameters: on this rank alone
+                state = model.state_dict()
         finally:
             self._outlining = False
         named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
