@@ -169,6 +169,7 @@ class PlanOptions(Options):
     zero_step_in_backward: bool = setting("step_in_backward", help="update offloaded units in backward")
     zero_reduce_dtype: str | None = setting("reduce_dtype", metavar="DTYPE")
     zero_full_precision: str = setting("full_precision", metavar="NAMES")
+    zero_units: str = setting("units", metavar="NAMES")
     zero_replicas: int = setting("replicas", help="copies of what the stage shards (hybrid sharding)", metavar="R")
     zero_wire: str = setting("wire", help="format in which gradients and weights travel")
     # No --zero: they are figures of the machine here, with or without `auto`.

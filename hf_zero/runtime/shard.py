@@ -91,7 +91,7 @@ def shard(
         wire = in_replicas(wire, config.replicas)
         policy = config.policy_for(wire.size)
         # First: it refuses models that have nothing to shard.
-        drafter = Drafter(model, precision, roads.limits)
+        drafter = Drafter(model, precision, roads.limits, config.units)
         where = device_of(model, device)
         sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
         assembly = Assembly(sharded, drafter, roads.plan, machine, mixed_precision)
