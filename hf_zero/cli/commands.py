@@ -248,6 +248,7 @@ class SimulateOptions(Options):
     machine: str | None = flag(
         "speeds within a machine as `hf-zero probe` writes them on as many ranks, in place of an H100's", metavar="FILE"
     )
+    zero_units: str = setting("units", metavar="NAMES")
     zero_replicas: int = setting("replicas", metavar="R")
     zero_wire: str = setting("wire")
     device_memory: str | None = setting(

@@ -36,8 +36,8 @@ class Model:
 
     name: str
     """What it is called in titles."""
-    layout: Callable[[Precision, int, tuple[str, ...]], Layout]
-    """For a precision, a number of shards and patterns of units; each is made once."""
+    layout: Callable[..., Layout]
+    """For a precision, a number of shards and patterns of units (default: none); each is made once."""
     architecture: Architecture | None = None
     """For activations; None where it is not known."""
     source: str = ""
@@ -188,7 +188,7 @@ def _of_outline(name: str, model: nn.Module, architecture: Architecture | None =
     names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
     made = _of_modules(name, model, architecture, source)
 
-    def layout(precision: Precision, shards: int, units: tuple[str, ...]) -> Layout:
+    def layout(precision: Precision, shards: int, units: tuple[str, ...] = ()) -> Layout:
         known = tuple(pattern for pattern in precision.full_precision if fnmatch.filter(names, pattern))
         found = tuple(pattern for pattern in units if _is_named(model, pattern))
         return made.layout(replace(precision, full_precision=known), shards, found)
@@ -210,7 +210,7 @@ def _of_modules(name: str, model: nn.Module, architecture: Architecture | None, 
         return drafter, drafter.specs(dict.fromkeys(drafter.names, 0))
 
     @cache
-    def layout(precision: Precision, shards: int, units: tuple[str, ...]) -> Layout:
+    def layout(precision: Precision, shards: int, units: tuple[str, ...] = ()) -> Layout:
         drafter, specs = drafted(precision, units)
         return drafter.layout(specs, shards)
 

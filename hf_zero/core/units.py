@@ -265,7 +265,9 @@ def _cut(
     if _nbytes(params) > limits.unit_bytes and 2 * _nbytes(own) < _nbytes(params):
         large = limits.unit_bytes // _SMALL
         # Not through lists: of experts each rank may run others, and at stage 3 all ranks must run the same units.
-        children = [c for c in block.children() if _is_called(c) and c not in taken and _nbytes(_held(c, taken)) > large]
+        children = [
+            c for c in block.children() if _is_called(c) and c not in taken and _nbytes(_held(c, taken)) > large
+        ]
     apart = {param for child in children for param in _held(child, taken)}
     rest = [param for param in params if param not in apart or param in own]
     if rest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -26,7 +27,8 @@ class Registrations:
         self._known: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = weakref.WeakKeyDictionary(
             {module: {name: p for name, p in module._parameters.items() if p is not None} for module in modules}
         )
-        handle = register_module_parameter_registration_hook(partial(_registered, weakref.ref(self)))
+        hook: Any = partial(_registered, weakref.ref(self))  # torch's type leaves out what a hook may return
+        handle = register_module_parameter_registration_hook(hook)
         self._end = weakref.finalize(self, handle.remove)
 
     def remove(self) -> None:

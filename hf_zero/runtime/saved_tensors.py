@@ -179,7 +179,9 @@ class SavedTensors:
         except NotImplementedError:
             memory = _memory_without_storage(tensor)
         reference = self._owner_of.get(memory)
-        owner = None if reference is None else reference()  # None: the unit is no more, its address is another storage's
+        owner = (
+            None if reference is None else reference()
+        )  # None: the unit is no more, its address is another storage's
         is_parameter = isinstance(tensor, nn.Parameter)
         if is_parameter or (tensor.requires_grad and (owner is None or _may_be_output(tensor))):
             # An operation's own output would keep the operation, and that the output, for ever.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.cli import main as cli
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -138,10 +137,15 @@ def test_named_units_in_other_tiers(two: RankPool, tier: str) -> None:
 
 
 def refused(rank: int, world: int) -> None:
-    for units, close in ((("*.expert",), r"'\*\.experts'|'first\.experts'"), (("Mixtur",), "'Mixture'"), (("frst",), "'first'")):
+    for units, close in (
+        (("*.expert",), r"'\*\.experts'|'first\.experts'"),
+        (("Mixtur",), "'Mixture'"),
+        (("frst",), "'first'"),
+    ):
         with pytest.raises(zero.ConfigError, match="units: ") as caught:
             zero.shard(Towers(), None, zero.ZeroConfig(stage=3, units=units))
-        assert caught.match(repr(units[0]).replace("*", r"\*")) and caught.match(close)
+        assert caught.match(repr(units[0]).replace("*", r"\*"))
+        assert caught.match(close)
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     with pytest.raises(zero.ConfigError, match="no module with parameters"):
         zero.shard(model, None, zero.ZeroConfig(stage=3, units="ReLU"))
@@ -167,7 +171,7 @@ def deferred(rank: int, world: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     zero.shard(model, optimizer, zero.ZeroConfig(stage=3, units="Mixture", stall_s=20.0))
     plain = pair()[1]
-    plain.load_state_dict({name: value for name, value in zip(plain.state_dict(), broadcast(model))})
+    plain.load_state_dict(dict(zip(plain.state_dict(), broadcast(model))))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for step in range(5):
         model(*inputs(rank, step)).square().mean().backward()
@@ -185,16 +189,20 @@ def test_named_units_of_a_deferred_model(two: RankPool) -> None:
     two.run(deferred)
 
 
-def planned(*flags: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "hf_zero", "plan", "moe-tiny", "--zero-stage", "3", "--json", *flags]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
+    status = cli.main(["plan", "moe-tiny", "--zero-stage", "3", "--json", *flags])
+    found = capsys.readouterr()
+    return json.loads(found.out) if status == 0 else found.err
 
 
-def test_the_plan_knows_named_units() -> None:
-    plain, named = planned(), planned("--zero-units", "*.layers")
-    assert plain != named, "all layers are gathered at once"
-    command = [sys.executable, "-m", "hf_zero", "plan", "moe-tiny", "--zero-units", "*.expert"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode != 0 and "units: '*.expert'" in ran.stderr
+def test_the_plan_knows_named_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys) != planned(capsys, "--zero-units", "*.layers"), "all layers are gathered at once"
+    assert "units: '*.expert' is the name of no module" in planned(capsys, "--zero-units", "*.expert")
+
+
+def test_deepspeed_settings_become_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "accelerate.json"
+    engine = {"zero_stage": 3, "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock"}
+    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": engine}))
+    assert cli.main(["migrate", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == {"stage": 3, "units": "MixtralSparseMoeBlock"}

@@ -116,7 +116,9 @@ def inputs(rank: int, step: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def trains(rank: int, world: int, make: Callable[..., nn.Module], args: tuple[Any, ...], config: dict[str, Any]) -> None:
+def trains(
+    rank: int, world: int, make: Callable[..., nn.Module], args: tuple[Any, ...], config: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     model = make(*args)
     torch.manual_seed(0)

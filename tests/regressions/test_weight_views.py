@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
@@ -45,7 +45,7 @@ GIVES: dict[str, tuple[Give, Callable[[Any], Tensor]]] = {
     "dataclass": (lambda w: Output(w.detach()), lambda out: out.weight),
     "named tuple": (lambda w: Pair(w[:], w.detach()), lambda out: out.weight + out.other),
     "object": (lambda w: Output(w.data, [w[1]]), lambda out: out.weight + out.extra[0]),
-    "lambda": (lambda w: (lambda view=w.detach(): view), lambda out: out()),
+    "lambda": (lambda w: functools.partial(torch.Tensor.clone, w.detach()), lambda out: out()),
     "numpy": (lambda w: w.detach().numpy(), torch.from_numpy),
 }
 
@@ -183,7 +183,9 @@ def same_training(
     state = model.state_dict()
     if rank == 0:
         for name, value in plains[0].state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
     return model
 
 
@@ -265,7 +267,9 @@ def checkpointed(model: Any, x: Tensor, *, use_reentrant: bool) -> Tensor:
     x = x.clone().requires_grad_()
     for block in model.blocks:
         x = checkpoint(block, x, use_reentrant=use_reentrant)
-    total = sum((each.seen[0] if isinstance(each.seen, tuple) else each.seen).detach().square().sum() for each in model.blocks)
+    total = sum(
+        (each.seen[0] if isinstance(each.seen, tuple) else each.seen).detach().square().sum() for each in model.blocks
+    )
     return x * (1 + 1e-3 * total)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ _CALL = nn.Module._call_impl.__code__
 
 def calls_itself(module: nn.Module) -> bool:
     """Whether the call of this module that a pre-hook sees is inside another call of it, in this thread."""
-    frame, calls = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
     while frame is not None and calls < 2:
         calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
         frame = frame.f_back
