@@ -1,8 +1,8 @@
 """Parameters that modules delete and register again: the model keeps the objects that its engine has.
 
 PEFT's LoRA on `nn.MultiheadAttention` does so in every forward, which merges the adapter into the base weight, and whenever
-the model's modules are listed. Another object under a known name is taken as `known.data = object`; torch registers the known
-one. Replacing a trained parameter raises: the optimizer would never see the other one.
+the model's modules are listed. A frozen parameter under the name of a frozen one is taken as `known.data = param`, and one with
+the same memory as the known one itself: torch registers the known one. Any other is the module's, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..errors import StateError
 from .values.ownership import owner_of
 from .values.reads import AsTheyAre
 
@@ -36,11 +35,7 @@ class Registrations:
         self._end()
 
     def registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """What the module gets in place of `param`; None: `param` itself.
-
-        Raises:
-            StateError: It would replace a trained parameter.
-        """
+        """What the module gets in place of `param`; None: `param` itself."""
         known = self._known.get(module, {}).get(name)
         if known is None or param is None:
             return None
@@ -52,11 +47,7 @@ class Registrations:
         with AsTheyAre():
             is_trained, has_shape = known.requires_grad or param.requires_grad, param.shape == known.shape
         if is_trained or not has_shape:
-            raise StateError(
-                f"{type(module).__name__}.{name} of a sharded model was replaced by another Parameter, which no optimizer "
-                f"would update. Write its values (with torch.no_grad(): module.{name}.copy_(values)), or replace it before "
-                "the model is sharded"
-            )
+            return None
         known.data = param.data
         return known
 
