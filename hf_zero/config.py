@@ -148,12 +148,12 @@ def size_text(nbytes: float, *, up: bool = False) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _patterns(given: object) -> tuple[str, ...]:
+def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[str, ...]:
+    """Patterns, in a sequence or with commas between; `one` and `two` are examples."""
     words = given.split(",") if isinstance(given, str) else given
     if given is None or not isinstance(words, (tuple, list)) or not all(isinstance(word, str) for word in words):
         raise ConfigError(
-            f"full_precision must be names or patterns of parameters, such as ('*.gate.*',) or '*.gate.*,*.router.*', found "
-            f"{given!r}"
+            f"{name} must be names or patterns of {what}, such as ({one!r},) or '{one},{two}', found {given!r}"
         )
     return tuple(stripped for word in words if (stripped := word.strip()))
 
@@ -185,6 +185,13 @@ class ZeroConfig:
         metadata={
             "help": "With bf16 or fp16: weights that stay in float32, by names or patterns with commas between, such as "
             "'*.gate.*,*.router.*': those that the model itself uses in float32."
+        },
+    )
+    units: str | tuple[str, ...] = field(  # a tuple once it is checked
+        default="",
+        metadata={
+            "help": "Modules that are gathered and released as one, by names, class names or patterns with commas between, "
+            "such as '*.experts,MoeBlock': those in which ranks run different parts at stage 3. The others are found."
         },
     )
     async_save: bool = field(
@@ -294,7 +301,11 @@ class ZeroConfig:
             raise ConfigError(f"stall_s must be seconds (0: never), found {self.stall_s!r}")
         if self.offload_dir is not None:
             object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
-        object.__setattr__(self, "full_precision", _patterns(self.full_precision))
+        for name, what, one, two in (
+            ("full_precision", "parameters", "*.gate.*", "*.router.*"),
+            ("units", "modules or their classes", "*.experts", "MixtralSparseMoeBlock"),
+        ):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name), what, one, two))
         if self.reduce_dtype is not None:
             dtype = _DTYPES.get(str(self.reduce_dtype).lower())
             if dtype is None:

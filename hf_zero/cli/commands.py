@@ -191,6 +191,7 @@ class PlanOptions(Options):
     zero_step_in_backward: bool = setting("step_in_backward", help="update offloaded units in backward")
     zero_reduce_dtype: str | None = setting("reduce_dtype", metavar="DTYPE")
     zero_full_precision: str = setting("full_precision", metavar="NAMES")
+    zero_units: str = setting("units", metavar="NAMES")
     zero_replicas: int = setting(
         "replicas", help="copies of what the stage shards (hybrid sharding)", metavar="R", most=MOST_RANKS
     )
@@ -275,6 +276,7 @@ class SimulateOptions(Options):
     machine: str | None = flag(
         "speeds within a machine as `hf-zero probe` writes them on as many ranks, in place of an H100's", metavar="FILE"
     )
+    zero_units: str = setting("units", metavar="NAMES")
     zero_replicas: int = setting("replicas", metavar="R", most=1 << 14)
     zero_wire: str = setting("wire")
     device_memory: str | None = setting(

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision
+from ..core.units import find_named
 from ..errors import ConfigError, ZeroError
 from ..plan.configs import CONFIGS
 from ..plan.outline import BUILT_IN, Architecture, from_files, from_number, from_shape, of_size
@@ -39,8 +40,8 @@ class Model:
 
     name: str
     """What it is called in titles."""
-    layout: Callable[[Precision, int], Layout]
-    """For a precision and a number of shards; each is made once."""
+    layout: Callable[..., Layout]
+    """For a precision, a number of shards and patterns of units (default: none); each is made once."""
     architecture: Architecture | None = None
     """For activations; None where it is not known."""
     source: str = ""
@@ -267,22 +268,30 @@ def _of_outline(name: str, model: nn.Module, architecture: Architecture | None =
     names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
     made = _of_modules(name, model, architecture, source)
 
-    def layout(precision: Precision, shards: int) -> Layout:
+    def layout(precision: Precision, shards: int, units: tuple[str, ...] = ()) -> Layout:
         known = tuple(pattern for pattern in precision.full_precision if fnmatch.filter(names, pattern))
-        return made.layout(replace(precision, full_precision=known), shards)
+        found = tuple(pattern for pattern in units if _is_named(model, pattern))
+        return made.layout(replace(precision, full_precision=known), shards, found)
 
     return replace(made, layout=layout)
 
 
+def _is_named(model: nn.Module, pattern: str) -> bool:
+    try:
+        return bool(find_named(model, (pattern,)))
+    except ConfigError:
+        return False
+
+
 def _of_modules(name: str, model: nn.Module, architecture: Architecture | None, source: str = "") -> Model:
     @cache
-    def drafted(precision: Precision) -> tuple[Drafter, list[list[ParamSpec]]]:
-        drafter = Drafter(model, precision)
+    def drafted(precision: Precision, units: tuple[str, ...]) -> tuple[Drafter, list[list[ParamSpec]]]:
+        drafter = Drafter(model, precision, units=units)
         return drafter, drafter.specs(dict.fromkeys(drafter.names, 0))
 
     @cache
-    def layout(precision: Precision, shards: int) -> Layout:
-        drafter, specs = drafted(precision)
+    def layout(precision: Precision, shards: int, units: tuple[str, ...] = ()) -> Layout:
+        drafter, specs = drafted(precision, units)
         return drafter.layout(specs, shards)
 
     return Model(name, layout, architecture, source)

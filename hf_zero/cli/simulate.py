@@ -242,6 +242,7 @@ def run(options: SimulateOptions) -> None:
         raise ConfigError("--plot draws how a step scales: add --scaling weak or --scaling strong")
     writable(options.plot)
     given: dict[str, Any] = {"stage": options.zero_stage, "replicas": options.zero_replicas, "wire": options.zero_wire}
+    given["units"] = options.zero_units
     config = ZeroConfig(**given, device_memory=options.device_memory)
     config.check_world_size(options.world_size)
     hardware = _hardware(options)

@@ -26,6 +26,7 @@ class ZeroFlags:
     zero_stage: int = setting("stage")
     zero_reduce_dtype: str | None = setting("reduce_dtype")
     zero_full_precision: str = setting("full_precision")
+    zero_units: str = setting("units")
     zero_async_save: bool = setting("async_save")
     zero_offload_optimizer: str = setting("offload_optimizer")
     zero_offload_params: str = setting("offload_params")

@@ -38,6 +38,7 @@ class ZeroPlugin(ParallelismConfig):
     stage: int = setting("stage")
     reduce_dtype: str | None = setting("reduce_dtype")
     full_precision: str | tuple[str, ...] = setting("full_precision")
+    units: str | tuple[str, ...] = setting("units")
     async_save: bool = setting("async_save")
     offload_optimizer: str = setting("offload_optimizer")
     offload_params: str = setting("offload_params")

@@ -23,7 +23,7 @@ from .build import Assembly
 from .state_dict import StateDictHooks
 from .values.deferred import Birth, birth_of, no_pickle
 from .values.deferred_parameter import opening_mode
-from .values.reads import Unmasked
+from .values.reads import AsTheyAre, Unmasked
 from .values.sharded import Sharded
 
 RESIZE = "resize_token_embeddings"
@@ -85,6 +85,14 @@ def put_on(
             patches.method(module, "_apply", partial(_apply, module, assembly.sharded))
             patches.method(module, "__deepcopy__", partial(_plain_copy, module, assembly, settle))
             patches.method(module, "__reduce_ex__", _refuse_pickle)
+        if type(module).named_modules is not nn.Module.named_modules:
+            patches.method(module, "named_modules", partial(_named_modules, module))
+
+
+def _named_modules(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The class's own, which may read parameters (PEFT's registers them again): one rank alone can list modules."""
+    with AsTheyAre():
+        return type(module).named_modules(module, *args, **kwargs)
 
 
 def generate_together(

@@ -26,6 +26,7 @@ from .engine import Engine, engine_of
 from .offload import Offload
 from .optimizers.clipping import may_overflow
 from .passes.compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
+from .registrations import Registrations
 from .training import Training
 from .transports import Roads
 from .values.ownership import refuse_owned
@@ -67,6 +68,7 @@ def shard(
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     model, compile_ = take_wrapper_off(model)
+    registrations = Registrations(model)
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [] if optimizer is None else [optimizer]
     else:
@@ -75,6 +77,7 @@ def shard(
     precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
     wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
     patches = overrides.Patches()
+    patches.hooks(registrations)
 
     with wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
         wire.start(config.stall_s)
@@ -90,7 +93,7 @@ def shard(
         wire = in_replicas(wire, config.replicas)
         policy = config.policy_for(wire.size)
         # First: it refuses models that have nothing to shard.
-        drafter = Drafter(model, precision, roads.limits)
+        drafter = Drafter(model, precision, roads.limits, config.units)
         where = device_of(model, device)
         sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
         assembly = Assembly(sharded, drafter, roads.plan, machine, mixed_precision)

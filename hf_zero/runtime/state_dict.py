@@ -31,7 +31,7 @@ from ..errors import RankMismatchError, StateError, TierError
 from ..plan.machine import free_host_bytes
 from .state_dict_entries import SHARE, entry, with_own_storage
 from .values.flat_param import Flat, joined
-from .values.reads import Unmasked
+from .values.reads import AsTheyAre, Unmasked
 from .values.sharded import Sharded
 from .values.unit import State
 
@@ -321,7 +321,8 @@ class ShardedHooks(StateDictHooks):
         model = self._sharded.model
         self._outlining = True
         try:
-            state = model.state_dict()
+            with AsTheyAre():  # a module's own `state_dict` may read its parameters: on this rank alone
+                state = model.state_dict()
         finally:
             self._outlining = False
         named = {name for name, _ in model.named_parameters(remove_duplicate=False)}

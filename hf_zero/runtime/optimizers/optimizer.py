@@ -19,6 +19,7 @@ from ...checkpoint.manifest import digest_of
 from ...comm.agree import on_all_ranks, read
 from ...comm.wire import SoloWire, wire_device
 from ...errors import CheckpointError, LayoutError, RankMismatchError
+from ..registrations import same_frozen
 from ..values.flat_param import Flat, joined, sent, slice_of
 from ..values.state_shard import is_elementwise
 from ..values.unit import Unit
@@ -469,6 +470,9 @@ def _originals_of(
     for index, group in enumerate(groups):
         for place, param in enumerate(group):
             if param not in names:
+                if (same := same_frozen(names, param)) is not None:
+                    group[place] = same
+                    continue
                 raise LayoutError(
                     f"the optimizer's group {index} holds a parameter (number {place}, shape {tuple(param.shape)}) that "
                     "the model does not have: build the optimizer over this model's parameters only. One over several models "

@@ -103,6 +103,8 @@ class Lending:
         innermost host under way is over, backward included. Outside of one nothing happens: code that looks at a weight on one
         rank would wait for the others for ever.
         """
+        if not torch._C._is_torch_function_enabled():  # inside `AsTheyAre`
+            return
         trace = self.trace_of[read.module]
         if trace.unit.state is not State.GATHERED and self._readers.want_no_values():
             return

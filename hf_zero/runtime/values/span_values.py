@@ -239,13 +239,9 @@ class SpanValues(SpanGradients):
             # A view without memory would crash the process that reads it. Ours are `full`, `place`, `views` and
             # `_full_storage`; parameters point at their guards by now.
             views: int = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
-            is_held_by_numpy = not self._full_storage.resizable()
-            if is_held_by_numpy or (
-                views > 0
-                and are_saved is not None
-                and not (as_usual and views == self.usual_views)
-                and not are_saved(self, views)
-            ):
+            ask = None if views <= 0 or (as_usual and views == self.usual_views) else are_saved
+            # A NumPy array has memory that torch never resizes.
+            if not self._full_storage.resizable() or (ask is not None and not ask(self, views)):
                 self.leave_storage()
             self._full_storage.resize_(0)
             self.known_references = 0
