@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .values.ownership import owner_of
 from .values.reads import AsTheyAre
@@ -23,16 +21,19 @@ class Registrations:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())  # first: listing modules may register parameters again
-        self._known: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = weakref.WeakKeyDictionary(
-            {module: {name: p for name, p in module._parameters.items() if p is not None} for module in modules}
-        )
-        hook: Any = partial(_registered, weakref.ref(self))  # torch's type leaves out what a hook may return
-        handle = register_module_parameter_registration_hook(hook)
-        self._end = weakref.finalize(self, handle.remove)
+        self._known: dict[nn.Module, dict[str, nn.Parameter]] = {
+            module: {name: param for name, param in module._parameters.items() if param is not None}
+            for module in modules
+            if any(param is not None for param in module._parameters.values()) and not _is_kept(module)
+        }
+        for module in self._known:
+            module.__dict__["register_parameter"] = partial(_register, weakref.ref(self), weakref.ref(module))
 
     def remove(self) -> None:
         """Later registrations are plain ones."""
-        self._end()
+        for module in self._known:
+            module.__dict__.pop("register_parameter", None)
+        self._known = {}
 
     def registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         """What the module gets in place of `param`; None: `param` itself."""
@@ -58,11 +59,23 @@ def _place(param: Tensor) -> tuple[object, ...]:
         return param.data_ptr(), param.shape, param.stride(), param.dtype
 
 
-def _registered(
-    reference: weakref.ref[Registrations], module: nn.Module, name: str, param: nn.Parameter | None
-) -> nn.Parameter | None:
-    registrations = reference()
-    return None if registrations is None else registrations.registered(module, name, param)
+def _is_kept(module: nn.Module) -> bool:
+    """Whether another engine keeps this module's parameters."""
+    method = module.__dict__.get("register_parameter")
+    return isinstance(method, partial) and method.func is _register and method.args[0]() is not None
+
+
+def _register(
+    registrations: weakref.ref[Registrations],
+    module: weakref.ref[nn.Module],
+    name: str,
+    param: nn.Parameter | None,
+) -> None:
+    """`register_parameter` of a module, which setting an attribute to a parameter calls too."""
+    known, target = registrations(), module()
+    if target is not None:
+        kept = None if known is None else known.registered(target, name, param)
+        type(target).register_parameter(target, name, param if kept is None else kept)
 
 
 def same_frozen(names: dict[nn.Parameter, str], param: nn.Parameter) -> nn.Parameter | None:

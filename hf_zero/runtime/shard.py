@@ -25,7 +25,7 @@ from .build import Assembly, device_of
 from .engine import Engine, engine_of
 from .offload import Offload
 from .optimizers.clipping import may_overflow
-from .passes.compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
+from .passes.compiling import Compile, refuse_compiled, stay_out_of_graphs, take_wrapper_off
 from .registrations import Registrations
 from .training import Training
 from .transports import Roads
@@ -69,6 +69,24 @@ def shard(
     """
     model, compile_ = take_wrapper_off(model)
     registrations = Registrations(model)
+    try:
+        return _shard(model, optimizer, config, mixed_precision, machine, device, roads, registrations, compile_)
+    except BaseException:
+        registrations.remove()
+        raise
+
+
+def _shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    config: ZeroConfig | None,
+    mixed_precision: str | None,
+    machine: Machine | None,
+    device: torch.device | None,
+    roads: Roads | None,
+    registrations: Registrations,
+    compile_: Compile | None,
+) -> Engine:
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [] if optimizer is None else [optimizer]
     else:

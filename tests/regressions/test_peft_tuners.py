@@ -200,3 +200,27 @@ def replaces(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_that_are_replaced(two: RankPool, stage: int) -> None:
     two.run(replaces, stage)
+
+
+def kept_after_refusals(rank: int, world: int) -> None:
+    """A second `zero.shard`, which is refused, leaves the first engine's parameters; a failed one leaves a plain model."""
+    model = adapted("lora, attention")
+    params = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(zero.ConfigError, match="units"):
+        zero.shard(model, None, zero.ZeroConfig(stage=3, units="nothing"))
+    assert not any("register_parameter" in vars(module) for module in model.modules())
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    with pytest.raises(zero.ConfigError, match="is sharded already"):
+        zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+    assert not any("register_parameter" in vars(module) for module in model.modules())
+    loss_of(model, rank, 3).backward()
+
+
+def test_parameters_are_kept_after_refusals(two: RankPool) -> None:
+    two.run(kept_after_refusals)
