@@ -486,7 +486,8 @@ class Training:
         """
         self.offload.finish_step()
         for flat in self.sharded.flats if flats is None else flats:
-            carry_casts(flat)
+            if flat.casts:
+                carry_casts(flat)
         if self._unsharded is not None:
             self._unsharded.carry(flats)
         self.writes.settle(flats)
@@ -524,7 +525,9 @@ class Training:
         whole.begin(in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
         self.buffers.make_ready()
         self._unsharded, self.sharded.is_unsharded = whole, True
-        self.sharded.shows_masters = not in_compute_dtype and all(flat.shown_dtype is None for flat in self.sharded.flats)
+        self.sharded.shows_masters = not in_compute_dtype and all(
+            flat.shown_dtype is None for flat in self.sharded.flats
+        )
         completed = False
         try:
             yield
