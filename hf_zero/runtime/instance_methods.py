@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..comm.wire import SoloWire
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
-from .state_dict import StateDictHooks
+from .state_dict import StateDictCall, StateDictHooks
 from .values.deferred import Birth, birth_of, no_pickle
 from .values.deferred_parameter import opening_mode
 from .values.reads import AsTheyAre, Unmasked
@@ -353,13 +353,12 @@ class DeferredHooks(StateDictHooks):
         birth = birth_of(param)
         return None if birth is None or birth.is_open else birth.wire
 
-    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
+    def gather(self, param: nn.Parameter, wire: SoloWire, call: StateDictCall) -> Mapping[nn.Parameter, Tensor]:
         birth = _birth(param)
-        with wire.watch.doing("state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
-            if first:
-                self.agree_on_room(wire)
+        everywhere = self.agree_on_room(wire, call)
+        with wire.watch.doing("state_dict()"), torch._C.DisableTorchFunction():
             whole = birth.read(param.shape)
-            values = whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta")
+            values = whole.cpu() if wire.rank == 0 or everywhere else whole.to("meta")
             return {param: self.given(values, wire, whole.device)}
 
     def open(self, param: nn.Parameter) -> Tensor:

@@ -1,12 +1,12 @@
 """`state_dict()` and `load_state_dict()` of modules whose values are elsewhere, through torch's public per-module hooks.
 
-Where parameters show what the masters hold (stages 0 to 2 in the parameters' own types, inside `zero.unsharded`), an entry is
-the parameter's own memory, as in PyTorch, and a rank may call `state_dict()` alone.
+`state_dict()` of the model or any part of it gives rank 0 full CPU tensors in the parameters' own types, from the masters.
+These are copies and cannot be written, see `Entry`. The other ranks get meta tensors of the same shapes, with values for code
+that computes with them. It is a collective, except where this rank has the values: parameters that show what the masters hold
+(stages 0 to 2 in the parameters' own types) are copied from there. Tied parameters are one tensor object within a call.
 
-Elsewhere `state_dict()` is a collective, on the model or any part of it. Rank 0 gets full CPU tensors in the parameters' own
-types, from the masters. These are copies and cannot be written, see `Entry`. The other ranks get meta tensors of the same
-shapes, with values for code that computes with them. Tied parameters are one tensor object within a call. `load_state_dict`
-takes what `state_dict()` gave, or values on every rank.
+Inside `zero.unsharded` an entry is the parameter's own memory, as in PyTorch, on every rank. `load_state_dict` takes what
+`state_dict()` gave, or values on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,22 +32,24 @@ from .state_dict_entries import SHARE, entry, with_own_storage
 from .values.flat_param import Flat, joined
 from .values.reads import AsTheyAre, Unmasked
 from .values.sharded import Sharded
-from .values.unit import State
+from .values.unit import State, Unit
 
 
 @dataclass
-class _Call:
+class StateDictCall:
     """One state dict that is being made.
 
     Attributes:
         state: returns it, or None once it is gone.
         values: what was gathered for it, by parameter.
-        gathers: a collective was made for it.
+        everywhere: every rank has room for all values, as the ranks have agreed; None: they have not, so far.
+        has_room: this rank has; None: not asked so far.
     """
 
     state: Callable[[], Any]
     values: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    gathers: bool = False
+    everywhere: bool | None = None
+    has_room: bool | None = None
 
 
 class StateDictHooks(ABC):
@@ -57,10 +58,8 @@ class StateDictHooks(ABC):
     def __init__(self) -> None:
         self._begun: list[tuple[nn.Module, Unmasked]] = []
         """The modules whose state dict is being made, outermost first; behind a call that raised, also its modules."""
-        self._calls: list[_Call] = []
+        self._calls: list[StateDictCall] = []
         """Outermost first: a hook of the program may make a state dict while another is being made."""
-        self.everywhere = False
-        """In this call: every rank has values."""
         self._loading = 0
         self._wire = SoloWire()  # of the call
         self._spread = False
@@ -82,16 +81,12 @@ class StateDictHooks(ABC):
         """The ranks that have the parameter's values between them; None where `.data` has them."""
 
     def shows(self, param: nn.Parameter) -> bool:
-        """Whether the parameter shows, on every rank, what `gather` would give. The same on every rank."""
+        """Whether the parameter's own memory is the entry."""
         return False
 
     @abstractmethod
-    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
-        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective.
-
-        Args:
-            first: of this call.
-        """
+    def gather(self, param: nn.Parameter, wire: SoloWire, call: StateDictCall) -> Mapping[nn.Parameter, Tensor]:
+        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective."""
 
     @abstractmethod
     def open(self, param: nn.Parameter) -> Tensor:
@@ -132,43 +127,47 @@ class StateDictHooks(ABC):
                 continue
             if param not in call.values:
                 if not self.shows(param):
-                    call.values.update(self.gather(param, wire, first=not call.gathers))
-                    call.gathers = True
+                    call.values.update(self.gather(param, wire, call))
                 elif state[key] is param:  # `keep_vars`
                     continue
                 else:
-                    call.values[param] = self.shown(param, wire)
+                    call.values[param] = self.shown(param)
             state[key] = call.values[param]
         self._end(at)
         if not self._begun:
             self._calls.clear()
 
-    def _call_for(self, state: dict[str, Any]) -> _Call:
+    def _call_for(self, state: dict[str, Any]) -> StateDictCall:
         self._calls = [call for call in self._calls if call.state() is not None]
         for call in self._calls:
             if call.state() is state:
                 return call
         try:
-            made = _Call(weakref.ref(state))
+            made = StateDictCall(weakref.ref(state))
         except TypeError:  # `destination={}`
-            made = _Call(lambda: state)
+            made = StateDictCall(lambda: state)
         self._calls.append(made)
         return made
 
-    def agree_on_room(self, wire: SoloWire, *, alone: bool = False) -> None:
-        """Whether host memory has room for a call's values on every rank. A collective.
+    def agree_on_room(self, wire: SoloWire, call: StateDictCall) -> bool:
+        """Whether host memory has room for a call's values on every rank. A collective, once a call."""
+        if call.everywhere is None:
+            with wire.watch.doing("state_dict()"):
+                told = wire.exchange((socket.gethostname(), free_host_bytes()))
+            hosts = [host for host, _ in told]
+            needed_bytes = self._needed_bytes()
+            call.everywhere = all(needed_bytes * hosts.count(host) <= free_bytes for host, free_bytes in told)
+        return call.everywhere
 
-        Args:
-            alone: the call sends nothing, and this rank decides by itself.
-        """
+    def has_room(self, wire: SoloWire, call: StateDictCall) -> bool:
+        """Whether this rank keeps a call's values. Without communication."""
+        if call.has_room is None:
+            call.has_room = wire.rank == 0 or self._needed_bytes() <= free_host_bytes(wire.size)
+        return call.has_room
+
+    def _needed_bytes(self) -> int:
         params = self._begun[0][0].parameters() if self._begun else ()
-        needed_bytes = SHARE * sum(param.numel() * param.element_size() for param in params)
-        if alone:
-            self.everywhere = needed_bytes <= free_host_bytes(wire.size)
-            return
-        told = wire.exchange((socket.gethostname(), free_host_bytes()))
-        hosts = [host for host, _ in told]
-        self.everywhere = all(needed_bytes * hosts.count(host) <= free_bytes for host, free_bytes in told)
+        return SHARE * sum(param.numel() * param.element_size() for param in params)
 
     def given(self, values: Tensor, wire: SoloWire, device: torch.device) -> Tensor:
         """Values on the CPU or, where this rank has none, a meta tensor: as an entry of a state dict.
@@ -182,9 +181,9 @@ class StateDictHooks(ABC):
         held = None if values.is_meta else values
         return entry(values.to("meta"), held, is_copy=True, is_moved=is_moved)
 
-    def shown(self, param: nn.Parameter, wire: SoloWire) -> Tensor:
-        """Where the parameter shows its values: its own memory, as an entry of a state dict. Without communication."""
-        return param.detach()
+    def shown(self, param: nn.Parameter) -> Tensor:
+        """The parameter's own memory, as an entry of a state dict."""
+        return with_own_storage(param.detach())
 
     # Loading --------------------------------------------------------------------------------------------------------
 
@@ -281,40 +280,47 @@ class ShardedHooks(StateDictHooks):
         return self._sharded.wire if param in self._sharded.places else None
 
     def shows(self, param: nn.Parameter) -> bool:
-        unit, flat, _ = self._sharded.places[param]
-        if self._outlining or not (self._sharded.shows_masters or flat.shows_exactly):
+        if self._outlining or not self._sharded.shows_masters:
             return False
-        if flat.casts or not self._sharded.shows_masters:
-            self._settle([flat])
-        if self._sharded.shows_masters:
-            return True
-        leads = self._leads() or any(shard.edited() for shard in flat.shards)
-        return unit.state is State.GATHERED and not flat.stale and not leads
-
-    def shown(self, param: nn.Parameter, wire: SoloWire) -> Tensor:
-        _, flat, index = self._sharded.places[param]
-        value = with_own_storage(flat.casts[index][1] if index in flat.casts else param.detach())
-        return value if self._sharded.shows_masters or wire.rank == 0 else entry(value.to("meta"), value)
-
-    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
         flat = self._sharded.places[param].flat
+        if flat.casts:
+            self._settle([flat])
+        return True
+
+    def shown(self, param: nn.Parameter) -> Tensor:
+        _, flat, index = self._sharded.places[param]
+        return with_own_storage(flat.casts[index][1]) if index in flat.casts else super().shown(param)
+
+    def gather(self, param: nn.Parameter, wire: SoloWire, call: StateDictCall) -> Mapping[nn.Parameter, Tensor]:
+        unit, flat, _ = self._sharded.places[param]
         full: Tensor | None = None
         if not self._outlining:
             self._settle([flat])  # not all of them: this is called for each span
-            with wire.watch.doing("state_dict()") if first and flat.needs_all_ranks else nullcontext():
-                if first:
-                    self.agree_on_room(wire, alone=not flat.needs_all_ranks)
-                own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
-                full = joined(flat, wire, own, everywhere=self.everywhere)
+            if self._is_here(unit, flat):
+                full = flat.full.detach() if self.has_room(wire, call) else flat.full.to("meta")
+            elif not flat.needs_all_ranks:
+                full = joined(flat, wire, flat.values(), everywhere=self.has_room(wire, call))
+            else:
+                everywhere = self.agree_on_room(wire, call)
+                with wire.watch.doing("state_dict()"):
+                    own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
+                    full = joined(flat, wire, own, everywhere=everywhere)
         found = {}
         for slot, each in zip(flat.span.slots, flat.params):
             dtype = dtype_of(slot.spec.dtype)
             if full is None:
                 found[each] = torch.empty(slot.spec.shape, dtype=dtype, device="meta")
             else:
-                value = full[slot.offset : slot.stop].view(slot.spec.shape).to(dtype, copy=True)
+                value = full[slot.offset : slot.stop].view(slot.spec.shape)
+                value = value.to(dtype) if value.is_meta else value.to("cpu", dtype, copy=True)
                 found[each] = self.given(value, wire, flat.device)
         return found
+
+    def _is_here(self, unit: Unit, flat: Flat) -> bool:
+        """Whether whole parameters have the masters' values on every rank. The same on every rank."""
+        if not flat.shows_exactly or unit.state is not State.GATHERED or flat.stale or self._leads():
+            return False
+        return not any(shard.edited() for shard in flat.shards)
 
     def outline(self) -> dict[str, Any]:
         """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""

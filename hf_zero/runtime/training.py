@@ -494,7 +494,8 @@ class Training:
         """
         self.offload.finish_step()
         for flat in self.sharded.flats if flats is None else flats:
-            carry_casts(flat)
+            if flat.casts:
+                carry_casts(flat)
         if self._unsharded is not None:
             self._unsharded.carry(flats)
         self.writes.settle(flats)

@@ -294,7 +294,8 @@ class Unit:
     def _look_over(self) -> None:
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
-                carrying.carry_casts(flat)
+                if flat.casts:
+                    carrying.carry_casts(flat)
                 try:
                     replaced, written = flat.moved(flat.addresses), flat.counted()
                     for index in (*replaced, *written):
