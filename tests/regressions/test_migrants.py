@@ -18,7 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero as zero
 
-OF_MODELS = {
+OF_def own_class() -> type[nn.Sequential]:
+    """A class that no model of another test has: what is replaced is the class's."""
+    return type("Stack", (nn.Sequential,), {})
+
+
+MODELS = {
     "backward": "loss.backward()",
     "step": "optimizer.step()",
     "module": "the model itself",
@@ -69,7 +74,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 MODELS = {
-    "sequential": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+    "sequential": lambda: own_class()(nn.Linear(4, 4), nn.Linear(4, 4)),
     "linear": lambda: nn.Linear(4, 4),
     "gpt2": gpt2,
     "peft": lambda: get_peft_model(gpt2(), LoraConfig(target_modules=["c_attn"], r=2)),
@@ -105,22 +110,24 @@ def test_a_model_says_what_to_write(kind: str, name: str) -> None:
 
 
 def test_two_models_of_one_class() -> None:
-    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    cls = own_class()
+    models = [cls(nn.Linear(4, 4)) for _ in range(2)]
     engines = [sharded(model) for model in models]
     engines[0].detach()
     assert models[0](torch.ones(1, 4)).shape == (1, 4)
     with pytest.raises(AttributeError, match=re.escape("loss.backward()")):
         _ = models[1].backward
     engines[1].detach()
-    assert "__getattr__" not in vars(nn.Sequential)
+    assert "__getattr__" not in vars(cls)
 
 
 def test_a_model_that_is_dropped_leaves_no_trace() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+    cls = own_class()
+    model = cls(nn.Linear(4, 4))
     sharded(model)
     del model
     gc.collect()
-    assert "__getattr__" not in vars(nn.Sequential)
+    assert "__getattr__" not in vars(cls)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
