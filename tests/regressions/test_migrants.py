@@ -18,12 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero as zero
 
-OF_def own_class() -> type[nn.Sequential]:
-    """A class that no model of another test has: what is replaced is the class's."""
-    return type("Stack", (nn.Sequential,), {})
-
-
-MODELS = {
+OF_MODELS = {
     "backward": "loss.backward()",
     "step": "optimizer.step()",
     "module": "the model itself",
@@ -80,6 +75,11 @@ MODELS = {
     "peft": lambda: get_peft_model(gpt2(), LoraConfig(target_modules=["c_attn"], r=2)),
     "delegating": Delegating,
 }
+
+
+def own_class() -> type[nn.Sequential]:
+    """A class that no model of another test has: what is replaced is the class's."""
+    return type("Stack", (nn.Sequential,), {})
 
 
 def sharded(model: nn.Module, **settings: Any) -> zero.Engine:
