@@ -121,7 +121,7 @@ class StateDictHooks(ABC):
         at = next((at for at, (begun, _) in enumerate(self._begun) if begun is module), len(self._begun))
         self._end(at + 1)  # those inside of it have raised
         call = self._call_for(state)
-        for name, param in module._parameters.items():
+        for name, param in list(module._parameters.items()):  # gathering lists modules, which may register them again
             key = prefix + name
             if param is None or key not in state or (wire := self.wire_of(param)) is None:
                 continue
