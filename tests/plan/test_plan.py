@@ -181,7 +181,7 @@ def test_arrays_on_disk_by_hand():
     assert made.memory.rest[DISK]["parameters"] == padded(2 * n)
     assert made.memory.rest[DISK]["gradients"] == padded(2 * n)
     assert made.memory.rest[HOST]["gradients"] == 0
-    # A block of gradients that are cast, the ring, and the buffers that the one unit is read to and its gradient is written from.
+    # A block of gradients that are cast, the ring, the buffer that the one unit is read to, and that of its gradient.
     staging = SIZES.block_numel * 4 + SIZES.slabs * SIZES.slab_numel * (12 + 2) + 2 * n + 2 * n
     assert made.memory.rest[HOST]["staging"] == staging
     assert made.traffic.write == 12 * n + 2 * n + 2 * n

@@ -1,4 +1,4 @@
-"""With `offload_optimizer="disk"` gradients are on disk: the memory of a rank, and the same numbers as with everything in memory."""
+"""With `offload_optimizer="disk"` gradients are on disk: a rank's memory, and the numbers of a run in memory."""
 
 from __future__ import annotations
 
@@ -209,9 +209,7 @@ def scaled(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine, ra
     return out
 
 
-LOOPS: dict[str, Loop] = {
-    loop.__name__: loop for loop in (clipped, clipped_otherwise, accumulated, looked_at, scaled)
-}
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (clipped, clipped_otherwise, accumulated, looked_at, scaled)}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
@@ -244,9 +242,7 @@ def compared(rank: int, world: int, folder: str, cases: list[tuple[int, str, str
             plain = {key: value for key, value in offload.items() if key == "replicas"}
             expected = trained(rank, folder, *told, plain)
             found = trained(rank, folder, *told, offload)
-            same = [
-                torch.equal(a, b) if isinstance(a, Tensor) else (a == b or a != a) for a, b in zip(found, expected)
-            ]
+            same = [torch.equal(a, b) if isinstance(a, Tensor) else (a == b or a != a) for a, b in zip(found, expected)]
             if len(found) != len(expected) or not all(same):
                 wrong.append(f"{told} {offload}: {same.count(False)} of {len(same)} differ, first {same.index(False)}")
     return wrong
@@ -278,7 +274,9 @@ def broken(rank: int, world: int, folder: str, kind: str, parameters: bool) -> l
     ways: list[tuple[Net, torch.optim.Optimizer, zero.Engine]] = []
     for each, settings in ((model, tiers), (twin, {})):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        ways.append((each, optimizer, zero.shard(each, optimizer, zero.ZeroConfig(stage=3, offload_dir=folder, **settings))))
+        ways.append(
+            (each, optimizer, zero.shard(each, optimizer, zero.ZeroConfig(stage=3, offload_dir=folder, **settings)))
+        )
 
     def step(number: int, way: int) -> None:
         net, optimizer, engine = ways[way]

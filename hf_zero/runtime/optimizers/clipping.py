@@ -13,10 +13,8 @@ from ...comm.agree import on_all_ranks, read
 from ...comm.wire import SoloWire
 from ...core.precision import Precision
 from ...errors import LayoutError, TierError
-from ...tiers.pool import Storage
 from ..values.flat_param import Flat
 from ..values.state_shard import Shard, extents
-from ..values.unit import Unit
 
 ROW_NUMEL = 4096
 """Elements whose norm is taken in float32."""
@@ -49,7 +47,7 @@ def clip_norm(
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
     norm = root(_sum_over_ranks(flats, pieces, wire, norm_type, device), norm_type)
-    if not any(flat.master_dtype == torch.float64 for flat in flats):
+    if not any(flat.master_dtype in (torch.float64, torch.complex128) for flat in flats):
         norm = norm.float()
     if max_norm == float("inf"):
         return norm
@@ -217,6 +215,7 @@ def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Te
         return torch.stack([part.abs().min().double().to(device) for part in parts]).min()
     if order == 0:
         return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
+    parts = [part.abs() if part.is_complex() else part for part in parts]
     norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).to(device) for part in parts]
     return torch.stack(norms).pow(order).sum()
 
@@ -240,7 +239,7 @@ def root(powers: Tensor, order: float) -> Tensor:
 
 
 def square_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of 1-D float tensors, one after another: 0-dim float64.
+    """Sum of squares of 1-D float or complex tensors, one after another: 0-dim float64.
 
     torch's float32 norm on CPU loses digits with length (4e-3 at 5e7 elements). Norms of short rows, squared and summed in
     float64, are right to 1e-8 and as fast.
@@ -256,6 +255,8 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     begun = 0  # elements of `rest`
     for part in parts:
         if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
+            if part.dtype.is_complex:
+                part = torch.view_as_real(part)
             sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
             continue
         numel = part.numel()
@@ -293,86 +294,43 @@ def _row_squares(flat: Tensor) -> Tensor:
 # Overflow -----------------------------------------------------------------------------------------------------------
 
 
-class Overflow:
-    """Of one engine.
+def may_overflow(model: nn.Module, precision: Precision) -> bool:
+    """Return whether the engine itself computes in float16, which is trained with a loss scaler."""
+    return precision.autocast_dtype == torch.float16 or any(
+        p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
+    )
 
-    Attributes:
-        possible: something computes in float16, for all that is known.
+
+def overflowed(flats: Sequence[Flat], optimizers: int, wire: SoloWire, device: torch.device) -> Tensor:
+    """Return by optimizer whether a gradient is not finite on any rank: 1-D float32 of 0.0 and 1.0. A collective.
+
+    Raises:
+        TierError: on every rank, where one cannot read a gradient from disk.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, wire: SoloWire, device: torch.device) -> None:
-        self._wire, self._device = wire, device
-        self.possible = precision.autocast_dtype == torch.float16 or any(
-            p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
-        )
-
-    def look(self) -> None:
-        """Before a forward: an autocast region of the user's own may be on with float16, where gradients may overflow."""
-        kind = self._device.type
-        if not self.possible and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
-            self.possible = True
-
-    def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
-        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`.
-
-        Args:
-            storage: where something is offloaded.
-            reduced: gradients were sent to their owners, of which there are several: those of all ranks know afterwards.
-        """
-        if not self.possible:
-            return
-        # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.
-        flats = [flat for unit in units for flat in unit.trained if flat.span.is_updated]
-        if storage is not None:
-            storage.wide = True
-            for flat in flats:
-                for shard in flat.shards:
-                    shard.widen_grad()
-        if reduced:
-            count = 1 + max((flat.span.optimizer for flat in flats), default=0)
-            by_optimizer: list[list[Shard]] = [[] for _ in range(count)]
-            for flat in flats:
-                by_optimizer[flat.span.optimizer] += (shard for shard in flat.shards if shard.has_grad)
-            self._share(by_optimizer, storage)
-
-    def _share(self, by_optimizer: Sequence[Sequence[Shard]], storage: Storage | None) -> None:
-        """On every rank, whatever gradients it has: the others wait for its answer. A loss scaler asks for each optimizer."""
-        everyone = [torch.zeros((), device=self._device) for _ in by_optimizer]
-        try:
-            for index, shards in enumerate(by_optimizer):
-                grads = [grad for shard in shards if not shard.is_paged and (grad := shard.whole_grad()) is not None]
-                answers = [_any_infinite([g for g in grads if g.device == at]) for at in {g.device for g in grads}]
-                paged = [shard.number("infinite", lambda grad: _any_infinite([grad])) for shard in shards if shard.is_paged]
-                for here in (*answers, *paged):
-                    if here is not None:
-                        everyone[index] = torch.maximum(everyone[index], here.to(self._device))
-        except TierError as error:  # on this rank alone: told to all at the end of the backward
-            self._fail(storage, error)
-        found = self._wire.max_scalar(everyone[0] if len(everyone) == 1 else torch.stack(everyone))
-        is_found = found.view(-1).tolist() if any(s.is_paged for shards in by_optimizer for s in shards) else None
-        for index, infinite in enumerate(torch.where(found > 0, float("inf"), 0.0).view(-1).unbind()):
-            # An element to carry it: the padding of a span will do.
-            carrier = next((shard for shard in by_optimizer[index] if shard.numel), None)
-            if carrier is None or (carrier.is_paged and is_found is not None and not is_found[index]):
+    def local() -> Tensor:
+        found = torch.zeros(optimizers, device=device)
+        for flat in flats:
+            if not flat.span.is_updated:
                 continue
-            try:
-                grad = carrier.whole_grad()
-                if grad is not None:
-                    grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
-            except TierError as error:
-                self._fail(storage, error)
+            flag = found[flat.span.optimizer]
+            for shard in flat.shards:
+                if shard.numel and (here := shard.number("infinite", _is_infinite)) is not None:
+                    flag.copy_(torch.maximum(flag, here.to(device)))
+        return found
 
-    @staticmethod
-    def _fail(storage: Storage | None, error: TierError) -> None:
-        if storage is None:
-            raise error
-        storage.failure = storage.failure or error
+    return wire.max_scalar(read(wire, local, may_fail=any(flat.storage.uses_disk for flat in flats)))
 
 
-def _any_infinite(tensors: Sequence[Tensor]) -> Tensor:
+def _is_infinite(grad: Tensor) -> Tensor:
+    return any_infinite([grad])
+
+
+def any_infinite(tensors: Sequence[Tensor]) -> Tensor:
     """0-dim float32: 0.0 when every element is finite, else 1.0. Tensors of one device; one fused pass each, no host wait."""
     found = torch.zeros((), device=tensors[0].device)
     one = torch.ones_like(found)
     for tensor in tensors:
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, one)
     return found

@@ -15,6 +15,7 @@ from ...tiers.array import DiskArray, OnDisk, OnDone, Source, Values, is_array
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
 from .disk_gradient import DiskGradient
+from .masters import RAW_GRAD
 from .reads import AsTheyAre
 from .stand_in import Slice
 from .state_shard import GRADIENT, MASTER, B, Claim, Shard, is_elementwise
@@ -61,9 +62,6 @@ class HostShard(Shard):
             grad = self._widen(grad)
         self._apply_coefficient(grad)
         return grad
-
-    def widen_grad(self) -> None:
-        self.whole_grad()
 
     def _apply_coefficient(self, grad: Tensor) -> None:
         if self.coefficient is not None:
@@ -182,7 +180,8 @@ class HostShard(Shard):
         """The optimizer's own step does not look here."""
 
     def hide_grad(self) -> None:
-        self.master.grad = self._offered = None
+        RAW_GRAD.__set__(self.master, None)
+        self._offered = None
 
     def show_grad(self) -> None:
         with AsTheyAre():
@@ -306,9 +305,6 @@ class DiskShard(HostShard):
         if grad is not None:
             self._apply_coefficient(grad)
         return grad
-
-    def widen_grad(self) -> None:
-        """Not before it is used."""
 
     def _new_grad(self, grad: Tensor | None) -> Tensor:
         if self._gradient is None:
