@@ -220,8 +220,9 @@ class Gradients:
         self._writes += 1
         for flat in flats:
             flat.drop_grads(local=flat.is_reduced)
-            for _, grad in flat.grads():
-                grad.zero_()
+            for shard in flat.shards:
+                if shard.has_grad:
+                    shard.zero_grad()
 
     def hide(self) -> None:
         """Before a backward that reduces: autograd need not ask stand-ins to add to them. They come back after it."""

@@ -177,7 +177,7 @@ def looked_at(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine,
                     zero.set_local_gradient(param, 2.0 * found)
         elif step == 2:
             model.second.weight.grad.mul_(3.0)
-            model.first.weight.grad = torch.full_like(model.first.weight.grad, 0.5).clone()
+            model.first.weight.grad = torch.full_like(model.first.weight, 0.5)
             model.spare.weight.grad = None
             model.spare.bias.grad = None
         else:

@@ -316,6 +316,13 @@ class DiskShard(HostShard):
     def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
         Shard._take_grad(self, former, grad)
 
+    def zero_grad(self) -> None:
+        if self._gradient is None:
+            super().zero_grad()
+        else:  # not read for it
+            self.coefficient = None
+            self._gradient.fill(None)
+
     def add(self, piece: Tensor) -> None:
         if self._gradient is None:
             super().add(piece)

@@ -288,6 +288,10 @@ class Shard:
         grad = self.whole_grad()
         return self._new_grad(None) if grad is None else grad
 
+    def zero_grad(self) -> None:
+        """Set the gradient to zeros; there is one."""
+        self.some_grad().zero_()
+
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""
         grad = self.device_grad
