@@ -42,33 +42,33 @@ def free_at_once(above_bytes: int = 1 << 20) -> None:
     For models that are mostly on disk: in malloc's heap every whole parameter, and in training every gradient, leaves a hole in
     which the next one does not fit, and the heap grows to the size of what rests on disk.
     """
-    _set_threshold(above_bytes)  # a process may have asked for the other before
+    _set_thresholds((above_bytes, above_bytes))  # a process may have called `keep_freed` before
 
 
 @contextlib.contextmanager
 def freeing_at_once(above_bytes: int = 1 << 20) -> Iterator[None]:
-    """As `free_at_once`, inside. What is allocated there and stays is not in malloc's heap, between the holes of what goes."""
-    before = _threshold
+    """As `free_at_once`, inside: memory that stays is not allocated in malloc's heap, between the holes of what is freed."""
+    before, within = _thresholds, (above_bytes, above_bytes)
     if not _is_chosen():
-        _set_threshold(above_bytes)
+        _set_thresholds(within)
     try:
         yield
     finally:
-        if _threshold == above_bytes and not _is_chosen():
-            _set_threshold(before)
+        if _thresholds == within and not _is_chosen():
+            _set_thresholds(before)
 
 
-_threshold = 32 << 20  # where glibc's own, which follows what is freed, ends
+_thresholds = 32 << 20, 64 << 20  # of mmap and trim: the highest that glibc sets by itself, as large memory is freed
 _lock = threading.Lock()
 
 
-def _set_threshold(nbytes: int) -> None:
-    global _threshold
+def _set_thresholds(found: tuple[int, int]) -> None:
+    global _thresholds
     with _lock:
         if _mallopt is not None:
-            _mallopt(_MMAP_THRESHOLD, nbytes)
-            _mallopt(_TRIM_THRESHOLD, nbytes)
-        _threshold = nbytes
+            _mallopt(_MMAP_THRESHOLD, found[0])
+            _mallopt(_TRIM_THRESHOLD, found[1])
+        _thresholds = found
 
 
 def _is_chosen() -> bool:
@@ -88,7 +88,7 @@ def keep_freed(most_bytes: int = 1 << 30) -> None:
     price is resident memory, the holes in the heap among it.
     """
     if not _is_chosen():
-        _set_threshold(most_bytes)
+        _set_thresholds((most_bytes, most_bytes))
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
