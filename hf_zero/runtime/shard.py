@@ -17,7 +17,7 @@ from ..errors import ConfigError, RankMismatchError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
-from ..tiers.host import free_at_once, freeing_at_once, keep_freed
+from ..tiers.host import freeing_at_once, keep_freed
 from ..tiers.tier import Tier
 from . import FIRST_FORWARD
 from . import instance_methods as overrides
@@ -142,8 +142,6 @@ def _shard(
     in_memory = config.offload_optimizer == config.offload_params == "none"
     if where.type == "cpu" and wire.size > 1 and policy.keep_full and in_memory:
         keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
-    if "disk" in (config.offload_optimizer, config.offload_params):
-        free_at_once()
 
     # From here on the model changes.
     with freeing_at_once():
