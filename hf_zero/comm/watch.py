@@ -2,8 +2,9 @@
 
 Before each blocking wait a wire stores one object, `Watch.at`; nothing else happens in a step. One daemon thread per process
 group, the `Watcher`, looks at the watches of all wires once a tick. Where a wait gets long, its rank asks through the process
-group's store; then every rank's thread publishes what its rank waits for, where its program stands, and whether it makes
-progress. A rank makes progress while its waits end, while it or its children use the processor or a disk, and while a debugger
+group's store (`mail`); then every rank publishes what it waits for, where its program stands, and whether it makes progress.
+The thread itself never calls the store, which may be on the other side of a cut link. Which hosts can be reached it knows from
+connections of its own (`links`); where one cannot be reached for half of `stall_s`, waits of `stall_s` end on either side. A rank makes progress while its waits end, while it or its children use the processor or a disk, and while a debugger
 has stopped it. Where all wait for others, and none has made any for `stall_s`, the ranks have diverged: the first rank to find
 that publishes a verdict, and every rank raises it as a `StallError`.
 
@@ -14,6 +15,7 @@ the program's process group are one *lane*, and what writes a checkpoint behind 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -26,7 +28,21 @@ from typing import Any
 
 from ..errors import StallError
 from .inflight import Counters
-from .places import SAME_STEPS, Place, Work, explain, is_debugged, last_error, torch_wait, user_code
+from .links import Link, Links
+from .mail import FIRST_S, Box, Mail
+from .places import (
+    DIVERGED,
+    NETWORK,
+    SAME_STEPS,
+    Place,
+    Work,
+    explain,
+    is_debugged,
+    last_error,
+    ranks_text,
+    torch_wait,
+    user_code,
+)
 
 STALL_S = 30.0
 """For wires that are opened before an engine's settings are known."""
@@ -39,7 +55,19 @@ _TICKS = 12
 """Looks per `stall_s`."""
 _ENDED_S = 3.0
 """A wait this long asks where the others are. What a rank sent before it ended has arrived by then."""
-_BROKEN = ("closed by peer", "reset by peer", "pair closure", "Broken pipe", "Connection refused", "Socket closed")
+_POST_S = 2.0
+"""For how long a verdict waits for the store to take it. The first that is posted is raised on every rank."""
+_BROKEN = (
+    "closed by peer",
+    "reset by peer",
+    "pair closure",
+    "Broken pipe",
+    "Connection refused",
+    "Connection timed out",
+    "No route to host",
+    "Network is unreachable",
+    "Socket closed",
+)
 _WORDS = {
     "gather": "the parameters of {}",
     "reduce": "the gradients of {}",
@@ -140,9 +168,10 @@ class Watch:
             return error
         here = lane.place()
         who = "; ".join(f"rank {place.rank} {place}" for place in lane.ended(self.engine))
+        lost = lane.unreachable()
         return StallError(
             f"rank {here.rank}, {here}: the connection to another rank has broken. "
-            + (f"{who}. {SAME_STEPS}" if who else _LOST)
+            + (f"{lost}. {NETWORK}" if lost else f"{who}. {SAME_STEPS}" if who else _LOST)
         )
 
 
@@ -151,36 +180,55 @@ class Watcher:
 
     Args:
         owner: the process group.
-        store: its `torch.distributed.Store`. The thread has a connection of its own: a call of the main thread would block the
-            other.
+        store: its `torch.distributed.Store`.
+        endpoint: host name and port of the store, if it has them.
         prefix: of keys in the store.
 
     Attributes:
-        fault: why this rank cannot be watched.
+        engines: how many engines rank 0 has numbered.
         groups: process groups of some ranks that were opened for engines, by these ranks; this rank's own one of each kind.
+
+    Raises:
+        StallError: the store does not answer.
     """
 
-    def __init__(self, owner: object, store: Any, prefix: str, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        owner: object,
+        store: Any,
+        endpoint: tuple[str, int] | None,
+        prefix: str,
+        rank: int,
+        size: int,
+        stall_s: float | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
-        self.stall_s = STALL_S
-        self.asked = 0
-        self.fault: str | None = None
+        self.stall_s = STALL_S if stall_s is None else stall_s
+        self.engines = 0
         self.groups: dict[str, Any] = {}
-        self.prefix = prefix
         self.lanes: dict[str, _Lane] = {}
         self.stop = Event()
-        self._thread: threading.Thread | None = None
-        try:
-            # A store may outlive a process group; then keys of an earlier one are in it.
-            self.prefix = f"{prefix}/{store.add(f'{prefix}/{rank}', 1)}"
-            self.store = store.clone()
-        except RuntimeError as error:  # a file that may not grow, a server that takes no more connections
-            self.fault = f"rank {rank}: {error}"
+        self.links = Links()
+        self.endpoint = endpoint
+        self._store_link: Link | None = None
+        self._store_address: Any = None
+        self.mail = Mail(store, prefix, rank, size, lambda: list(self.lanes.values()), self._mail_tick_s)
+        if not self.mail.is_open(self.stall_s or STALL_S):
+            raise StallError(
+                f"rank {rank} on {socket.gethostname()}: the process group's store{self._at} has not answered for "
+                f"{self.stall_s or STALL_S:.0f} s. Check the network to that host, and that the process with the store runs"
+            )
+        if self.fault is not None:
             return
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
         self._thread.start()
         # Also at exit: a daemon thread that is in the store's C++ code while Python ends would abort the process.
         weakref.finalize(owner, self._end, os.getpid())
+
+    @property
+    def fault(self) -> str | None:
+        """Why this rank, or another, cannot be watched."""
+        return self.mail.fault
 
     def join(self, watch: Watch, lane: str) -> None:
         """Look at this one, too, as long as it is there.
@@ -202,60 +250,93 @@ class Watcher:
         """
         self.stall_s = stall_s
         if faults:
+            self.mail.fault = faults[0]
             self.stop.set()
-        elif prefix != self.prefix:
-            self.prefix, self.asked = prefix, 0
-
-    def key(self, *names: object) -> str:
-        return "/".join((self.prefix, *(str(name) for name in names)))
+        else:
+            self.mail.adopt(prefix)
 
     @property
     def tick_s(self) -> float:
         return min(1.0, max(0.05, (self.stall_s or STALL_S) / _TICKS))
 
+    def _mail_tick_s(self) -> float:
+        return self.tick_s if self.stall_s > 0 and self.fault is None else 0.0
+
+    @property
+    def _at(self) -> str:
+        return f" at {self.endpoint[0]}:{self.endpoint[1]}" if self.endpoint else ""
+
+    def unreachable(self, at_least_s: float) -> str:
+        """Which ranks, or the store, cannot be reached for so long; empty: all can be, as far as is known."""
+        now, hosts = time.perf_counter(), self.links.hosts
+        lost: dict[str, list[int]] = {}
+        longest_s = 0.0
+        for rank, silent_s in self.links.silent_s(now).items():
+            if silent_s >= at_least_s:
+                lost.setdefault(hosts[rank], []).append(rank)
+                longest_s = max(longest_s, silent_s)
+        if lost:
+            what = ", ".join(f"{host} ({ranks_text(ranks)})" for host, ranks in lost.items())
+            return f"{what} cannot be reached: no answer from there for {longest_s:.0f} s"
+        silent_s = 0.0 if self._store_link is None else self._store_link.silent_s(now)
+        if silent_s and silent_s >= at_least_s:
+            return f"the host of the process group's store{self._at} cannot be reached: no answer for {silent_s:.0f} s"
+        return ""
+
     # In the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self.stop.wait(self.tick_s):
+        self.mail.card = self.links.listen(self.endpoint)
+        if self.endpoint is not None:
+            with suppress(OSError):  # the name is looked up while the network works
+                self._store_address = socket.getaddrinfo(*self.endpoint, type=socket.SOCK_STREAM)[0][4][:2]
+        began = time.perf_counter()
+        while not self.stop.wait(FIRST_S if self._is_starting(began) else self.tick_s):
             try:
-                if self.stall_s > 0 and self._look():
-                    return
-            except RuntimeError:  # the store is gone with its process: the process group notices that for itself
-                return
-            except (
-                Exception
-            ):  # what a look needs fails (descriptors, /proc): without this thread the rank would seem dead
+                if self.stall_s > 0:
+                    self._look(time.perf_counter())
+            except Exception:
+                import traceback; traceback.print_exc()
                 continue
+        self.links.close()
+        if self._store_link is not None:
+            self._store_link.close()
 
-    def _look(self) -> bool:
-        """Returns:
-        Whether the main thread's lane has come to its end.
-        """
-        lanes = list(self.lanes.values())
-        asks = any(lane.waited_s() > min(self.stall_s / 3, _ENDED_S) for lane in lanes if lane.verdict is None)
-        key = self.key("asks")
-        if not asks and not self.store.check([key]):
-            return False
-        # Who does not ask writes nothing: a store that is a file would grow.
-        asked = self.store.add(key, 1) if asks else int(self.store.get(key))
-        if asked == self.asked:  # this question has been answered; the next tick of who waits makes another one
-            return False
-        self.asked = asked
-        work = Work.now()
-        for lane in lanes:
+    def _is_starting(self, began: float) -> bool:
+        """Until all hosts have been reached, or it seems that some will never be."""
+        return not self.links.are_known and time.perf_counter() - began < STALL_S
+
+    def _look(self, now: float) -> None:
+        if not self.links.hosts and self.mail.cards:
+            self.links.connect(self.mail.cards, self.rank)
+        self.links.look(now, self.stall_s)
+        if now - self.mail.answered < max(1.0, 3 * self.tick_s) or self._store_address is None:
+            if self._store_link is not None:
+                self._store_link.close()
+            self._store_link = None
+        else:
+            if self._store_link is None:
+                self._store_link = Link(*self._store_address, is_known=True)
+            self._store_link.look(now, self.stall_s)
+        for lane in list(self.lanes.values()):
             if lane.verdict is None:
-                lane.look(work)
-        return any(lane.verdict is not None for lane in lanes if not lane.name)
+                lane.look(now)
+
+    def end_all(self, verdict: str) -> None:
+        """A host cannot be reached: no thread of the program will get further."""
+        for lane in list(self.lanes.values()):
+            if lane.verdict is None:
+                lane.box.proposal = verdict
+                lane.finish(verdict)
 
     def _end(self, process: int) -> None:
         if os.getpid() != process:  # a fork has neither the thread nor a right to the connection
             return
+        is_silent = time.perf_counter() - self.mail.answered > max(_ENDED_S, 3 * self.tick_s)
         self.stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(10)
-        with suppress(RuntimeError):
-            for lane in self.lanes.values():
-                lane.publish(lane.place(ended=True))
+        self.mail.end(0.1 if is_silent and self._mail_tick_s() else 10)
 
 
 class _Lane:
@@ -267,6 +348,7 @@ class _Lane:
 
     def __init__(self, watcher: Watcher, name: str) -> None:
         self.name = name
+        self.box = Box()
         self.verdict: str | None = None
         self._watcher = watcher
         self._watches: tuple[weakref.ref[Watch], ...] = ()
@@ -275,7 +357,8 @@ class _Lane:
         self._heard: dict[int, _Heard] = {}
         self._progress = 0
         self._before: tuple[int, object, Work | None] = (0, None, None)
-        self._told_s = 0.0
+        self._in_torch: tuple[str, int, float] = ("", 0, 0.0)
+        self._told_s = self._proposed = 0.0
 
     def join(self, watch: Watch) -> None:
         self._watches = (*(each for each in self._watches if each() is not None), weakref.ref(watch))
@@ -313,40 +396,18 @@ class _Lane:
             code=last_error() if ended else user_code(),
             progress=self._progress,
             ended=ended,
-            answers=self._watcher.asked,
+            answers=self._watcher.mail.asked,
             engine=watch.engine,
             newest=self._newest,
             engines=engines,
         )
 
-    # In the thread --------------------------------------------------------------------------------------------------
+    # In the store's thread ------------------------------------------------------------------------------------------
 
-    def look(self, work: Work) -> None:
-        """Somebody has asked: answer, and judge if this rank waits."""
-        verdict = self._posted_verdict()
-        if verdict is None:
-            self._note_progress(work)
-            self.publish(self.place())
-            waited_s, stall_s = self.waited_s(), self._watcher.stall_s
-            if waited_s <= min(stall_s / 3, _ENDED_S):
-                self._heard.clear()
-                self._told_s = stall_s
-                return
-            verdict = self._judge(waited_s, stall_s)
-        if verdict is None:
-            return
-        self.verdict = verdict
-        # On all wires of the lane before one wait is broken: the error of that wait, and of any that begins next, is this one.
-        for watch in self._open():
-            watch.verdict = verdict
-        waiting = [watch for watch in self._open() if watch.at is not None]
-        if waiting:  # others read the verdict before this rank's connections break
-            self._watcher.stop.wait(2 * self._watcher.tick_s)
-        for watch in waiting:
-            for interrupt in watch.interrupts:
-                interrupt()
+    def asks(self) -> bool:
+        return self.verdict is None and self.waited_s() > min(self._watcher.stall_s / 3, _ENDED_S)
 
-    def _note_progress(self, work: Work) -> None:
+    def answer(self, work: Work) -> Place:
         watches = self._open()
         at = next((watch.at for watch in watches if watch.at is not None), None)
         done = sum(watch.done for watch in watches)
@@ -355,80 +416,124 @@ class _Lane:
         if done != before_done or at is not before_at or works:
             self._progress += 1
         self._before = (done, at, work)
+        return self.place()
 
-    def publish(self, place: Place) -> None:
-        self._watcher.store.set(self._key(place.rank), place.to_json())
+    # In the watcher's thread ----------------------------------------------------------------------------------------
 
-    def _judge(self, waited_s: float, stall_s: float) -> str | None:
+    def look(self, now: float) -> None:
+        """End this rank's wait if no rank will get further."""
+        if self.box.posted is not None:
+            self.finish(self.box.posted)
+            return
+        waited_s, stall_s = self.waited_s(), self._watcher.stall_s
+        blocked_s = max(waited_s, self._in_torch_s(now))
+        if blocked_s > stall_s and (unreachable := self._watcher.unreachable(stall_s / 2)):
+            self._watcher.end_all(self.explain(unreachable, NETWORK))
+        elif waited_s <= min(stall_s / 3, _ENDED_S):
+            self._heard.clear()
+            self._told_s = stall_s
+            self.box.proposal = None
+        elif self.box.proposal is None:
+            self.box.proposal, self._proposed = self._judge(now, waited_s, stall_s), now
+        elif now - self._proposed > _POST_S:  # the store does not answer
+            self.finish(self.box.proposal)
+
+    def finish(self, verdict: str) -> None:
+        """Raise `verdict` in the program's thread."""
+        self.verdict = verdict
+        # On all wires of the lane before one wait is broken: the error of that wait, and of any that begins next, is this one.
+        for watch in self._open():
+            watch.verdict = verdict
+        ended = [watch for watch in self._open() if watch.at is not None]
+        if not ended and self._in_torch[0]:
+            # torch's own error ends that call: the reason can only be printed.
+            _print(verdict)
+            ended = self._open()
+        if ended:  # others read the verdict before this rank's connections break
+            self._watcher.stop.wait(2 * self._watcher.tick_s)
+        for watch in ended:
+            for interrupt in watch.interrupts:
+                interrupt()
+
+    def _in_torch_s(self, now: float) -> float:
+        """For how long the main thread has been in one of torch's own collectives."""
+        call = "" if self.name else torch_wait()
+        done = sum(watch.done for watch in self._open())
+        if not call or (call, done) != self._in_torch[:2]:
+            self._in_torch = (call, done, now)
+        return now - self._in_torch[2] if call else 0.0
+
+    def _judge(self, now: float, waited_s: float, stall_s: float) -> str | None:
         """Why no rank will get further; None while one may."""
-        now = time.perf_counter()
         watch = self._current()
-        engine = 0 if watch is None else watch.engine
-        places = self._places()
+        at = None if watch is None else watch.at
+        if watch is None or at is None:  # it has ended just now
+            return None
+        places = [*self.box.places] if self.box.fetched > at.started else [None] * self._watcher.size
         late = []
         for rank, found in enumerate(places):
             if rank not in self._heard:
                 self._heard[rank] = _Heard(found, now, now)
             place = places[rank] = self._heard[rank].hear(found, now, 3 * self._watcher.tick_s)
-            if place is not None and place.has_let_go(engine):
+            if place is not None and place.has_let_go(watch.engine):
                 places[rank] = replace(place, ended=True)
             elif rank != self._watcher.rank and now - self._heard[rank].moved <= stall_s * _patience(place, places):
                 late.append(rank)
         ended = any(place is not None and place.ended for place in places)
         if waited_s <= (min(_ENDED_S, stall_s) if ended else stall_s):
             return None
+        links = self._watcher.links
+        if waited_s < SLOW * stall_s and (self._watcher.unreachable(0) or now - links.healed < stall_s):
+            # What was lost in a cut is sent again no later than the cut was long.
+            late = late or [rank for rank in range(len(places)) if rank != self._watcher.rank]
         if late and not ended:
             if waited_s > self._told_s:
                 self._told_s = 2 * waited_s
                 self._tell(waited_s, [(rank, places[rank]) for rank in late])
             return None
-        verdict = explain(places, waited_s)
-        # Two ranks may come to different ones at once: the first that is there is everyone's.
-        return self._watcher.store.compare_set(self._key("verdict"), "", verdict).decode()
+        return self.explain(f"ranks have diverged: for {waited_s:.0f} s no rank got further", DIVERGED, places)
+
+    def explain(self, what: str, advice: str, places: Sequence[Place | None] = ()) -> str:
+        """The verdict: what happened, where each rank stands, and what to do."""
+        watcher = self._watcher
+        found = [*(places or self.box.places or [None] * watcher.size)]
+        found[watcher.rank] = self.place()
+        silent = watcher.links.silent_s(time.perf_counter())
+        return explain(what, found, advice, watcher.links.hosts, silent)
 
     def _tell(self, waited_s: float, late: list[tuple[int, Place | None]]) -> None:
         here = self.place()
         what = f"in {here.purpose}" if here.purpose else f"for {here.waits_for}"
         for_whom = "; ".join(f"rank {rank}: {place or 'nothing heard of it yet'}" for rank, place in late)
-        with suppress(OSError, ValueError):  # stderr is closed
-            print(
-                f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}{here.among}, for {for_whom}",
-                file=sys.stderr,
-                flush=True,
-            )
+        lost = self._watcher.unreachable(0)
+        _print(
+            f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}{here.among}, for {for_whom}"
+            + (f"; {lost}" if lost else "")
+        )
 
     # In any thread --------------------------------------------------------------------------------------------------
 
     def ask_for_verdict(self) -> str | None:
         """A connection broke: perhaps because another rank has just raised the verdict."""
-        if self._watcher.fault is None:
-            with suppress(RuntimeError):
-                for _ in range(4):
-                    verdict = self._posted_verdict()
-                    if verdict is not None:
-                        return verdict
-                    time.sleep(0.05)
-        return None
+        for _ in range(4 if self._watcher.fault is None else 0):
+            self._watcher.mail.fresh()
+            if self.verdict is not None or self.box.posted is not None or self._watcher.unreachable(0):
+                break
+            time.sleep(0.05)
+        return self.verdict or self.box.posted
+
+    def unreachable(self) -> str:
+        return self._watcher.unreachable(0)
 
     def ended(self, engine: int) -> list[Place]:
-        if self._watcher.fault is None:
-            with suppress(RuntimeError):
-                return [replace(p, ended=True) for p in self._places() if p is not None and p.has_let_go(engine)]
-        return []
+        if self._watcher.fault is not None:
+            return []
+        return [replace(p, ended=True) for p in self.box.places if p is not None and p.has_let_go(engine)]
 
-    def _key(self, name: object) -> str:
-        return self._watcher.key(self.name, name)
 
-    def _posted_verdict(self) -> str | None:
-        key = self._key("verdict")
-        store = self._watcher.store
-        return store.get(key).decode() if store.check([key]) else None
-
-    def _places(self) -> list[Place | None]:
-        keys, store = [self._key(rank) for rank in range(self._watcher.size)], self._watcher.store
-        if store.check(keys):
-            return [Place.of_json(text) for text in store.multi_get(keys)]
-        return [Place.of_json(store.get(key)) if store.check([key]) else None for key in keys]
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # stderr is closed
+        print(text, file=sys.stderr, flush=True)
 
 
 @dataclass

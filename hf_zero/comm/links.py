@@ -1,0 +1,238 @@
+"""Which hosts can be reached, as their kernels answer: also for processes that are stopped or hold the interpreter.
+
+Every rank listens on one TCP socket and keeps one idle connection to each other host. Nothing is sent over it but TCP's own
+keepalive probes. Hosts that are never reached this way (a firewall) count as unknown, not as unreachable.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import psutil
+
+_PROBES = 3
+"""Keepalive probes without an answer after which the kernel closes a connection."""
+_RETRY_S = 2.0
+"""An attempt to connect sends two packets in this time."""
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Where a rank is, as it publishes it."""
+
+    host: str
+    machine: str
+    """The same where no network is between two ranks."""
+    address: str = ""
+    port: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: bytes) -> Card:
+        return cls(**json.loads(text))
+
+
+class Link:
+    """One connection to another host.
+
+    Attributes:
+        is_known: that host has answered before.
+        lost: since when it has not answered; None: it answers.
+    """
+
+    def __init__(self, address: str, port: int, *, is_known: bool = False) -> None:
+        self.is_known = is_known
+        self.lost: float | None = None
+        self._address, self._port = address, port
+        self._socket: socket.socket | None = None
+        self._is_connected = False
+        self._next = 0.0
+
+    def look(self, now: float, stall_s: float) -> None:
+        """Find out, without waiting, whether the host still answers. Call it about once a second."""
+        try:
+            if self._socket is None:
+                if now >= self._next:
+                    self._begin(now, stall_s)
+            elif self._is_connected:
+                with suppress(BlockingIOError):
+                    self._socket.recv(1)
+                    self._answered(is_open=False)  # the process has ended; its kernel says so
+            elif failed := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(failed, os.strerror(failed))  # Python picks the subclass by the number
+            elif self._has_peer():
+                self._answered(is_open=True)
+            elif now >= self._next:
+                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        except (ConnectionRefusedError, ConnectionResetError):
+            self._answered(is_open=False)
+        except OSError as error:  # other numbers say nothing of that host: no descriptor is left, say
+            if error.errno in _UNREACHABLE and self.lost is None:
+                self.lost = now
+            self.close()
+
+    def silent_s(self, now: float) -> float:
+        """For how long the host has not answered; 0 where it does, or never did."""
+        return now - self.lost if self.is_known and self.lost is not None else 0.0
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._is_connected = None, False
+
+    def _begin(self, now: float, stall_s: float) -> None:
+        self._next = now + max(_RETRY_S, stall_s / 10)
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        probe(self._socket, stall_s)
+        with suppress(BlockingIOError):
+            self._socket.connect((self._address, self._port))
+
+    def _has_peer(self) -> bool:
+        with suppress(OSError):
+            return self._socket is not None and bool(self._socket.getpeername())
+        return False
+
+    def _answered(self, *, is_open: bool) -> None:
+        self.is_known, self.lost, self._is_connected = True, None, is_open
+        if not is_open:
+            self.close()
+
+
+def probe(connection: socket.socket, stall_s: float) -> None:
+    """Let the kernel close the connection where the other host does not answer for about a quarter of `stall_s`."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+    for name, value in ((idle, stall_s / 10), ("TCP_KEEPINTVL", stall_s / 20), ("TCP_KEEPCNT", _PROBES)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
+
+
+class Links:
+    """This rank's connections to the other hosts, and the socket on which it takes theirs.
+
+    Attributes:
+        hosts: names by rank; empty: not all ranks are known yet.
+        healed: when a host that could not be reached was last reached again.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+        self.healed = 0.0
+        self._links: dict[Link, list[int]] = {}
+        self._listener: socket.socket | None = None
+        self._taken: list[socket.socket] = []
+
+    def listen(self, store: tuple[str, int] | None) -> Card:
+        """Open this rank's socket, where other hosts may be in the job.
+
+        Args:
+            store: host name and port of the process group's store, if it has them.
+        """
+        card = Card(socket.gethostname(), _machine())
+        with suppress(OSError):
+            address = _own_address(store)
+            if address and not _is_loopback(address):
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = socket.socket(family, socket.SOCK_STREAM)
+                listener.bind((address, 0))
+                listener.listen(4096)
+                listener.setblocking(False)
+                self._listener = listener
+                return Card(card.host, card.machine, address, listener.getsockname()[1])
+        return card
+
+    def connect(self, cards: Sequence[Card], rank: int) -> None:
+        """Keep a connection to each other host: to the rank there that has this one's place among the ranks of a host."""
+        by_machine: dict[str, list[int]] = {}
+        for each, card in enumerate(cards):
+            by_machine.setdefault(card.machine, []).append(each)
+        here = by_machine.pop(cards[rank].machine)
+        links = {}
+        for ranks in by_machine.values():
+            card = cards[ranks[here.index(rank) % len(ranks)]]
+            if card.address:
+                links[Link(card.address, card.port)] = ranks
+        self._links = links
+        self.hosts = [card.host for card in cards]
+
+    @property
+    def are_known(self) -> bool:
+        """Whether each host has been reached once."""
+        return bool(self.hosts) and all(link.is_known for link in self._links)
+
+    def look(self, now: float, stall_s: float) -> None:
+        for link in self._links:
+            was_lost = link.lost is not None
+            link.look(now, stall_s)
+            if was_lost and link.lost is None:
+                self.healed = now
+        self._take(stall_s)
+
+    def silent_s(self, now: float) -> Mapping[int, float]:
+        """Ranks whose host does not answer, and for how long it has not."""
+        return {
+            rank: silent_s for link, ranks in self._links.items() if (silent_s := link.silent_s(now)) for rank in ranks
+        }
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        for connection in (*self._taken, *filter(None, (self._listener,))):
+            connection.close()
+        self._links, self._taken, self._listener = {}, [], None
+
+    def _take(self, stall_s: float) -> None:
+        """Accept connections, and let go of those that have ended: the queue of the socket must not fill up."""
+        with suppress(OSError):
+            while self._listener is not None:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                probe(connection, stall_s)
+                self._taken.append(connection)
+        for connection in [*self._taken]:
+            try:
+                connection.recv(1)
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            connection.close()
+            self._taken.remove(connection)
+
+
+def _machine() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _own_address(store: tuple[str, int] | None) -> str:
+    """Under which other hosts reach this one: of the interface that the backend is given, or of the route to the store."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for found in psutil.net_if_addrs().get(os.environ.get(name, "").lstrip("="), ()):
+            if found.family == socket.AF_INET or (found.family == socket.AF_INET6 and "%" not in found.address):
+                return str(found.address)
+    if store is None:
+        return socket.gethostbyname(socket.gethostname())
+    family, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as route:
+        route.connect(address)  # sends nothing
+        return str(route.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
