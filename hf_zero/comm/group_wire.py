@@ -27,6 +27,7 @@ from ..errors import RankMismatchError
 from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight, Latch
+from .mail import server_of
 from .watch import Wait, Watch, Watcher
 from .wire import Cuts, SoloWire, average_in_order, land
 
@@ -500,9 +501,7 @@ def _watcher(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
     found = _WATCHERS.get(home)
     if found is None:
         store: Any = dist.distributed_c10d._get_default_store()
-        server = store
-        while isinstance(server, dist.PrefixStore):
-            server = server.underlying_store
+        server = server_of(store)
         endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
         found = Watcher(home, store, endpoint, _WATCH, dist.get_rank(), dist.get_world_size(), stall_s)
         _WATCHERS[home] = found

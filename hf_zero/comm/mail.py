@@ -5,6 +5,9 @@ All calls of the store are made in one thread that no other waits for without a 
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -108,12 +111,17 @@ class Mail:
             self._wake.set()
             time.sleep(0.01)
 
-    def end(self, within_s: float) -> None:
-        """Publish that this rank has ended, and end the thread if the store lets it."""
+    def close(self, within_s: float) -> None:
+        """Post what is left to post, and end the thread; without an answer, by closing its connection."""
         self._stop.set()
         self._wake.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(within_s)
+        if self._thread is threading.current_thread():
+            return
+        self._thread.join(within_s)
+        if self._thread.is_alive() and self._store is not None:
+            # The call must return before Python ends: a thread that comes out of it then would abort the process.
+            _shut(self._store)
+            self._thread.join(1)
 
     def _key(self, *names: object) -> str:
         return "/".join((self.prefix, *(str(name) for name in names)))
@@ -144,6 +152,7 @@ class Mail:
                 import traceback; traceback.print_exc()
                 continue
         with suppress(RuntimeError):
+            self._post()
             for lane in self._lanes():
                 self._publish(lane, lane.place(ended=True))
 
@@ -166,11 +175,15 @@ class Mail:
                     self._publish(lane, lane.answer(work))
                 if is_wanted or lane.asks():
                     lane.box.places, lane.box.fetched = self._places(lane), began
-        for lane in lanes:
-            if lane.box.proposal is not None and lane.box.posted is None:
-                # Two ranks may come to different ones at once: the first that is posted is everyone's.
-                lane.box.posted = store.compare_set(self._key(lane.name, "verdict"), "", lane.box.proposal).decode()
+        self._post()
         self.answered = began
+
+    def _post(self) -> None:
+        """Post verdicts. Two ranks may come to different ones at once: the first that is posted is everyone's."""
+        for lane in self._lanes():
+            if lane.box.proposal is not None and lane.box.posted is None:
+                key = self._key(lane.name, "verdict")
+                lane.box.posted = self._store.compare_set(key, "", lane.box.proposal).decode()
 
     def _exchange_cards(self) -> None:
         if self._carded != self.prefix and self.card is not None:
@@ -192,3 +205,18 @@ class Mail:
         if store.check(keys):
             return [Place.of_json(text) for text in store.multi_get(keys)]
         return [Place.of_json(store.get(key)) if store.check([key]) else None for key in keys]
+
+
+def server_of(store: Any) -> Any:
+    """The store under the prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _shut(store: Any) -> None:
+    """Close the connection of a TCPStore from another thread. torch offers no call for it, but shows the descriptor."""
+    found = re.search(r"client=\w*\(SocketImpl\(fd=(\d+)", repr(server_of(store)))
+    if found is not None:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(found[1]))) as connection:
+            connection.shutdown(socket.SHUT_RDWR)

@@ -268,20 +268,18 @@ class Watcher:
 
     def unreachable(self, at_least_s: float) -> str:
         """Which ranks, or the store, cannot be reached for so long; empty: all can be, as far as is known."""
-        now, hosts = time.perf_counter(), self.links.hosts
+        now = time.perf_counter()
+        silent = self.links.silent_s(now)
+        store_s = 0.0 if self._store_link is None else self._store_link.silent_s(now)
+        longest_s = max((store_s, *silent.values()))
+        if longest_s == 0 or longest_s < at_least_s:
+            return ""
         lost: dict[str, list[int]] = {}
-        longest_s = 0.0
-        for rank, silent_s in self.links.silent_s(now).items():
-            if silent_s >= at_least_s:
-                lost.setdefault(hosts[rank], []).append(rank)
-                longest_s = max(longest_s, silent_s)
-        if lost:
-            what = ", ".join(f"{host} ({ranks_text(ranks)})" for host, ranks in lost.items())
-            return f"{what} cannot be reached: no answer from there for {longest_s:.0f} s"
-        silent_s = 0.0 if self._store_link is None else self._store_link.silent_s(now)
-        if silent_s and silent_s >= at_least_s:
-            return f"the host of the process group's store{self._at} cannot be reached: no answer for {silent_s:.0f} s"
-        return ""
+        for rank in silent:
+            lost.setdefault(self.links.hosts[rank], []).append(rank)
+        what = ", ".join(f"{host} ({ranks_text(ranks)})" for host, ranks in lost.items())
+        what = what or f"the host of the process group's store{self._at}"
+        return f"{what} cannot be reached from {socket.gethostname()}: no answer for {longest_s:.0f} s"
 
     # In the thread --------------------------------------------------------------------------------------------------
 
@@ -322,12 +320,21 @@ class Watcher:
             if lane.verdict is None:
                 lane.look(now)
 
-    def end_all(self, verdict: str) -> None:
-        """A host cannot be reached: no thread of the program will get further."""
-        for lane in list(self.lanes.values()):
-            if lane.verdict is None:
-                lane.box.proposal = verdict
-                lane.finish(verdict)
+    def finish(self, verdict: str, lanes: Sequence[_Lane], *, is_cut: bool = False) -> None:
+        """Raise `verdict` in the threads of the program.
+
+        Args:
+            is_cut: the other ranks, or the store, cannot be reached: nothing more is to be heard from them.
+        """
+        # On all wires before one wait is broken: the error of that wait, and of any that begins next, is this one.
+        for lane in lanes:
+            lane.adopt(verdict)
+        if is_cut:
+            self.mail.close(2 * self.tick_s)  # before the error, for torch may print a warning of its own here
+        elif any(lane.waited_s() for lane in lanes):
+            self.stop.wait(2 * self.tick_s)  # others read the verdict before this rank's connections break
+        for lane in lanes:
+            lane.interrupt()
 
     def _end(self, process: int) -> None:
         if os.getpid() != process:  # a fork has neither the thread nor a right to the connection
@@ -336,7 +343,7 @@ class Watcher:
         self.stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(10)
-        self.mail.end(0.1 if is_silent and self._mail_tick_s() else 10)
+        self.mail.close(0.1 if is_silent and self._mail_tick_s() else 10)
 
 
 class _Lane:
@@ -423,12 +430,13 @@ class _Lane:
     def look(self, now: float) -> None:
         """End this rank's wait if no rank will get further."""
         if self.box.posted is not None:
-            self.finish(self.box.posted)
+            self._watcher.finish(self.box.posted, [self])
             return
         waited_s, stall_s = self.waited_s(), self._watcher.stall_s
         blocked_s = max(waited_s, self._in_torch_s(now))
         if blocked_s > stall_s and (unreachable := self._watcher.unreachable(stall_s / 2)):
-            self._watcher.end_all(self.explain(unreachable, NETWORK))
+            lanes = [lane for lane in self._watcher.lanes.values() if lane.verdict is None]
+            self._watcher.finish(self.explain(unreachable, NETWORK), lanes, is_cut=True)
         elif waited_s <= min(stall_s / 3, _ENDED_S):
             self._heard.clear()
             self._told_s = stall_s
@@ -436,21 +444,19 @@ class _Lane:
         elif self.box.proposal is None:
             self.box.proposal, self._proposed = self._judge(now, waited_s, stall_s), now
         elif now - self._proposed > _POST_S:  # the store does not answer
-            self.finish(self.box.proposal)
+            self._watcher.finish(self.box.proposal, [self], is_cut=True)
 
-    def finish(self, verdict: str) -> None:
-        """Raise `verdict` in the program's thread."""
-        self.verdict = verdict
-        # On all wires of the lane before one wait is broken: the error of that wait, and of any that begins next, is this one.
+    def adopt(self, verdict: str) -> None:
+        self.verdict = self.box.proposal = verdict
         for watch in self._open():
             watch.verdict = verdict
+
+    def interrupt(self) -> None:
+        """End the waits with an error, whose reason is the verdict."""
         ended = [watch for watch in self._open() if watch.at is not None]
         if not ended and self._in_torch[0]:
-            # torch's own error ends that call: the reason can only be printed.
-            _print(verdict)
+            _print(self.verdict or "")  # torch's own error ends the wait, which is one of the user's calls
             ended = self._open()
-        if ended:  # others read the verdict before this rank's connections break
-            self._watcher.stop.wait(2 * self._watcher.tick_s)
         for watch in ended:
             for interrupt in watch.interrupts:
                 interrupt()
