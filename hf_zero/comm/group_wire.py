@@ -28,7 +28,8 @@ from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight, Latch
 from .mail import server_of
-from .watch import Wait, Watch, Watcher
+from .watch import Wait, Watch
+from .watcher import Watcher
 from .wire import Cuts, SoloWire, average_in_order, land
 
 PIECE_BYTES = 16 << 20

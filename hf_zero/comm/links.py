@@ -56,7 +56,7 @@ class Link:
         self._address, self._port = address, port
         self._socket: socket.socket | None = None
         self._is_connected = False
-        self._next = 0.0
+        self._began = self._next = 0.0
 
     def look(self, now: float, stall_s: float) -> None:
         """Find out, without waiting, whether the host still answers. Call it about once a second."""
@@ -78,7 +78,7 @@ class Link:
             self._answered(is_open=False)
         except OSError as error:  # other numbers say nothing of that host: no descriptor is left, say
             if error.errno in _UNREACHABLE and self.lost is None:
-                self.lost = now
+                self.lost = now - _silence_s(stall_s) if self._is_connected else self._began
             self.close()
 
     def silent_s(self, now: float) -> float:
@@ -91,7 +91,7 @@ class Link:
         self._socket, self._is_connected = None, False
 
     def _begin(self, now: float, stall_s: float) -> None:
-        self._next = now + max(_RETRY_S, stall_s / 10)
+        self._began, self._next = now, now + max(_RETRY_S, stall_s / 6)
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
@@ -111,12 +111,21 @@ class Link:
 
 
 def probe(connection: socket.socket, stall_s: float) -> None:
-    """Let the kernel close the connection where the other host does not answer for about a quarter of `stall_s`."""
+    """Let the kernel close the connection where the other host does not answer for `_silence_s`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
-    for name, value in ((idle, stall_s / 10), ("TCP_KEEPINTVL", stall_s / 20), ("TCP_KEEPCNT", _PROBES)):
+    idle, every_s = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE", _probe_s(stall_s)
+    for name, value in ((idle, every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", _PROBES)):
         if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _probe_s(stall_s: float) -> int:
+    return max(1, int(stall_s / 8))
+
+
+def _silence_s(stall_s: float) -> int:
+    """How long a connection is silent before the kernel closes it: half of `stall_s`, or 4 s."""
+    return (1 + _PROBES) * _probe_s(stall_s)
 
 
 class Links:

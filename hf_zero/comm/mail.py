@@ -92,10 +92,10 @@ class Mail:
         self._is_wanted = False
         self._carded = ""
         self._thread = threading.Thread(target=self._run, name="hf_zero mail", daemon=True)
-        self._thread.start()
 
-    def is_open(self, within_s: float) -> bool:
-        """Whether the store has answered the first calls, or refused them."""
+    def open(self, within_s: float) -> bool:
+        """Start the thread. Returns whether the store has answered its first calls, or refused them."""
+        self._thread.start()
         return self._opened.wait(within_s)
 
     def adopt(self, prefix: str) -> None:
@@ -148,8 +148,7 @@ class Mail:
                     self._round()
             except RuntimeError:  # the store is gone with its process
                 return
-            except Exception:
-                import traceback; traceback.print_exc()
+            except Exception:  # a round needs descriptors and /proc; without this thread the rank would seem dead
                 continue
         with suppress(RuntimeError):
             self._post()

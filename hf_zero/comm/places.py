@@ -27,11 +27,13 @@ NO_GRAD = "a forward without gradients"
 AFTER_STEP = "what follows the step"
 SAME_STEPS = "Every rank needs the same number of batches, and an exception on one rank ends all"
 DIVERGED = (
-    "Every rank makes the same calls in the same order, with the same number of batches. Compare the lines above: collectives "
-    "(state_dict, save, clip_grad_norm_, generate, a forward at stage 3) do not work inside `if rank == 0`, and a batch that is "
-    "left out after an exception or a `continue` is left out on all ranks or on none"
+    "Every rank makes the same calls in the same order. Look for a collective inside `if rank == 0`, and for a batch, a step "
+    "or a layer that one rank left out"
 )
-NETWORK = "The network between the hosts is cut, or a host is down. Restore it, then start all ranks again from the last checkpoint"
+NETWORK = (
+    "The network between the hosts is cut, or a host is down. Restore it, then start all ranks again from the last "
+    "checkpoint"
+)
 
 
 @dataclass(frozen=True)
