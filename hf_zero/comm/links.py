@@ -11,9 +11,10 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 
 import psutil
 
@@ -53,7 +54,7 @@ class Link:
     def __init__(self, address: str, port: int, *, is_known: bool = False) -> None:
         self.is_known = is_known
         self.lost: float | None = None
-        self._address, self._port = address, port
+        self.address, self._port = address, port
         self._socket: socket.socket | None = None
         self._is_connected = False
         self._began = self._next = 0.0
@@ -92,12 +93,12 @@ class Link:
 
     def _begin(self, now: float, stall_s: float) -> None:
         self._began, self._next = now, now + max(_RETRY_S, stall_s / 6)
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         probe(self._socket, stall_s)
         with suppress(BlockingIOError):
-            self._socket.connect((self._address, self._port))
+            self._socket.connect((self.address, self._port))
 
     def _has_peer(self) -> bool:
         with suppress(OSError):
@@ -139,6 +140,7 @@ class Links:
     def __init__(self) -> None:
         self.hosts: list[str] = []
         self.healed = 0.0
+        self.has_guessed = False
         self._links: dict[Link, list[int]] = {}
         self._listener: socket.socket | None = None
         self._taken: list[socket.socket] = []
@@ -173,8 +175,18 @@ class Links:
             card = cards[ranks[here.index(rank) % len(ranks)]]
             if card.address:
                 links[Link(card.address, card.port)] = ranks
+        self._drop_links()
         self._links = links
         self.hosts = [card.host for card in cards]
+
+    def guess(self) -> None:
+        """Before the ranks' cards are known: watch the hosts that this process has connections to, as gloo's.
+
+        Only private addresses: others are a program's own, to servers elsewhere.
+        """
+        self.has_guessed = True
+        # A port that nobody listens on is refused: an answer, too.
+        self._links = {Link(there, port, is_known=True): [] for there, (_, port) in _connections().items()}
 
     @property
     def are_known(self) -> bool:
@@ -189,18 +201,24 @@ class Links:
                 self.healed = now
         self._take(stall_s)
 
-    def silent_s(self, now: float) -> Mapping[int, float]:
-        """Ranks whose host does not answer, and for how long it has not."""
-        return {
-            rank: silent_s for link, ranks in self._links.items() if (silent_s := link.silent_s(now)) for rank in ranks
-        }
+    def lost(self, now: float) -> list[tuple[str, Sequence[int], float]]:
+        """Hosts that do not answer: name, the ranks there, and for how many seconds."""
+        return [
+            (self.hosts[ranks[0]] if ranks else link.address, ranks, silent_s)
+            for link, ranks in self._links.items()
+            if (silent_s := link.silent_s(now))
+        ]
 
     def close(self) -> None:
-        for link in self._links:
-            link.close()
+        self._drop_links()
         for connection in (*self._taken, *filter(None, (self._listener,))):
             connection.close()
-        self._links, self._taken, self._listener = {}, [], None
+        self._taken, self._listener = [], None
+
+    def _drop_links(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links = {}
 
     def _take(self, stall_s: float) -> None:
         """Accept connections, and let go of those that have ended: the queue of the socket must not fill up."""
@@ -229,18 +247,28 @@ def _machine() -> str:
         return socket.gethostname()
 
 
+def _connections() -> dict[str, tuple[str, int]]:
+    """This process's TCP connections to private addresses of other hosts, as gloo's: its own address and the port there."""
+    found = {}
+    with suppress(psutil.Error, OSError, ValueError):
+        for each in psutil.Process().net_connections("tcp"):
+            if each.status == psutil.CONN_ESTABLISHED and each.raddr:
+                here, there = (end.ip.removeprefix("::ffff:") for end in (each.laddr, each.raddr))
+                if here != there and not _is_loopback(there) and ip_address(there).is_private:
+                    found[there] = (here, int(each.raddr.port))
+    return found
+
+
 def _own_address(store: tuple[str, int] | None) -> str:
-    """Under which other hosts reach this one: of the interface that the backend is given, or of the route to the store."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for found in psutil.net_if_addrs().get(os.environ.get(name, "").lstrip("="), ()):
-            if found.family == socket.AF_INET or (found.family == socket.AF_INET6 and "%" not in found.address):
-                return str(found.address)
+    """Under which other hosts reach this one: the address that gloo uses, or that of the route to the store."""
+    for here, _ in _connections().values():
+        return here
     if store is None:
         return socket.gethostbyname(socket.gethostname())
     family, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
         route.connect(address)  # sends nothing
-        return str(route.getsockname()[0])
+        return str(route.getsockname()[0]).removeprefix("::ffff:")
 
 
 def _is_loopback(address: str) -> bool:

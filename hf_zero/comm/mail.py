@@ -118,9 +118,9 @@ class Mail:
         if self._thread is threading.current_thread():
             return
         self._thread.join(within_s)
-        if self._thread.is_alive() and self._store is not None:
+        if self._thread.is_alive():
             # The call must return before Python ends: a thread that comes out of it then would abort the process.
-            _shut(self._store)
+            _shut(self._store or self._given)
             self._thread.join(1)
 
     def _key(self, *names: object) -> str:

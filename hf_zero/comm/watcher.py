@@ -38,6 +38,8 @@ _TICKS = 12
 """Looks per `stall_s`."""
 _ENDED_S = 3.0
 """A wait this long asks where the others are. What a rank sent before it ended has arrived by then."""
+_GUESS_S = 1.0
+"""So long the ranks' cards may take."""
 _SILENT = 0.7
 """A host that does not answer for this part of `stall_s` cannot be reached."""
 _POST_S = 2.0
@@ -89,8 +91,10 @@ class Watcher:
         self.endpoint = endpoint
         self._store_link: Link | None = None
         self._store_address: Any = None
+        self._began = time.perf_counter()
         self.mail = Mail(store, prefix, rank, size, lambda: list(self.lanes.values()), self._mail_tick_s)
         if not self.mail.open(self.stall_s or STALL_S):
+            self.mail.close(0)
             raise StallError(
                 f"rank {rank} on {socket.gethostname()}: the process group's store{self._at} has not answered for "
                 f"{self.stall_s or STALL_S:.0f} s. Check the network to that host, and that the process with the store runs"
@@ -146,17 +150,14 @@ class Watcher:
     def unreachable(self, at_least_s: float) -> str:
         """Which ranks, or the store, cannot be reached for so long; empty: all can be, as far as is known."""
         now = time.perf_counter()
-        silent = self.links.silent_s(now)
+        lost = self.links.lost(now)
         store_s = 0.0 if self._store_link is None else self._store_link.silent_s(now)
-        longest_s = max((store_s, *silent.values()))
+        longest_s = max((store_s, *(silent_s for _, _, silent_s in lost)))
         if longest_s == 0 or longest_s < at_least_s:
             return ""
-        lost: dict[str, list[int]] = {}
-        for rank in silent:
-            lost.setdefault(self.links.hosts[rank], []).append(rank)
-        what = ", ".join(f"{host} ({ranks_text(ranks)})" for host, ranks in lost.items())
-        what = what or f"the host of the process group's store{self._at}"
-        return f"{what} cannot be reached from {socket.gethostname()}: no answer for {longest_s:.0f} s"
+        hosts = ", ".join(f"{host} ({ranks_text(ranks)})" if ranks else host for host, ranks, _ in lost)
+        hosts = hosts or f"the host of the process group's store{self._at}"
+        return f"{hosts} cannot be reached from {socket.gethostname()}: no answer for {longest_s:.0f} s"
 
     # In the thread --------------------------------------------------------------------------------------------------
 
@@ -165,8 +166,7 @@ class Watcher:
         if self.endpoint is not None:
             with suppress(OSError):  # the name is looked up while the network works
                 self._store_address = socket.getaddrinfo(*self.endpoint, type=socket.SOCK_STREAM)[0][4][:2]
-        began = time.perf_counter()
-        while not self.stop.wait(FIRST_S if self._is_starting(began) else self.tick_s):
+        while not self.stop.wait(FIRST_S if self._is_starting() else self.tick_s):
             try:
                 if self.stall_s > 0:
                     self._look(time.perf_counter())
@@ -176,13 +176,15 @@ class Watcher:
         if self._store_link is not None:
             self._store_link.close()
 
-    def _is_starting(self, began: float) -> bool:
+    def _is_starting(self) -> bool:
         """Until all hosts have been reached, or it seems that some will never be."""
-        return not self.links.are_known and time.perf_counter() - began < STALL_S
+        return not self.links.are_known and time.perf_counter() - self._began < STALL_S
 
     def _look(self, now: float) -> None:
-        if not self.links.hosts and self.mail.cards:
+        if self.mail.cards and not self.links.hosts:
             self.links.connect(self.mail.cards, self.rank)
+        elif not self.mail.cards and not self.links.has_guessed and now - self._began > _GUESS_S:
+            self.links.guess()
         self.links.look(now, self.stall_s)
         if now - self.mail.answered < max(1.0, 3 * self.tick_s) or self._store_address is None:
             if self._store_link is not None:
@@ -381,7 +383,7 @@ class _Lane:
         watcher = self._watcher
         found = [*(places or self.box.places or [None] * watcher.size)]
         found[watcher.rank] = self.place()
-        silent = watcher.links.silent_s(time.perf_counter())
+        silent = {rank: s for _, ranks, s in watcher.links.lost(time.perf_counter()) for rank in ranks}
         return explain(what, found, advice, watcher.links.hosts, silent)
 
     def _tell(self, waited_s: float, late: list[tuple[int, Place | None]]) -> None:
