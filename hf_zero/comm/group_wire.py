@@ -61,7 +61,7 @@ class GroupWire(SoloWire):
         self.group: dist.ProcessGroup = group or home
         self.rank, self.size = self.group.rank(), self.group.size()
         self.gather_kind, self.reduce_kind = "gather", "reduce"
-        self.watch = Watch(partial(_interrupt, ref(self.group), device, (self.rank + 1) % self.size))
+        self.watch = Watch(partial(_interrupt, ref(self.group), device))
         self.watcher = _watcher(home)
         self.watcher.join(self.watch, lane)
 
@@ -240,7 +240,7 @@ class GroupWire(SoloWire):
 
     def start(self, stall_s: float) -> None:
         watcher = self.watcher
-        watcher.stall_s = stall_s
+        watcher.open(stall_s)
         watcher.engines += 1
         told = self.exchange((watcher.engines, watcher.mail.prefix, watcher.fault))
         faults = [fault for _, _, fault in told if fault is not None]
@@ -519,7 +519,7 @@ def _reader() -> Reader:
     return found
 
 
-def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> None:
+def _interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
     """Break every wait over a group, in whichever thread."""
     group = of()
     if group is None:
@@ -527,9 +527,12 @@ def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> N
     if device.type != "cpu":
         group.abort()
         return
-    # gloo has no abort, but a receive that runs out of time closes all connections of its group.
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+    # gloo has no abort, but a receive that runs out of time closes all connections of its group. One from a rank whose connection
+    # is closed already fails at once, and closes no other.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
 
 def home_device() -> torch.device:

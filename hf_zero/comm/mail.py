@@ -65,6 +65,7 @@ class Mail:
         tick_s: returns the seconds between two rounds; 0: nothing is watched.
 
     Attributes:
+        opened: set once the store has answered the first calls, or refused them.
         fault: why this rank, or another, cannot be watched.
         answered: when the last round began that the store has answered.
         cards: of all ranks, by rank; empty: not all are known yet.
@@ -82,21 +83,19 @@ class Mail:
         self.rank, self.size, self.prefix = rank, size, prefix
         self.asked = 0
         self.fault: str | None = None
-        self.answered = 0.0
+        self.answered = time.perf_counter()
         self.cards: list[Card] = []
         self.card: Card | None = None
         self._given = store
         self._store: Any = None
         self._lanes, self._tick_s = lanes, tick_s
-        self._opened, self._stop, self._wake = Event(), Event(), Event()
+        self.opened, self._stop, self._wake = Event(), Event(), Event()
         self._is_wanted = False
         self._carded = ""
         self._thread = threading.Thread(target=self._run, name="hf_zero mail", daemon=True)
 
-    def open(self, within_s: float) -> bool:
-        """Start the thread. Returns whether the store has answered its first calls, or refused them."""
+    def start(self) -> None:
         self._thread.start()
-        return self._opened.wait(within_s)
 
     def adopt(self, prefix: str) -> None:
         """Use rank 0's prefix from now on."""
@@ -138,7 +137,7 @@ class Mail:
             self.fault = f"rank {self.rank}: {error}"
             return
         finally:
-            self._opened.set()
+            self.opened.set()
         while not self._stop.is_set():
             tick_s = self._tick_s()
             self._wake.wait(tick_s if self.cards and tick_s else min(tick_s or FIRST_S, FIRST_S))

@@ -30,6 +30,10 @@ DIVERGED = (
     "Every rank makes the same calls in the same order. Look for a collective inside `if rank == 0`, and for a batch, a step "
     "or a layer that one rank left out"
 )
+SILENT = (
+    "The process with the store is stopped or overloaded. Find out why, then start all ranks again from the last "
+    "checkpoint"
+)
 NETWORK = (
     "The network between the hosts is cut, or a host is down. Restore it, then start all ranks again from the last "
     "checkpoint"
@@ -114,7 +118,7 @@ def explain(
         text = "nothing heard of it" if place is None else str(place)
         if silent and rank in silent:
             text = f"cannot be reached for {silent[rank]:.0f} s" + (
-                f"; before that {text}" if place is not None else ""
+                f"; last known: {text}" if place is not None else ""
             )
         groups.setdefault((host, text), []).append(rank)
     lines = [f"{ranks_text(ranks)}{host}: {text}" for (host, text), ranks in groups.items()]

@@ -31,7 +31,19 @@ from typing import Any
 from ..errors import StallError
 from .links import Link, Links
 from .mail import FIRST_S, Box, Mail
-from .places import DIVERGED, NETWORK, Place, Work, explain, is_debugged, last_error, ranks_text, torch_wait, user_code
+from .places import (
+    DIVERGED,
+    NETWORK,
+    SILENT,
+    Place,
+    Work,
+    explain,
+    is_debugged,
+    last_error,
+    ranks_text,
+    torch_wait,
+    user_code,
+)
 from .watch import SLOW, STALL_S, Watch
 
 _TICKS = 12
@@ -66,9 +78,6 @@ class Watcher:
     Attributes:
         engines: how many engines rank 0 has numbered.
         groups: process groups of some ranks that were opened for engines, by these ranks; this rank's own one of each kind.
-
-    Raises:
-        StallError: the store does not answer.
     """
 
     def __init__(
@@ -93,15 +102,8 @@ class Watcher:
         self._store_address: Any = None
         self._began = time.perf_counter()
         self.mail = Mail(store, prefix, rank, size, lambda: list(self.lanes.values()), self._mail_tick_s)
-        if not self.mail.open(self.stall_s or STALL_S):
-            self.mail.close(0)
-            raise StallError(
-                f"rank {rank} on {socket.gethostname()}: the process group's store{self._at} has not answered for "
-                f"{self.stall_s or STALL_S:.0f} s. Check the network to that host, and that the process with the store runs"
-            )
-        if self.fault is not None:
-            return
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
+        self.mail.start()
         self._thread.start()
         # Also at exit: a daemon thread that is in the store's C++ code while Python ends would abort the process.
         weakref.finalize(owner, self._end, os.getpid())
@@ -110,6 +112,19 @@ class Watcher:
     def fault(self) -> str | None:
         """Why this rank, or another, cannot be watched."""
         return self.mail.fault
+
+    def open(self, stall_s: float) -> None:
+        """Wait for the store's first answer.
+
+        Raises:
+            StallError: there is none.
+        """
+        self.stall_s = stall_s
+        limit_s = stall_s or STALL_S
+        if not self.mail.opened.wait(limit_s):
+            what = self.unreachable(0) or f"the process group's store{self.at} has not answered for {limit_s:.0f} s"
+            self.mail.close(0)
+            raise StallError(f"rank {self.rank} on {socket.gethostname()}, in zero.shard: {what}. {NETWORK}")
 
     def join(self, watch: Watch, lane: str) -> None:
         """Look at this one, too, as long as it is there.
@@ -144,7 +159,7 @@ class Watcher:
         return self.tick_s if self.stall_s > 0 and self.fault is None else 0.0
 
     @property
-    def _at(self) -> str:
+    def at(self) -> str:
         return f" at {self.endpoint[0]}:{self.endpoint[1]}" if self.endpoint else ""
 
     def unreachable(self, at_least_s: float) -> str:
@@ -156,7 +171,7 @@ class Watcher:
         if longest_s == 0 or longest_s < at_least_s:
             return ""
         hosts = ", ".join(f"{host} ({ranks_text(ranks)})" if ranks else host for host, ranks, _ in lost)
-        hosts = hosts or f"the host of the process group's store{self._at}"
+        hosts = hosts or f"the host of the process group's store{self.at}"
         return f"{hosts} cannot be reached from {socket.gethostname()}: no answer for {longest_s:.0f} s"
 
     # In the thread --------------------------------------------------------------------------------------------------
@@ -168,13 +183,17 @@ class Watcher:
                 self._store_address = socket.getaddrinfo(*self.endpoint, type=socket.SOCK_STREAM)[0][4][:2]
         while not self.stop.wait(FIRST_S if self._is_starting() else self.tick_s):
             try:
-                if self.stall_s > 0:
+                if self.stall_s > 0 and self.fault is None:
                     self._look(time.perf_counter())
             except Exception:  # a look needs descriptors and /proc; without this thread no wait would end
                 continue
         self.links.close()
         if self._store_link is not None:
             self._store_link.close()
+
+    def store_silent_s(self, now: float) -> float:
+        silent_s = now - self.mail.answered
+        return silent_s if silent_s > max(1.0, 3 * self.tick_s) else 0.0
 
     def _is_starting(self) -> bool:
         """Until all hosts have been reached, or it seems that some will never be."""
@@ -186,7 +205,7 @@ class Watcher:
         elif not self.mail.cards and not self.links.has_guessed and now - self._began > _GUESS_S:
             self.links.guess()
         self.links.look(now, self.stall_s)
-        if now - self.mail.answered < max(1.0, 3 * self.tick_s) or self._store_address is None:
+        if self.store_silent_s(now) == 0 or self._store_address is None:
             if self._store_link is not None:
                 self._store_link.close()
             self._store_link = None
@@ -217,7 +236,7 @@ class Watcher:
     def _end(self, process: int) -> None:
         if os.getpid() != process:  # a fork has neither the thread nor a right to the connection
             return
-        is_silent = time.perf_counter() - self.mail.answered > max(_ENDED_S, 3 * self.tick_s)
+        is_silent = self.store_silent_s(time.perf_counter()) > _ENDED_S
         self.stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(10)
@@ -376,6 +395,9 @@ class _Lane:
                 self._told_s = 2 * waited_s
                 self._tell(waited_s, [(rank, places[rank]) for rank in late])
             return None
+        if (silent_s := self._watcher.store_silent_s(now)) > stall_s:
+            what = f"the process group's store{self._watcher.at} has not answered for {silent_s:.0f} s"
+            return self.explain(f"{what}, and this rank waits for {waited_s:.0f} s", SILENT, places)
         return self.explain(f"ranks have diverged: for {waited_s:.0f} s no rank got further", DIVERGED, places)
 
     def explain(self, what: str, advice: str, places: Sequence[Place | None] = ()) -> str:
@@ -391,6 +413,8 @@ class _Lane:
         what = f"in {here.purpose}" if here.purpose else f"for {here.waits_for}"
         for_whom = "; ".join(f"rank {rank}: {place or 'nothing heard of it yet'}" for rank, place in late)
         lost = self._watcher.unreachable(0)
+        if not lost and (silent_s := self._watcher.store_silent_s(time.perf_counter())):
+            lost = f"the process group's store{self._watcher.at} has not answered for {silent_s:.0f} s"
         _print(
             f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}{here.among}, for {for_whom}"
             + (f"; {lost}" if lost else "")

@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces with a veth pair between them, each with a host name of its own.
 
-All of it, and every process in it, is gone after the `with` block. Processes have a time limit as well, for a test that is killed.
+All of it, and every process in it, is gone after the `with` block. Processes have a time limit as well: a test may be killed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ class Link:
         return [*outer, "timeout", "-k", "5", str(limit_s), *words]
 
     def start(
-        self, host: int, words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, limit_s: float = 150
+        self,
+        host: int,
+        words: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        limit_s: float = 150,
     ) -> subprocess.Popen[bytes]:
         """Run a command on one host, for at most so long."""
         own = {"GLOO_SOCKET_IFNAME": self._devices[host], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,8 +1,8 @@
 """One host of `tests/regressions/test_cut_link.py`: ranks that train until they are told that the link was cut.
 
-`python cut_link_job.py <out> <host> <address> <first port> <stall_s> <limit_s> <case>…`. Each case is a world of its own; all run at the
-same time, forked from a process that has imported everything. A rank is paused at the place that its case names. Its output is
-in `<out>/<case>/rank<r>.txt`, how it ended in `rank<r>.json`.
+`python cut_link_job.py <out> <host> <address> <first port> <stall_s> <limit_s> <case>…`. Each case is a world of its own. All
+run at the same time, forked from a process that has imported everything. A rank is paused at the place that its case names. Its
+output is in `<out>/<case>/rank<r>.txt`, its exit code in `rank<r>.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class Pause:
         if self.is_over:
             return
         self.is_over = True
-        (self.folder / f"at.{os.environ['RANK']}").touch()
+        (self.folder / f"at.{os.environ['RANK']}").write_text(str(os.getpid()))
         while not (self.folder.parent / "go").exists() and time.monotonic() < self._until:
             time.sleep(0.01)
 
@@ -163,7 +162,7 @@ def main() -> None:
             ranks[child] = folder / f"rank{rank}.json"
     while ranks:
         child, status = os.wait()
-        ranks.pop(child).write_text(json.dumps({"code": os.waitstatus_to_exitcode(status), "ended": time.time()}))
+        ranks.pop(child).write_text(json.dumps({"code": os.waitstatus_to_exitcode(status)}))
 
 
 if __name__ == "__main__":
