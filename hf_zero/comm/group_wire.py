@@ -527,8 +527,8 @@ def _interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
     if device.type != "cpu":
         group.abort()
         return
-    # gloo has no abort, but a receive that runs out of time closes all connections of its group. One from a rank whose connection
-    # is closed already fails at once, and closes no other.
+    # gloo has no abort, but a receive that runs out of time closes all connections of its group. One from a rank whose
+    # connection is closed already fails at once, and closes no other.
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):

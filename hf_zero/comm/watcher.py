@@ -353,7 +353,7 @@ class _Lane:
         ended = [watch for watch in self._open() if watch.at is not None]
         call, _, since = self._in_torch
         if not ended and call and time.perf_counter() - since > _ENDED_S:
-            _print(self.verdict or "")  # torch's own error ends the wait, which is one of the user's calls
+            _print(f"hf_zero: {self.verdict}")  # torch's own error ends the wait, which is one of the user's calls
             ended = self._open()
         for watch in ended:
             for interrupt in watch.interrupts:
