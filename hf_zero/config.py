@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
@@ -43,6 +46,79 @@ OFFLOADS = ("none", "cpu", "disk", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
+_ELSEWHERE = {
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param_device": "offload_params",
+    "cpu_offload": "offload_optimizer",
+    "nvme_path": "offload_dir",
+    "offload_optimizer_nvme_path": "offload_dir",
+    "offload_param_nvme_path": "offload_dir",
+    "sharding_strategy": "stage",
+    "reshard_after_forward": "stage",
+    "communication_data_type": "reduce_dtype",
+    "mics_shard_size": "replicas",
+    "zero_hpz_partition_size": "replicas",
+    "zero_quantized_gradients": "wire",
+    "zero_quantized_weights": "wire",
+}
+"""What DeepSpeed and FSDP call a setting."""
+_VALUES_ELSEWHERE = {"nvme": "disk", "ssd": "disk", "host": "cpu", "true": "cpu"}
+_VALUES_ELSEWHERE |= dict.fromkeys(("gpu", "cuda", "device", "false"), "none")
+
+
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting that does not exist; a TypeError like every unknown keyword."""
+
+
+T = TypeVar("T", bound=type)
+
+
+def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
+    """Class decorator, above `dataclass`: an unknown keyword raises an error that names the setting which was meant.
+
+    Args:
+        prefix: of the fields that are settings: `zero_` for flags.
+        all_names: False: the class has fields of another library, and names that resemble no setting are its own matter.
+    """
+
+    def decorate(cls: T) -> T:
+        stock, known = vars(cls)["__init__"], set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+        @functools.wraps(stock)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            names = list(ZeroConfig.__dataclass_fields__)
+            for name in [name for name in kwargs if name not in known]:
+                bare = name.removeprefix("zero_")
+                meant = _ELSEWHERE.get(name) or _ELSEWHERE.get(bare)
+                meant = meant or next(iter(difflib.get_close_matches(bare, names, 1, 0.8)), None)
+                if meant is not None:
+                    raise UnknownSettingError(
+                        f"{cls.__name__} has no setting {name!r}: did you mean '{prefix}{meant}'?"
+                    )
+                if all_names:
+                    raise UnknownSettingError(f"{cls.__name__} has no setting {name!r}. It has {', '.join(names)}")
+            stock(self, *args, **kwargs)
+
+        type.__setattr__(cls, "__init__", __init__)
+        return cls
+
+    return decorate
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value outside `choices`; with the one that DeepSpeed's or Python's word for it means.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if isinstance(value, str) and value in choices:
+        return
+    word = str(value.get("device") if isinstance(value, dict) else value).lower()
+    meant = _VALUES_ELSEWHERE.get(word, word)
+    hint = f": did you mean {meant!r}?" if meant in choices else ""
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}, found {value!r}{hint}")
+
+
 def parse_bytes(size: int | str, name: str = "a size") -> int:
     """`50GB`, `5GiB`, `1048576`.
 
@@ -58,6 +134,8 @@ def parse_bytes(size: int | str, name: str = "a size") -> int:
         value = float(match[1]) * _UNITS[match[2]]
     if value < 1:
         raise ConfigError(f"{name} must be positive, found {size!r}")
+    if value >= 1 << 63:
+        raise ConfigError(f"{name} is more than any machine has: found {str(size)[:40]!r}")
     return int(value)
 
 
@@ -70,16 +148,17 @@ def size_text(nbytes: float, *, up: bool = False) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _patterns(given: object) -> tuple[str, ...]:
+def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[str, ...]:
+    """Patterns, in a sequence or with commas between; `one` and `two` are examples."""
     words = given.split(",") if isinstance(given, str) else given
     if given is None or not isinstance(words, (tuple, list)) or not all(isinstance(word, str) for word in words):
         raise ConfigError(
-            f"full_precision must be names or patterns of parameters, such as ('*.gate.*',) or '*.gate.*,*.router.*', found "
-            f"{given!r}"
+            f"{name} must be names or patterns of {what}, such as ({one!r},) or '{one},{two}', found {given!r}"
         )
     return tuple(stripped for word in words if (stripped := word.strip()))
 
 
+@explains_names()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """Settings of one engine. Flags and plugins take defaults and metadata from here.
@@ -106,6 +185,13 @@ class ZeroConfig:
         metadata={
             "help": "With bf16 or fp16: weights that stay in float32, by names or patterns with commas between, such as "
             "'*.gate.*,*.router.*': those that the model itself uses in float32."
+        },
+    )
+    units: str | tuple[str, ...] = field(  # a tuple once it is checked
+        default="",
+        metadata={
+            "help": "Modules that are gathered and released as one, by names, class names or patterns with commas between, "
+            "such as '*.experts,MoeBlock': those in which ranks run different parts at stage 3. The others are found."
         },
     )
     async_save: bool = field(
@@ -196,8 +282,7 @@ class ZeroConfig:
                 f"replicas={self.replicas} needs stage 1, 2 or 3, found stage {self.stage}, where every rank has a copy of "
                 "everything already: choose another stage, or leave replicas out"
             )
-        if self.wire not in WIRES:
-            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
+        check_choice("wire", self.wire, WIRES)
         if self.wire != "none" and not self.policy.shard:
             raise ConfigError(
                 f"wire={self.wire!r} needs stage 1, 2 or 3, found stage {self.stage}: choose another stage"
@@ -207,8 +292,7 @@ class ZeroConfig:
                 f"debug=True compares gradients with their exact means, and wire={self.wire!r} rounds them: use one of the two"
             )
         for name in ("offload_optimizer", "offload_params"):
-            if getattr(self, name) not in OFFLOADS:
-                raise ConfigError(f"{name} must be one of {', '.join(OFFLOADS)}, found {getattr(self, name)!r}")
+            check_choice(name, getattr(self, name), OFFLOADS)
         for name in ("device_memory", "host_memory"):
             value: int | str | None = getattr(self, name)
             if value is not None:
@@ -217,7 +301,11 @@ class ZeroConfig:
             raise ConfigError(f"stall_s must be seconds (0: never), found {self.stall_s!r}")
         if self.offload_dir is not None:
             object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
-        object.__setattr__(self, "full_precision", _patterns(self.full_precision))
+        for name, what, one, two in (
+            ("full_precision", "parameters", "*.gate.*", "*.router.*"),
+            ("units", "modules or their classes", "*.experts", "MixtralSparseMoeBlock"),
+        ):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name), what, one, two))
         if self.reduce_dtype is not None:
             dtype = _DTYPES.get(str(self.reduce_dtype).lower())
             if dtype is None:

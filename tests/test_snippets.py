@@ -1,13 +1,13 @@
-"""Every Python block of the documents runs as it stands, on two ranks; every command of theirs is one that its parser takes."""
+"""Every Python block of the documents runs as it stands, on two ranks; README.md's are whole files (`test_readme.py`)."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.kit.launch import Results, launch
-from tests.test_docs import PAGES, blocks_of
+from tests.test_docs import PAGES, ROOT, blocks_of
 
-WITH_CODE = [page for page in PAGES if blocks_of(page, "python")]
+WITH_CODE = [page for page in PAGES if page != ROOT / "README.md" and blocks_of(page, "python")]
 BLOCKS = [f"{page.name} {number}" for page in WITH_CODE for number in range(len(blocks_of(page, "python")))]
 
 

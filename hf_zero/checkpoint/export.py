@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,9 +29,11 @@ from ..core.layout import itemsize
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
+from .cards import CARD, is_generated, sealed
 from .files import inside, open_plain, read_json
-from .folder import recover, replacing, sync_tree, verify
+from .folder import link_files, recover, replacing, sync_tree, verify
 from .hub import Hub, card_for, split_keys
+from .kinds import stale_weights
 from .manifest import MANIFEST, Manifest
 from .safetensors import Stored, build_header, read_fully, write_fully
 from .series import is_ours
@@ -79,7 +81,8 @@ def export(
         private: of a repository that is made.
         revision: a branch, made where it is not there.
         token: by default HF_TOKEN, or that of `hf auth login`.
-        overwrite: replace whatever is at `output`.
+        overwrite: write into an `output` that holds other files, and remove weights of another kind (a full model's where an
+            adapter is exported, pickles) there and on the Hub. Without it such weights are refused. All other files stay.
         progress: called with (what, bytes done, bytes in all).
 
     Returns:
@@ -102,19 +105,21 @@ def export(
     job = _examine(folder, wanted, parse_bytes(max_shard_size), note)
     parent, link = _room(job, target)
     if hub is not None:
-        hub.prepare(private)  # before the long work: most errors show here
+        hub.prepare(private, job.names, overwrite)  # before the long work: most errors show here
     message = commit_message or f"Upload {folder.name} with hf_zero {__version__}"
     title = (target or folder).name if hub is None else hub.name
     if target is not None:
         with replacing(target) as staged:
             _write(job, staged, title, False, note)
+            if target.is_dir():
+                _keep(target, staged, job.names)
         if hub is not None:
-            hub.upload(target, message, ignore=[MARKER])
+            hub.upload(target, job.names, message, overwrite)
     elif hub is not None:
         with tempfile.TemporaryDirectory(prefix=".zero_export-", dir=parent) as name:
             place = Path(name)
             _write(job, place, title, link, note)
-            hub.upload(place, message, ignore=[MARKER])
+            hub.upload(place, job.names, message, overwrite)
     return target
 
 
@@ -163,6 +168,21 @@ class _Job:
     @property
     def payload_bytes(self) -> int:
         return sum(output.payload_bytes for _, outputs in self.weights for output in outputs)
+
+    @property
+    def names(self) -> set[str]:
+        """All files that the export writes, without the marker."""
+        found = {CARD, *self.files}
+        for weights, outputs in self.weights:
+            found |= {output.name for output in outputs}
+            if self.index_of(weights, outputs):
+                found.add(f"{weights.stem}.safetensors.index.json")
+        return found
+
+    @staticmethod
+    def index_of(weights: WeightSet, outputs: list[_Output]) -> bool:
+        """Whether the files have an index."""
+        return len(outputs) > 1 or (weights.index is not None and all(output.copied for output in outputs))
 
     def need_bytes(self, link: bool) -> int:
         """What the disk must have, roughly."""
@@ -327,7 +347,7 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
                     _write_weights(job.folder, output, place / output.name, written)
             if weights.index is not None and all(output.copied for output in outputs):
                 shutil.copyfile(job.folder / weights.index, place / weights.index)
-            elif len(outputs) > 1:
+            elif job.index_of(weights, outputs):
                 where = {key: output.name for output in outputs for key in output.sources}
                 numel = sum(source.numel for output in outputs for source in output.sources.values())
                 total_numel = numel if weights.total_parameters is None else weights.total_parameters
@@ -341,9 +361,9 @@ def _write(job: _Job, place: Path, title: str, link: bool, note: Progress) -> No
                 (place / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             else:
                 shutil.copyfile(job.folder / name, place / name)
-        card = place / "README.md"
+        card = place / CARD
         if not card.exists() or _UNFILLED in card.read_text(encoding="utf-8", errors="replace"):
-            card.write_text(str(card_for(job.folder, model_id=title)), encoding="utf-8")
+            card.write_text(sealed(card_for(job.folder, model_id=title)), encoding="utf-8")
         files = {p.relative_to(place).as_posix(): p.stat().st_size for p in sorted(place.rglob("*")) if p.is_file()}
         marker = {"format": "hf_zero_export", "version": __version__, "files": files}
         (place / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
@@ -452,6 +472,19 @@ def _check_target(target: Path, folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"the output {target} is not empty and no earlier export: give another, or overwrite=True")
     for name in sorted(present - set(files) - {MARKER})[:1]:
         raise ConfigError(f"the output {target} has {name!r}, which no export made: move it, or overwrite=True")
+
+
+def _keep(target: Path, staged: Path, new: Collection[str]) -> None:
+    """Take over what the export does not replace: hard links in `staged` to files of `target`, or copies."""
+    marker = read_json(target / MARKER) if (target / MARKER).is_file() else {}
+    earlier = marker.get("files")
+    present = [path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()]
+    same, other = stale_weights(present, new)
+    gone = {MARKER, *new, *(earlier if isinstance(earlier, dict) else ()), *same, *other}
+    if CARD in present and is_generated(staged / CARD) and not is_generated(target / CARD):
+        gone.discard(CARD)
+        (staged / CARD).unlink()
+    link_files(target, staged, sorted({*present} - gone))
 
 
 def _room(job: _Job, target: Path | None) -> tuple[Path, bool]:

@@ -16,15 +16,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
+from .kinds import kind_of, stale_weights
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 
 SUFFIX = ".zero_saving"
@@ -35,12 +36,6 @@ _EXPORT_SUFFIX = ".zero_export"
 _PATIENCE_S = 0.5
 """How long a lock may be held by who only looks whether a folder was left behind."""
 _GATES = ("config.json", "adapter_config.json")
-_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
-# What a reader of the folder would take for weights or state of the save at hand, were it left from an older one.
-_RIVALS = {
-    "model": ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
-    "adapter_model": ("adapter_model.safetensors", "adapter_model.bin"),
-}
 
 
 class Staging:
@@ -221,7 +216,8 @@ def verify(
 def replacing(target: Path) -> Iterator[Path]:
     """A folder of other makers' files: an empty one, beside `target`, that becomes it when the block ends well.
 
-    Whatever `target` held is gone then. Killed between the two renames, the older content comes back with the next call.
+    Of what `target` held, only what the block puts into the new folder is left.
+    Killed between the two renames, the older content comes back with the next call.
 
     Raises:
         CheckpointError: another job replaces it, it cannot be written, or a link is in the way.
@@ -253,6 +249,16 @@ def replacing(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # `older` is still there where a rename failed
             root.rmdir()
         os.close(held[0])
+
+
+def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Hard links in `target`, or copies where the file system has no links."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, target / name, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source / name, target / name, follow_symlinks=False)
 
 
 class Occupancy:
@@ -450,17 +456,20 @@ def _folders(target: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _rivals(target: Path, manifest: Manifest) -> set[str]:
-    out: set[str] = set()
-    for stem, names in _RIVALS.items():
-        mine = [name for name in manifest.files if name.startswith(stem) and name.endswith(".safetensors")]
-        if mine:
-            out.update(name for name in names if (target / name).exists())
-            out.update(
-                path.name
-                for path in target.iterdir()
-                if _SHARD.fullmatch(path.name) and path.name.startswith((stem, "pytorch_" + stem))
-            )
-    return out
+    """Older weights that a reader of the folder would take for those of this save. Other kinds stay, with a warning."""
+    folders = {PurePosixPath(name).parent for name in manifest.files if kind_of(name) is not None}
+    present = [(folder / path.name).as_posix() for folder in folders for path in (target / folder).iterdir()]
+    same, other = stale_weights(present, manifest.files)
+    written = {kind_of(name) for name in manifest.files}
+    pickles = [name for name, kind in other.items() if kind.removeprefix("pickled ") in written]
+    adapter = [name for name, kind in other.items() if kind == "adapter" and name not in _files_of(target)]
+    if adapter:
+        warnings.warn(
+            f"{target} also holds an adapter from elsewhere ({', '.join(adapter)}): `from_pretrained` adds it to the model "
+            "that was saved. Remove these files, or save to another folder",
+            stacklevel=2,
+        )
+    return {*same, *pickles}
 
 
 def _empty(fd: int) -> None:

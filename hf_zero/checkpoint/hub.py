@@ -9,11 +9,13 @@ huggingface_hub is imported when it is needed: checking and exporting folders st
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
@@ -22,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
+from .cards import CARD, is_generated, is_unwritten
 from .files import Field, inside, is_number, read_json, replace_file
+from .kinds import refuse_other_weights, stale_weights
 from .manifest import MANIFEST, check_version
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
+    from huggingface_hub import HfApi, ModelCard
 
-# What a reader of the repository would take for weights, were it left there from an older upload.
-_RIVALS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
 RUN_FILE = "zero_run.json"
 _FORMAT, _VERSION = "hf_zero_run", 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -324,8 +326,16 @@ class Hub:
         self.name, self.revision = name, revision
         self._api = HfApi(token=token, library_name="hf_zero", library_version=__version__)
 
-    def prepare(self, private: bool | None) -> None:
-        """Make the repository and the branch where they are not there."""
+    def prepare(self, private: bool | None, new: Collection[str], overwrite: bool) -> None:
+        """Create the repository and the branch where they are missing.
+
+        Args:
+            new: names of the files that will be uploaded.
+            overwrite: weights of another kind may be removed.
+
+        Raises:
+            ConfigError: the repository holds weights of another kind, or is public where `private` is set.
+        """
         with self._explained("creating"):
             url = self._api.create_repo(self.name, private=private, exist_ok=True)
             self.name = url.repo_id  # with the user's name, where only the repository's was given
@@ -334,20 +344,36 @@ class Hub:
             raise ConfigError(
                 f"{self.name} is there already and public: make it private on the Hub, or choose another name"
             )
+        with self._explained("listing the files of"):
+            present = list_files(self._api, self.name, self.revision)
+        if not overwrite:
+            refuse_other_weights(present, new, self.where)
         with self._explained("making the branch in"):
             if self.revision is not None:
                 self._api.create_branch(self.name, branch=self.revision, exist_ok=True)
 
-    def upload(self, folder: Path, message: str, ignore: Sequence[str]) -> None:
-        """All files of `folder` but those; weights that an older upload left under other names go."""
+    @property
+    def where(self) -> str:
+        return f"{self.name} on the Hub" + ("" if self.revision is None else f" (branch {self.revision})")
+
+    def upload(self, folder: Path, new: Collection[str], message: str, overwrite: bool) -> None:
+        """Upload these files of `folder`. Delete older weights of the same kind; of another kind only with `overwrite`.
+
+        A card that a user wrote in the repository is kept where the new one is a generated one.
+        """
         with self._explained("uploading to"):
+            present = self._api.list_repo_files(self.name, revision=self.revision)
+            same, other = stale_weights(present, new)
+            generated = CARD in present and CARD in new and is_generated(folder / CARD)
+            if generated and not _is_replaced(is_generated, self._api, self.name, self.revision):
+                new = {*new} - {CARD}
             self._api.upload_folder(
                 repo_id=self.name,
                 folder_path=folder,
                 revision=self.revision,
                 commit_message=message,
-                ignore_patterns=list(ignore),
-                delete_patterns=_RIVALS,
+                allow_patterns=[glob.escape(name) for name in new],
+                delete_patterns=[glob.escape(name) for name in (*same, *(other if overwrite else ()))],
             )
 
     @contextmanager
@@ -363,6 +389,58 @@ class Hub:
             raise ConfigError(f"{what}: {error}") from error
         except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
             raise _explain(what, error) from error
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one upload of a folder deletes, and which of the folder's files it does not upload, as patterns."""
+
+    delete: list[str]
+    keep: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        api: HfApi,
+        *,
+        repo_id: str,
+        folder_path: str | os.PathLike[str],
+        path_in_repo: str | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        ignore_patterns: Sequence[str] = (),
+        **_: Any,
+    ) -> Changes:
+        """For the arguments of `HfApi.upload_folder`: delete older weights of the same kind, keep a card that a user wrote."""
+        from huggingface_hub.utils import filter_repo_objects
+
+        root, folder = Path(folder_path), f"{path_in_repo.strip('/')}/" if path_in_repo else ""
+        files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+        new = list(filter_repo_objects(files, ignore_patterns=list(ignore_patterns)))
+        listed = list_files(api, repo_id, revision, token)
+        present = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
+        keep = []
+        if not folder and CARD in present and CARD in new and is_unwritten(root / CARD):
+            keep = [] if _is_replaced(is_unwritten, api, repo_id, revision, token) else [CARD]
+        return cls([glob.escape(name) for name in stale_weights(present, new)[0]], keep)
+
+
+def list_files(api: HfApi, name: str, revision: str | None, token: str | None = None) -> list[str]:
+    """The files of a repository. A branch that is missing would start with those of the default one."""
+    from huggingface_hub import errors
+
+    try:
+        return api.list_repo_files(name, revision=revision, token=token)
+    except errors.RevisionNotFoundError:
+        return api.list_repo_files(name, token=token)
+
+
+def _is_replaced(
+    check: Callable[[Path], bool], api: HfApi, name: str, revision: str | None, token: str | None = None
+) -> bool:
+    """Return what `check` says of the repository's card."""
+    with tempfile.TemporaryDirectory() as local:
+        return check(Path(api.hf_hub_download(name, CARD, revision=revision, token=token, local_dir=local)))
 
 
 def _explain(what: str, error: Exception) -> CheckpointError | ConfigError:

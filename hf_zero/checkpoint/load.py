@@ -32,6 +32,8 @@ from .weights import Located, WeightFormat, checked_header, find_weights, persis
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
 _MOST_STEPS = 2**53
 """Beyond, float64 does not count."""
+_MOST_DIMS = 16
+"""Of a tensor of one element."""
 _ADDED = {"initial_lr", "param_names", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Options that torch's schedulers and named parameters add to groups: the run at hand need not have them yet."""
 
@@ -270,10 +272,16 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
     """
     group = optimizer.groups[place]
     options = {}
+    added: set[str] | None = None
     for key, entry in saved.entries():
         if key == "params":
             continue
         if key not in group and key not in _ADDED:
+            added = optimizer.added() if added is None else added
+            if key in added:
+                _value(entry)
+                options[key] = unscalar(entry.value, None)
+                continue
             raise CheckpointError(
                 f"{entry.path}: {entry.key} is an option that this run's {optimizer.kind} does not have; it has "
                 f"{sorted(set(group) - {'params'})}. Where a scheduler adds it, build that before loading; or load with "
@@ -294,10 +302,19 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
 def _value(entry: Field) -> Any:
     """A value that `saving.scalar` wrote; of a tensor, the number in it."""
     found = entry.value
+    if isinstance(found, list):
+        for item in entry.items():
+            _value(item)
+        return found
     if not isinstance(found, dict):
         return found
+    if set(found) == {"tuple"}:
+        return _value(entry["tuple"]) if isinstance(found["tuple"], list) else entry["tuple"].items()
     number = entry["tensor"]
-    if set(found) != {"tensor", "dtype"} or not isinstance(number.value, (bool, int, float)):
+    shape = entry["shape"].shape() if "shape" in found else ()
+    is_empty = number.value is None and len(shape) <= _MOST_DIMS and 0 in shape
+    is_one = isinstance(number.value, (bool, int, float)) and len(shape) <= _MOST_DIMS and set(shape) <= {1}
+    if set(found) - {"shape"} != {"tensor", "dtype"} or not (is_one or is_empty):
         raise entry.refused("one number, as a tensor")
     entry["dtype"].text()
     entry.read_by(partial(unscalar, like=None), "one number, as a tensor of a type that torch has")
@@ -346,9 +363,14 @@ def _saved(
 
 
 def unscalar(value: Any, like: Any) -> Any:
-    """The inverse of `saving.scalar`; tuples by the example of `like`."""
-    if isinstance(value, dict) and set(value) == {"tensor", "dtype"}:
-        return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+    """The inverse of `saving.scalar`; an option's tuples by the example of `like`."""
+    if isinstance(value, dict) and "tensor" in value:
+        shape, dtype = value.get("shape", []), dtype_of(value["dtype"])
+        one = value["tensor"]
+        return torch.empty(shape, dtype=dtype) if one is None else torch.tensor(one, dtype=dtype).reshape(shape)
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(unscalar(value["tuple"], None))
     if isinstance(value, list):
-        return tuple(value) if isinstance(like, tuple) else value
+        items = [unscalar(item, None) for item in value]
+        return tuple(items) if isinstance(like, tuple) else items
     return value

@@ -87,6 +87,10 @@ class OptimizerState(Protocol):
         """Why the optimizer would not have been built with such options; None where it would, or cannot say."""
         ...
 
+    def added(self) -> set[str]:
+        """The options that a step adds to the groups."""
+        ...
+
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         """The parameters that are trained; whether the arrays of their states have shapes of their own."""
         ...

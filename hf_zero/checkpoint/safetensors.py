@@ -9,6 +9,7 @@ Format: https://github.com/huggingface/safetensors#format. A little-endian u64 h
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from .files import open_plain, parse_json
 MAX_HEADER_BYTES = 100_000_000
 """The reference reader's own limit."""
 _ALIGN_BYTES = 8
+_SAMPLE_BYTES = 64
 
 _NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -41,7 +43,9 @@ _RANK = {code: place for place, code in enumerate(_NAMES)}
 def _code(dtype: str) -> str:
     code = _CODES.get(dtype)
     if code is None:
-        raise CheckpointError(f"safetensors has no type for torch.{dtype}; cast the tensor before saving")
+        raise CheckpointError(
+            f"safetensors has no type for torch.{dtype}. Build the model in another type, or use torch.save(model.state_dict())"
+        )
     return code
 
 
@@ -93,6 +97,27 @@ def build_header(
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
     return struct.pack("<Q", len(text)) + text, _header(Path(path), table, 8 + len(text), 8 + len(text) + offset)
+
+
+def sampled(tensors: Mapping[str, Stored]) -> str:
+    """Return a digest of names, types, shapes and a few bytes in the middle of each tensor: other weights give another.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    files: dict[Path, int] = {}
+    try:
+        for name, stored in tensors.items():
+            if stored.file not in files:
+                files[stored.file] = open_plain(stored.file)
+            found.update(f"{name} {stored.dtype} {stored.shape}".encode())
+            start = max(stored.start, (stored.start + stored.stop - _SAMPLE_BYTES) // 2)
+            found.update(os.pread(files[stored.file], min(_SAMPLE_BYTES, stored.stop - start), start))
+    finally:
+        for file in files.values():
+            os.close(file)
+    return found.hexdigest()
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:

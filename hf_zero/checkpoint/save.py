@@ -351,7 +351,11 @@ def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -
             name: {
                 "shape": state.shape,
                 "states": list(state.arrays),
-                "scalars": {key: scalar(key, value) for key, value in state.scalars.items()},
+                "scalars": {
+                    # Options have an example of what is a tuple; a state has none.
+                    key: {"tuple": scalar(key, value)} if isinstance(value, tuple) else scalar(key, value)
+                    for key, value in state.scalars.items()
+                },
             }
             for name, state in described.items()
         },
@@ -366,17 +370,18 @@ def _entries(state: str, described: Mapping[str, ParameterState]) -> Iterator[En
 
 
 def scalar(name: str, value: Any) -> Any:
-    """A JSON value for an option or a scalar state; tensors of one element keep their type.
+    """A JSON value for an option or a scalar state; tensors of one element, or of none, keep their type and shape.
 
     Raises:
         CheckpointError: anything else.
     """
     if isinstance(value, Tensor):
-        if value.numel() != 1:
+        if value.numel() > 1 or value.is_complex():
             raise CheckpointError(
-                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)}: it has no place"
+                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)} and type {value.dtype}: it has no place"
             )
-        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+        shape = {"shape": list(value.shape)} if value.dim() else {}
+        return {"tensor": value.item() if value.numel() else None, "dtype": dtype_name(value.dtype), **shape}
     if isinstance(value, (tuple, list)):
         return [scalar(name, item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):

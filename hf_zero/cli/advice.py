@@ -80,7 +80,7 @@ class Asked:
             checkpointing = options.gradient_checkpointing or options.offload_activations
             architecture = self.model.architecture
             batch = Batch(options.batch, options.sequence, checkpointing, options.offload_activations, architecture)
-        layout = self.model.layout(self.precision, config.shards(world_size))
+        layout = self.model.layout(self.precision, config.shards(world_size), tuple(config.units))
         return PlanInputs(
             layout,
             self.machine,

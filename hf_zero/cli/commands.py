@@ -22,6 +22,10 @@ from ..errors import ConfigError, ZeroError
 OK, WRONG, USAGE = 0, 1, 2
 """Exit statuses of every command. 1: looked, and something is wrong (a damaged file, a plan that does not fit), or the work
 failed. 2: what was typed cannot be."""
+_MOST_NAME = 255
+"""Bytes of one name in a path, on Linux."""
+MOST_RANKS = 1 << 16
+"""That a plan takes: time and memory grow with them where it searches for what fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ T = TypeVar("T", bound=Options)
 
 
 def flag(help: str | None = None, default: Any = None, **said: Any) -> Any:
-    """A field that is a flag; `said`: `choices`, and keywords of `typer.Option`."""
+    """A field that is a flag; `said`: `choices`, `most` (of a number), and keywords of `typer.Option`."""
     return field(default=default, metadata={"help": help, **said})
 
 
@@ -62,7 +66,7 @@ def as_plugin(settings: Mapping[str, Any]) -> str:
 
 def _parameter(item: Field[Any], hint: Any) -> inspect.Parameter:
     """Of a command, from a field of its options."""
-    said = {key: value for key, value in item.metadata.items() if key not in ("choices", "is_argument")}
+    said = {key: value for key, value in item.metadata.items() if key not in ("choices", "is_argument", "most")}
     if choices := item.metadata.get("choices"):
         hint = Literal[tuple(choices)] if item.default is not None else Literal[tuple(choices)] | None
     if item.metadata.get("is_argument"):
@@ -81,6 +85,7 @@ def add(app: typer.Typer, name: str, options: type[T], run: Callable[[T], int | 
 
     def called(**given: Any) -> None:
         try:
+            _check_most(options, given)
             status = run(options(**given))
         except Exception as error:
             if given["debug"]:
@@ -97,6 +102,21 @@ def add(app: typer.Typer, name: str, options: type[T], run: Callable[[T], int | 
     called.__dict__["__signature__"] = inspect.Signature(made)  # what typer reads, and the annotations again
     called.__annotations__.update({each.name: each.annotation for each in made})
     app.command(name, help=inspect.getdoc(options))(called)
+
+
+def _check_most(options: type[Options], given: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a number is larger than a command can work with in time and memory, or a text cannot be a name.
+    """
+    for item in fields(options):
+        most, value, argument = item.metadata.get("most"), given[item.name], item.metadata.get("is_argument")
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{item.name if argument else flag_of(item.name)} has a null character: {value[:40]!r}")
+        if argument and isinstance(value, str) and max(map(len, value.split("/"))) > _MOST_NAME:
+            raise ConfigError(f"{item.name} is longer than any name: {len(value)} characters, {value[:40]!r}…")
+        if most is not None and value is not None and not value <= most:
+            raise ConfigError(f"{flag_of(item.name)} must be at most {most:,}, found {value}")
 
 
 def _words(error: Exception) -> str:
@@ -158,8 +178,10 @@ class PlanOptions(Options):
 
     model: str | None = argument("size, built-in name, folder, file or Hub id", default=None)
     parameters: str | None = flag("in place of MODEL: a number of parameters, such as 7.5B", metavar="N")
-    world_size: int = flag("number of ranks", 8)
-    nodes: int = flag("number of machines, with as many ranks each: what stays within them at stage 3", 1)
+    world_size: int = flag("number of ranks", 8, most=MOST_RANKS)
+    nodes: int = flag(
+        "number of machines, with as many ranks each: what stays within them at stage 3", 1, most=MOST_RANKS
+    )
     zero_stage: int | None = setting(
         "stage", default=None, help="this stage alone, with all details", metavar="[0|1|2|3]"
     )
@@ -169,7 +191,10 @@ class PlanOptions(Options):
     zero_step_in_backward: bool = setting("step_in_backward", help="update offloaded units in backward")
     zero_reduce_dtype: str | None = setting("reduce_dtype", metavar="DTYPE")
     zero_full_precision: str = setting("full_precision", metavar="NAMES")
-    zero_replicas: int = setting("replicas", help="copies of what the stage shards (hybrid sharding)", metavar="R")
+    zero_units: str = setting("units", metavar="NAMES")
+    zero_replicas: int = setting(
+        "replicas", help="copies of what the stage shards (hybrid sharding)", metavar="R", most=MOST_RANKS
+    )
     zero_wire: str = setting("wire", help="format in which gradients and weights travel")
     # No --zero: they are figures of the machine here, with or without `auto`.
     device_memory: str | None = setting(
@@ -177,10 +202,10 @@ class PlanOptions(Options):
     )
     host_memory: str | None = setting("host_memory", help="bytes per rank of host memory", metavar="SIZE")
     disk_space: str | None = flag("bytes per rank in the offload folder", metavar="SIZE")
-    optimizer_tensors: int = flag("state tensors per parameter; Adam has 2", 2)
-    batch: int | None = flag("sequences per rank and forward; counts activations", metavar="ROWS")
-    sequence: int = flag("with --batch", 2048, metavar="TOKENS")
-    accumulation: int = flag("micro-batches per step", 1, metavar="N")
+    optimizer_tensors: int = flag("state tensors per parameter; Adam has 2", 2, most=100)
+    batch: int | None = flag("sequences per rank and forward; counts activations", metavar="ROWS", most=10**6)
+    sequence: int = flag("with --batch", 2048, metavar="TOKENS", most=10**8)
+    accumulation: int = flag("micro-batches per step", 1, metavar="N", most=10**6)
     gradient_checkpointing: bool = flag("keep only the blocks' inputs for backward", False)
     offload_activations: bool = flag("checkpointed activations rest on the host", False)
     machine: str | None = flag("sizes and speeds as `hf-zero probe --json` prints them", metavar="FILE")
@@ -230,24 +255,29 @@ class SimulateOptions(Options):
     """
 
     model: str = argument("built-in name, folder or Hub id")
-    world_size: int = flag("number of ranks", 8)
-    nodes: int = flag("number of machines, with as many ranks each", 1)
+    world_size: int = flag("number of ranks", 8, most=1 << 14)
+    nodes: int = flag("number of machines, with as many ranks each", 1, most=1 << 14)
     zero_stage: int = setting("stage", metavar="[0|1|2|3]")
     mixed_precision: str = flag(default="no", choices=("no", "bf16"))
-    accumulation: int = flag("micro-batches per step", 1, metavar="N")
-    batch: int = flag("sequences per rank and forward", 1, metavar="ROWS")
-    sequence: int = flag("tokens of each", 128, metavar="TOKENS")
+    accumulation: int = flag("micro-batches per step", 1, metavar="N", most=256)
+    batch: int = flag("sequences per rank and forward", 1, metavar="ROWS", most=10**6)
+    sequence: int = flag("tokens of each", 128, metavar="TOKENS", most=10**8)
     network: str = flag(
         "between machines; within one it is NVLink", "infiniband", choices=("nvlink", "infiniband", "ethernet")
     )
-    adapters: int = flag("to other machines, of one machine; 0: one for each of its ranks", 0, metavar="N")
+    adapters: int = flag(
+        "to other machines, of one machine; 0: one for each of its ranks", 0, metavar="N", most=1 << 14
+    )
     flops: float | None = flag(
-        "floating-point operations a second of one rank (default: the machine's file, else 4e14)", metavar="RATE"
+        "floating-point operations a second of one rank (default: the machine's file, else 4e14)",
+        metavar="RATE",
+        most=10**21,
     )
     machine: str | None = flag(
         "speeds within a machine as `hf-zero probe` writes them on as many ranks, in place of an H100's", metavar="FILE"
     )
-    zero_replicas: int = setting("replicas", metavar="R")
+    zero_units: str = setting("units", metavar="NAMES")
+    zero_replicas: int = setting("replicas", metavar="R", most=1 << 14)
     zero_wire: str = setting("wire")
     device_memory: str | None = setting(
         "device_memory",
@@ -297,7 +327,7 @@ class ExportOptions(Options):
     private: bool = flag("a repository that is made is private", False)
     revision: str | None = flag("branch to upload to; made where it is not there", metavar="BRANCH")
     commit_message: str | None = flag(metavar="TEXT")
-    overwrite: bool = flag("replace whatever is at --output", False)
+    overwrite: bool = flag("into an --output with other files; weights of another kind go, there and on the Hub", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,6 +182,8 @@ def checks(offload_dir: str | None) -> Iterator[Check]:
 
 def probe(options: ProbeOptions) -> None:
     """Measures, and prints it; on several ranks a collective."""
+    import torch
+
     from ..comm.group_wire import open_wire
     from ..comm.watch import STALL_S
     from ..huggingface.plugin import ZeroAccelerator
@@ -192,7 +194,8 @@ def probe(options: ProbeOptions) -> None:
         )
     writable(options.output)
     busy = busy_share()
-    accelerator = ZeroAccelerator()  # joins the ranks that torchrun has started, and says which device is this one's
+    # Joins the ranks that torchrun started, and reports which device is this rank's.
+    accelerator = ZeroAccelerator(cpu=not torch.cuda.is_available())
     try:
         wire = open_wire(accelerator.device)
         wire.start(STALL_S)  # messages as an engine's

@@ -85,6 +85,7 @@ DEEPSPEED = (
     Row("zero_optimization.zero_hpz_partition_size", "lost", why="no copy for backward alone; replicas keep gathers on a node"),
     Row("zero_optimization.zero_quantized_*", "lost", why="set wire='int8': gradients and weights travel as codes"),
     Row("zero_optimization.mics_*", "lost", why="here replicas is set: the number of ranks divided by mics_shard_size"),
+    Row("zero_optimization.leaf_module.*", "same", "units", {}, "names and classes alike, such as units='*.experts,MoeBlock'"),
     Row("bf16.enabled", "trainer", "bf16", _SWITCH),
     Row("bfloat16.enabled", "trainer", "bf16", _SWITCH),
     Row("bf16.*", "not needed", why="masters, gradients and sums are float32"),
@@ -192,7 +193,7 @@ ACCELERATE = (
     Row("deepspeed_config.gradient_clipping", "trainer", "max_grad_norm"),
     Row("deepspeed_config.zero3_init_flag", "not needed", why="with zero.Init(): from_pretrained creates the model in parts"),
     Row("deepspeed_config.zero3_save_16bit_model", "not needed", why=_WHOLE),
-    Row("deepspeed_config.deepspeed_moe_layer_cls_names", "not needed", why=_UNITS),
+    Row("deepspeed_config.deepspeed_moe_layer_cls_names", "same", "units"),
     *(Row(f"deepspeed_config.{key}", "lost", why="of DeepSpeed's launcher: torchrun --nnodes, or accelerate's machine_rank")
       for key in (
           "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",

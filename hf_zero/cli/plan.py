@@ -38,6 +38,7 @@ def run(options: PlanOptions) -> int:
         raise ConfigError(f"--world-size must be at least 1, found {options.world_size}")
     if options.nodes < 1 or options.world_size % options.nodes:
         raise ConfigError(f"{options.world_size} ranks do not divide by {options.nodes} nodes")
+    options.config(max(STAGES), offload_optimizer="none", offload_params="none").check_world_size(options.world_size)
     if options.zero_stage is not None:
         options.config(options.zero_stage).check_world_size(
             options.world_size

@@ -5,7 +5,7 @@ their time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -242,6 +242,7 @@ def run(options: SimulateOptions) -> None:
         raise ConfigError("--plot draws how a step scales: add --scaling weak or --scaling strong")
     writable(options.plot)
     given: dict[str, Any] = {"stage": options.zero_stage, "replicas": options.zero_replicas, "wire": options.zero_wire}
+    given["units"] = options.zero_units
     config = ZeroConfig(**given, device_memory=options.device_memory)
     config.check_world_size(options.world_size)
     hardware = _hardware(options)
@@ -292,9 +293,14 @@ def _simulated(
     empty: Any, options: SimulateOptions, config: ZeroConfig, hardware: Hardware, ranks: int, nodes: int, batch: int
 ) -> Simulated:
     """The real engine, rank 0 of `ranks`, over tensors without values."""
+    if batch * options.sequence > _MOST_TOKENS:
+        raise ConfigError(
+            f"--batch {batch:,} of --sequence {options.sequence:,} tokens is more than {_MOST_TOKENS:,} tokens, which one "
+            "process here would have to hold: choose less"
+        )
     ids = torch.zeros(batch, options.sequence, dtype=torch.long)
     # NaN in what nobody filled is none.
-    with absent_ranks(ranks), Valueless(), torch.autograd.set_detect_anomaly(False):
+    with _within_memory(), absent_ranks(ranks), Valueless(), torch.autograd.set_detect_anomaly(False):
         model = type(empty)(empty.config).train()
         record, engine = recorded_step(
             model,
@@ -309,6 +315,21 @@ def _simulated(
     network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)
     taken = replay(record.events, network.time_s, hardware.processor)
     return Simulated(network, hardware.processor, batch, record, taken, peak_bytes)
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Raises:
+    ConfigError: address space for the tensors without values is missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            "the simulated step needs more memory than this process may have: choose fewer --batch rows or --sequence tokens"
+        ) from error
 
 
 def _efficiency(rows: Sequence[Simulated], weak: bool) -> list[float]:
@@ -373,7 +394,14 @@ def _empty(name: str) -> Any:
         ConfigError: no such model; it takes no text.
     """
     from ..huggingface.models import empty_model
+    from .models import adapter_base, check_counts
 
+    path = Path(name).expanduser()
+    base = adapter_base(path)
+    if (path / "config.json").is_file():
+        check_counts(path / "config.json")
+    if base is not None:
+        raise ConfigError(f"{name} is an adapter of {base!r}, and adapters are not simulated: simulate the base")
     try:
         empty: Any = empty_model(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:
@@ -387,6 +415,7 @@ def _empty(name: str) -> Any:
 # Tensors without values ---------------------------------------------------------------------------------------------
 
 LARGE_NUMEL = 4096
+_MOST_TOKENS = 1 << 22
 _META = torch.device("meta")
 
 

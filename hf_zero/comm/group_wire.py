@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankMismatchError
+from ..errors import ConfigError, RankMismatchError
 from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight, Latch
@@ -486,13 +487,38 @@ class CollectiveWire(GroupWire):
         return Inflight((work,), (), finish)
 
 
+_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which torchrun, accelerate and the MPI launchers pass the number of processes that they start."""
+
+
+def rank_count() -> tuple[int, str]:
+    """Return the number of ranks, and where it comes from: the default process group, else the launcher's variable."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), ""
+    for name in _LAUNCHED:
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 1:
+            return int(value), name
+    return 1, ""
+
+
 def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
     """The wire of the default process group for buffers on `device`; `SoloWire` where there is none.
 
     Args:
         stall_s: see `SoloWire.start`; None: as before.
+
+    Raises:
+        ConfigError: the launcher started several processes, and this one has no process group.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    ranks, variable = rank_count()
+    if variable:
+        raise ConfigError(
+            f"{variable} is {ranks}, but no process group is open: every rank would train a model of its own. Call "
+            "torch.distributed.init_process_group() first, or build the Accelerator or TrainingArguments first (on CPU ranks "
+            f"with cpu=True or use_cpu=True). To run each process alone, unset {variable}"
+        )
+    if ranks == 1:
         return SoloWire()
     _watcher(dist.distributed_c10d._get_default_group(), stall_s)
     return PairWire(device) if device.type == "cpu" else CollectiveWire(device)

@@ -8,17 +8,24 @@ Two units, a bucket and what is on its way are in memory at a time, so units are
 block above `UNIT_BYTES` is cut into its children (attention | MLP), runs of leaf modules end at `RUN_BYTES`. A parameter that
 several units use (tied weights, a bias of all layers) is a unit of its own whose hosts are theirs; these units are one only
 where that keeps no more in memory than the shared parameter takes anyway.
+
+A module that the user names (`ZeroConfig.units`) is one unit of any size, with all modules inside it. Only parameters that
+modules outside use too lie in other units, which its forward gathers as well.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
 
+from ..errors import ConfigError
 from .layout import Visit
 
 T = TypeVar("T")
@@ -55,6 +62,8 @@ class Group:
     params: list[nn.Parameter] = field(default_factory=list)
     is_block: bool = False
     """A block, or a part of one: others may join it, it joins none."""
+    is_named: bool = False
+    """The user asked for it: exactly these parameters are a unit."""
     is_apart: bool = False
     """It is used in several places, or around other units: what joined it would be in memory all that time."""
 
@@ -68,17 +77,67 @@ class Group:
         self.params += [param for param in other.params if param not in known]
 
 
-def find_groups(model: nn.Module, limits: Limits = LIMITS) -> list[Group]:
-    """Groups that cover every parameter of `model` once, in registration order."""
+def find_groups(model: nn.Module, limits: Limits = LIMITS, units: Sequence[str] = ()) -> list[Group]:
+    """Groups that cover every parameter of `model` once, in registration order.
+
+    Args:
+        units: Patterns of modules that are one unit each, see `find_named`.
+
+    Raises:
+        ConfigError: A pattern that no module with parameters has.
+    """
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
-    blocks = _blocks(model)
-    groups = _parts(model, blocks, names, limits)
+    named = _named_hosts(model, find_named(model, units))
+    inside = {inner for module in named for inner in module.modules()}
+    blocks = [block for block in _blocks(model) if block not in inside]
+    groups = _parts(model, blocks, names, limits, named)
     groups = _settle_shared(groups, {param: name for name, param in model.named_parameters()})
     _set_apart(groups)
+    for group in groups:
+        group.is_apart = group.is_apart or group.is_named
     if blocks:
         sizes = sorted(_nbytes(_unique(block.parameters())) for block in blocks)
         return _merge_small(groups, sizes[len(sizes) // 2] // _SMALL)
     return _join_runs(groups, min(sum(group.nbytes for group in groups) // _SIZE_PARTS, limits.run_bytes))
+
+
+def find_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """Modules with parameters whose full name or class name a pattern has, the outermost only, in registration order.
+
+    Raises:
+        ConfigError: A pattern that none has. The message has the closest names.
+    """
+    candidates = [(name, module) for name, module in model.named_modules() if _has_params(module)]
+    found: list[nn.Module] = []
+    for pattern in patterns:
+        mine = [
+            module
+            for name, module in candidates
+            if (name and fnmatchcase(name, pattern)) or fnmatchcase(type(module).__name__, pattern)
+        ]
+        if not mine:
+            known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in candidates if name)
+            known |= dict.fromkeys(type(module).__name__ for _, module in candidates)
+            close = difflib.get_close_matches(pattern, known, 3, cutoff=0.0)
+            raise ConfigError(
+                f"units: {pattern!r} is the name of no module with parameters, and of no such class. The closest are "
+                f"{', '.join(map(repr, close))}. Patterns are compared with whole names; `*` stands for any text: '*.experts'"
+            )
+        found += mine
+    chosen = set(_outermost(found))
+    return [module for _, module in candidates if module in chosen]
+
+
+def _named_hosts(model: nn.Module, named: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """For each named module the module whose forward uses it: itself, or the one around a list, which is never called."""
+    around = {child: module for module in model.modules() for child in module.children()} if named else {}
+    hosts: dict[nn.Module, nn.Module] = {}
+    for module in named:
+        host = module
+        while not _is_called(host) and host in around:
+            host = around[host]
+        hosts[module] = host
+    return hosts
 
 
 def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
@@ -152,9 +211,20 @@ def _has_params(module: nn.Module) -> bool:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _parts(model: nn.Module, blocks: list[nn.Module], names: dict[nn.Module, str], limits: Limits) -> list[Group]:
-    """Blocks, and modules outside of them with the parameters that they hold; a shared parameter in each that uses it."""
-    inside = {id(inner) for block in blocks for inner in block.modules()}
+def _parts(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    names: dict[nn.Module, str],
+    limits: Limits,
+    named: dict[nn.Module, nn.Module],
+) -> list[Group]:
+    """Blocks, and modules outside of them with the parameters that they hold; a shared parameter in each that uses it.
+
+    Args:
+        named: Modules that are one unit each, with their hosts.
+    """
+    taken = {inner for module in named for inner in module.modules()}
+    inside = {id(inner) for block in blocks for inner in block.modules()} | {id(inner) for inner in taken}
     heads = {id(block) for block in blocks}
     holders: Counter[nn.Parameter] = Counter(
         param for module in model.modules() for param in module._parameters.values() if param is not None
@@ -165,8 +235,11 @@ def _parts(model: nn.Module, blocks: list[nn.Module], names: dict[nn.Module, str
     out: list[Group] = []
     skip: set[int] = set()
     for module in model.modules():
-        if id(module) in heads:
-            out += _cut(module, names, limits)
+        if module in named:
+            params = _unique(module.parameters())
+            out.append(Group(names[module], [named[module]], params, is_block=True, is_named=True))
+        elif id(module) in heads:
+            out += _cut(module, names, limits, taken)
         elif id(module) not in inside and id(module) not in skip:
             if _reads_its_children(module, inside, holders, most):
                 skip.update(id(inner) for inner in module.modules())
@@ -178,21 +251,34 @@ def _parts(model: nn.Module, blocks: list[nn.Module], names: dict[nn.Module, str
     return out
 
 
-def _cut(block: nn.Module, names: dict[nn.Module, str], limits: Limits) -> Iterator[Group]:
-    """A block, or its large children where it is above the limit; what is left of it is hosted by the block itself."""
-    params = _unique(block.parameters())
+def _cut(
+    block: nn.Module, names: dict[nn.Module, str], limits: Limits, taken: Collection[nn.Module] = ()
+) -> Iterator[Group]:
+    """A block, or its large children where it is above the limit; what is left of it is hosted by the block itself.
+
+    Args:
+        taken: Modules of other units.
+    """
+    params = _held(block, taken)
     own = set(_own(block))
     children: list[nn.Module] = []
     if _nbytes(params) > limits.unit_bytes and 2 * _nbytes(own) < _nbytes(params):
         large = limits.unit_bytes // _SMALL
         # Not through lists: of experts each rank may run others, and at stage 3 all ranks must run the same units.
-        children = [c for c in block.children() if _is_called(c) and _nbytes(_unique(c.parameters())) > large]
-    apart = {param for child in children for param in child.parameters()}
+        children = [
+            c for c in block.children() if _is_called(c) and c not in taken and _nbytes(_held(c, taken)) > large
+        ]
+    apart = {param for child in children for param in _held(child, taken)}
     rest = [param for param in params if param not in apart or param in own]
     if rest:
         yield Group(names[block], [block], rest, is_block=True)
     for child in children:
-        yield from _cut(child, names, limits)
+        yield from _cut(child, names, limits, taken)
+
+
+def _held(module: nn.Module, taken: Collection[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of the modules inside this one that are not `taken`."""
+    return _unique(param for inner in module.modules() if inner not in taken for param in _own(inner))
 
 
 def _reads_its_children(module: nn.Module, inside: set[int], holders: Counter[nn.Parameter], most: int) -> bool:
@@ -202,12 +288,12 @@ def _reads_its_children(module: nn.Module, inside: set[int], holders: Counter[nn
 
     Not where that would make a unit of `most` bytes of a module that has few itself: reads are noticed where it was wrong.
     """
+    if any(id(inner) in inside for inner in module.modules()):
+        return False
     if type(module) in _CHOOSING:
         return True
     own = _own(module)
     if not own or not any(True for _ in module.children()):
-        return False
-    if any(id(inner) in inside for inner in module.modules()):
         return False
     here = Counter(param for inner in module.modules() for param in inner._parameters.values() if param is not None)
     alone = _nbytes(param for param, times in here.items() if times == holders[param])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint import FORMATS
 from ..params import EXTENSIONS
+from ..runtime import FIRST_FORWARD
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,5 +39,14 @@ def _reading(init: Init) -> AbstractContextManager[object] | None:
     return reading(init)
 
 
+def _check_loader(ranks: int) -> None:
+    """Refuse a batch of a loader that accelerate prepared for another number of ranks."""
+    if "accelerate.state" in sys.modules:
+        from .arguments import check_loader
+
+        check_loader(ranks)
+
+
 FORMATS.append(_hub_format)
 EXTENSIONS.append(_reading)
+FIRST_FORWARD.append(_check_loader)

@@ -32,6 +32,7 @@ from ..runtime.values.deferred import birth_of
 from ..runtime.values.ownership import owner_of
 from ..runtime.values.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
+from .arguments import check_counts
 from .checkpoints import bare_optimizer
 from .stock import AcceleratorBase, replaced
 
@@ -110,6 +111,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         self, model: nn.Module, optimizers: Sequence[Optimizer], placement: bool | None, evaluation_mode: bool
     ) -> Engine | None:
         """The model's engine, made now if need be; None where plain evaluation holds no more than sharding would."""
+        check_counts(self.num_processes)
         config = self.zero_config
         engine = engine_of(model)
         params = frozenset(map(id, model.parameters()))
@@ -141,7 +143,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "
-                "the same settings, or undo the first with engine.detach()"
+                "the same settings, or undo the first with zero.engine_of(model).detach()"
             )
         else:
             for optimizer in mine:
@@ -200,8 +202,10 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         """As accelerate's.
 
         Raises:
-            ConfigError: on every rank: ranks would have different numbers of batches (`even_batches=False`).
+            ConfigError: on every rank: ranks would have different numbers of batches (`even_batches=False`), or accelerate
+                counts other ranks than there are.
         """
+        check_counts(self.num_processes)
         known = len(self._dataloaders)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         counts = _uneven_batches(prepared)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from accelerate.state import GradientState, PartialState
 from accelerate.utils import DistributedType
 
+from ..comm.group_wire import rank_count
 from ..config import ZeroConfig, setting
 from ..errors import ConfigError
 
@@ -24,6 +26,7 @@ class ZeroFlags:
     zero_stage: int = setting("stage")
     zero_reduce_dtype: str | None = setting("reduce_dtype")
     zero_full_precision: str = setting("full_precision")
+    zero_units: str = setting("units")
     zero_async_save: bool = setting("async_save")
     zero_offload_optimizer: str = setting("offload_optimizer")
     zero_offload_params: str = setting("offload_params")
@@ -144,3 +147,41 @@ ACCELERATE_STATE = (
     ),
 )
 """Of the Accelerator that a plugin is given to, `accelerator.state`."""
+
+
+def check_counts(counted: int) -> None:
+    """Refuse an Accelerator that counts other ranks than shard the model: each rank would get the same rows.
+
+    Raises:
+        ConfigError: the counts differ; the message names the argument that fixes it.
+    """
+    ranks, variable = rank_count()
+    if counted != ranks:
+        raise ConfigError(
+            f"accelerate counts {_processes(counted)}, but {variable or 'the size of the process group'} is {ranks}: the "
+            f"ranks would not share out the rows of the data. {_remedy()}"
+        )
+
+
+def check_loader(ranks: int) -> None:
+    """The same, of a batch from a loader that an Accelerator prepared, for a model that `zero.shard` sharded.
+
+    Raises:
+        ConfigError: see `check_counts`.
+    """
+    # Without an active loader an Accelerator may serve other purposes: the loop deals its rows itself.
+    if GradientState._shared_state and GradientState().in_dataloader and PartialState().num_processes != ranks:
+        check_counts(PartialState().num_processes)
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
+def _remedy() -> str:
+    state = PartialState()
+    if state.device.type == "cpu" and not state._cpu:
+        return "On CPU ranks pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator, or set ACCELERATE_USE_CPU=true"
+    if "LOCAL_RANK" not in os.environ:
+        return "accelerate reads LOCAL_RANK, RANK and WORLD_SIZE: start the ranks with torchrun or `accelerate launch`"
+    return "Open the process group before you build TrainingArguments or Accelerator, which count the ranks once"

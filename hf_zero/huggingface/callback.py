@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
+from ..checkpoint.cards import CARD, is_unwritten, sealed
 from ..checkpoint.files import is_number
 from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..errors import ConfigError
@@ -295,7 +296,10 @@ def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
 
 
 def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None:
-    """hf_zero's card of what is in `folder`; `asked` are the arguments of `create_model_card`."""
+    """hf_zero's card of what is in `folder`, unless a user wrote one; `asked` are the arguments of `create_model_card`."""
+    path = folder / CARD
+    if path.is_file() and not is_unwritten(path):
+        return
     given: dict[str, Any] = {
         "language": asked.get("language"),
         "license": asked.get("license"),
@@ -308,7 +312,7 @@ def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None
     card = card_for(folder, model_id=title, **{name: value for name, value in given.items() if value})
     data: Any = card.data
     data.tags = list(dict.fromkeys([*(data.tags or []), *_listed(asked.get("tags"))]))
-    card.save(folder / "README.md")
+    path.write_text(sealed(card), encoding="utf-8")
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
 from ..checkpoint.ranges import Held, Reader, ranges_of
-from ..checkpoint.safetensors import Stored, read_header
+from ..checkpoint.safetensors import Stored, read_header, sampled
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, LayoutError, RankMismatchError
 from ..params.init import Init
 from ..runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
@@ -122,13 +122,20 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
 
     stamps: dict[Path, Stamp] = {}
     stored: dict[str, Stored] = {}
-    with torch.no_grad(), on_all_ranks(init.wire, what):
+    with torch.no_grad(), on_all_ranks(init.wire, what) as report:
         for path in (Path(file).absolute() for file in files):
             stamps[path] = Stamp.of(path)
             header = read_header(path)
             init.bytes_read += header.header_bytes
             stored.update(header.tensors)
         planned = planned_load(model, stored, config, place=True)
+        report.mine = sampled(stored) if init.wire.size > 1 else ""
+    for rank, theirs in enumerate(report.everyone):
+        if theirs != report.everyone[0]:
+            raise RankMismatchError(
+                f"{what}: the files of rank {rank} have other weights than those of rank 0 (here {files[0]}). Each rank reads "
+                "its own part only: give every host the same files"
+            )
     with torch.no_grad():
         wrong = {item[0] for item in planned.info.mismatched_keys}
         filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)

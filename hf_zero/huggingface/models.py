@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +20,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, needs
 from ..params.gathered import unsharded
-from ..plan.configs import CONFIGS
+from ..plan.configs import CONFIGS, Config
 from ..runtime.engine import Engine
 from .stock import own_types, replaced
 
@@ -80,15 +81,15 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*call.args, **call.kwargs)
 
 
-def empty_model(name: str) -> nn.Module:
+def empty_model(name: str | Config) -> nn.Module:
     """The architecture of a name of `plan.configs.CONFIGS`, else of a Hub id or local folder, on the meta device: names, shapes
     and ties, no weights are read.
     """
-    known = CONFIGS.get(name.lower())
+    known = CONFIGS.get(name.lower()) if isinstance(name, str) else name
     config: Any
-    if known is None:
+    if known is None and isinstance(name, str):
         config = transformers.AutoConfig.from_pretrained(name)
-    else:
+    elif known is not None:
         config = transformers.AutoConfig.for_model(known.kind, **known.settings, architectures=[known.architecture])
     for kind in config.architectures or []:
         cls = getattr(transformers, kind, None)
@@ -97,3 +98,21 @@ def empty_model(name: str) -> nn.Module:
                 return cls(config)
     with torch.device("meta"):
         return transformers.AutoModel.from_config(config)
+
+
+def empty_adapter(folder: str, base: nn.Module) -> nn.Module:
+    """Add a PEFT adapter, as its folder configures it, to a model on the meta device. No weights are read.
+
+    Raises:
+        ConfigError: PEFT is missing.
+    """
+    with needs("examples"):
+        from peft import PeftConfig, get_peft_model
+    config: Any = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False  # as it is trained
+    if isinstance(getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = True  # others compute with the base's values
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how it would train
+        model: nn.Module = get_peft_model(base, config)
+    return model

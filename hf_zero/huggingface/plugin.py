@@ -1,7 +1,7 @@
 """accelerate: `ZeroPlugin`, the one argument that turns a stock Accelerator, and the Trainer around it, into ours.
 
 `Accelerator(parallelism_config=...)` hands the *live* accelerator to `ParallelismConfig._validate_accelerator`. `ZeroPlugin`
-uses that moment to change its class to one with `ZeroAcceleratorMixin` in front; nothing of accelerate is patched.
+uses that moment to change its class to one with `ZeroAcceleratorMixin` in front. docs/DESIGN.md lists what else is replaced.
 `ZeroAccelerator(zero_plugin=...)` says the same thing out loud.
 """
 
@@ -15,13 +15,14 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
-from ..config import ZeroConfig, setting
+from ..config import ZeroConfig, explains_names, setting
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
-from .arguments import ACCELERATE_STATE, refuse
+from .arguments import ACCELERATE_STATE, check_counts, refuse
 from .stock import put_in_front
 
 
+@explains_names()
 @dataclass(kw_only=True, repr=False)
 class ZeroPlugin(ParallelismConfig):
     """`Accelerator(parallelism_config=ZeroPlugin(stage=3))`; the same argument in `TrainingArguments`.
@@ -37,6 +38,7 @@ class ZeroPlugin(ParallelismConfig):
     stage: int = setting("stage")
     reduce_dtype: str | None = setting("reduce_dtype")
     full_precision: str | tuple[str, ...] = setting("full_precision")
+    units: str | tuple[str, ...] = setting("units")
     async_save: bool = setting("async_save")
     offload_optimizer: str = setting("offload_optimizer")
     offload_params: str = setting("offload_params")
@@ -115,6 +117,7 @@ class ZeroPlugin(ParallelismConfig):
         # accelerate calls this in `Accelerator.__init__` once `state` is there, before it sets its lists of models and
         # optimizers, the scaler and the gradient state: only `state` may be read here.
         refuse(ACCELERATE_STATE, accelerator.state)
+        check_counts(accelerator.state.num_processes)
         cls = type(accelerator)
         accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
         accelerator.zero_plugin, accelerator.zero_config = self, self.config

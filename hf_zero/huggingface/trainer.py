@@ -2,7 +2,7 @@
 
 A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing more. While it builds its Accelerator the
 plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
-itself; `ZeroTrainer` and `zero_trainer_cls` are the same thing said out loud. Nothing of transformers is patched.
+itself; `ZeroTrainer` and `zero_trainer_cls` do so explicitly. docs/DESIGN.md lists what of transformers is replaced, and when.
 
 A checkpoint is one `Saving`: the stock code runs with the staged folder for its output folder and writes its own small
 files there, all ranks put weights and optimizer state beside them, and the whole appears as `checkpoint-N` by one rename.
@@ -20,7 +20,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,9 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
-from transformers.utils.hub import hf_api
 
 from ..checkpoint.files import Field
-from ..checkpoint.folder import SUFFIX, Occupancy, recover
+from ..checkpoint.folder import Occupancy, recover
 from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
@@ -60,6 +59,7 @@ from .checkpoints import (
     put_as,
 )
 from .elastic import LATEST, KeepsBatches
+from .push import check_kind, uploading
 from .stock import TrainerBase, put_in_front, replaced
 
 # Older releases of transformers (5.17 is one) do not let other ranks than the writing one into `_save`.
@@ -163,6 +163,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
         with on_all_ranks(wire, f"training into {self._zero_output}"):
+            if wire.rank == 0 and self.args.push_to_hub:
+                check_kind(self)  # here, not after hours of training
             taken = Occupancy(self._zero_output) if alone else None
         try:
             return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
@@ -432,7 +434,12 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's, with hf_zero's model card. On every rank."""
         self._zero_wait_for_save()
-        with _uploading_no_half_saves():
+        with on_all_ranks(open_wire(home_device()), "pushing to the Hub"):
+            if self.is_world_process_zero():
+                if self.hub_model_id is None:
+                    self.init_hf_repo(token=kwargs.get("token"))
+                check_kind(self, kwargs.get("token"), kwargs.get("revision"))
+        with uploading():
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -442,7 +449,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         if self.is_world_process_zero():
             # The stock code copies the checkpoint's weights over those that this would describe.
             (self._zero_output / MANIFEST).unlink(missing_ok=True)
-        with _uploading_no_half_saves():
+        with uploading():
             return super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -487,14 +494,3 @@ def _check_arguments(args: TrainingArguments) -> None:
             stacklevel=2,
         )
         args._n_gpu = 1
-
-
-def _uploading_no_half_saves() -> AbstractContextManager[None]:
-    """Uploads list the output folder in a thread of their own, while the next checkpoint may be staged in it."""
-    api: Any = hf_api()
-
-    def upload_folder(**kwargs: Any) -> Any:
-        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}/*", "*.zero_commit/*"]
-        return type(api).upload_folder(api, **kwargs)
-
-    return replaced([(api, "upload_folder", upload_folder)])

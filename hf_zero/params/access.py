@@ -94,7 +94,7 @@ def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -
             case "gradient":
                 if whole:
                     engine.training.flush([place.flat])
-                if not place.flat.grads():
+                if not place.flat.grads() or not place.flat.present[place.at]:
                     return None
                 of = gradient_of
             case "optimizer_state":
@@ -151,10 +151,7 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
             case "gradient":
                 if whole:
                     engine.training.flush([place.flat])
-                place.flat.some_grad(place.unit.wire)
-                place.write(gradient_of, part)
-                if whole:
-                    engine.training.gradients.wrote()
+                engine.training.give_grad(place.flat, place.at, partial(place.write, gradient_of, part))
             case "optimizer_state":
                 _set_state(holder, name, part)
 
@@ -226,7 +223,7 @@ def full_gradient(param: nn.Parameter) -> Tensor | None:
 def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
     """Give a parameter another averaged gradient, the same on every rank. A collective.
 
-    Parameters of the same span that had none get zeros.
+    A parameter that had none has one from then on, and the next step updates it.
 
     Raises:
         StateError: another shape; a frozen parameter.

@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -32,12 +33,19 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, wire_device
-from ..config import OFFLOADS
+from ..config import OFFLOADS, check_choice
 from ..errors import ConfigError, RankMismatchError
 from ..runtime.instance_methods import DeferredHooks
-from ..runtime.values.deferred import Birth, OpeningMode, birth_of, guard_owner, opening_mode
+from ..runtime.values.deferred import Birth, birth_of, free_aliases
+from ..runtime.values.deferred_parameter import (
+    DeferredParameter,
+    OpeningMode,
+    makes_parameter,
+    opening_mode,
+    uses_values,
+)
+from ..runtime.values.deferred_spans import check_equal, seen
 from ..runtime.values.ownership import OWNERS, adopt
-from ..runtime.values.reads import VALUE_ATTRIBUTES, attribute_set, name_of, needs_values
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once
 from ..tiers.tier import Meter
@@ -52,7 +60,6 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SHAPED = _words("stride is_contiguous")  # answered for the memory the parameter has when open
 # Functions that write every element of their first argument and read none.
 _OVERWRITES = _words(
     "normal_ uniform_ zero_ fill_ copy_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ trunc_normal_ "
@@ -102,10 +109,15 @@ class Init:
         enabled: False to do nothing.
         stall_s: as in that `ZeroConfig`.
 
+    Raises:
+        StateError: outside, before the model is sharded: code reads or writes values of a parameter.
+        RankMismatchError: on every rank, at the end or where a parameter is used: the ranks computed different values, or use
+            different parameters.
+
     Attributes:
         wire: the ranks.
         peak_numel: the most parameter elements that were whole at once so far.
-        bytes_read: by this rank, of weight files, by what loads them.
+        bytes_read: by this rank, of weight files, by what loads them; without the few bytes by which ranks compare their files.
         leaves_at_rest: whether values may stay in their files.
     """
 
@@ -120,10 +132,7 @@ class Init:
     ) -> None:
         if init not in ("exact", "fast"):
             raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
-        if offload_params not in OFFLOADS:
-            raise ConfigError(
-                f"zero.Init: offload_params must be one of {', '.join(OFFLOADS)}, found {offload_params!r}"
-            )
+        check_choice("zero.Init: offload_params", offload_params, OFFLOADS)
         self.init = init
         self.leaves_at_rest = offload_params in ("disk", "auto")
         self._stores, self._folder = offload_params == "disk", offload_dir
@@ -139,6 +148,8 @@ class Init:
         self._current: nn.Module | None = None  # whose parameters are being registered
         self._open: dict[int, tuple[nn.Parameter, Birth]] = {}  # least recently used first
         self._aliased: list[Birth] = []
+        self._labels: list[tuple[str, weakref.ref[Birth]]] = []  # of all that were registered or used, in that order
+        self._numbers: WeakKeyDictionary[Birth, int] = WeakKeyDictionary()  # places in `_labels`
         self._largest_numel = 0  # of the parameters that one module holds itself
         self._freed_bytes = 0
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # torch's would ask half-made ones
@@ -185,17 +196,22 @@ class Init:
         outer._depth -= 1
         if outer._depth == 0:
             outer._stack.__exit__(*error)
+            labels, outer._labels = outer._labels, []
+            outer._numbers.clear()
+            if error[0] is None:
+                alive = [(label, birth()) for label, birth in labels]
+                mine = [None if birth is None else seen(label, birth) for label, birth in alive]
+                with outer.wire.watch.doing("the end of zero.Init"):
+                    check_equal(outer.wire, "the end of zero.Init", mine, unused=False)
 
     def _leave(self) -> None:
-        """Everything closed, no traces but the guards of born models. Also after an exception; no communication."""
+        """Close everything; leave no traces but the guards of born models. Also after an exception; no communication."""
         self._current = None
         for module in list(self._seen):
             self._sweep(module)
         self._close_all()
         self._store = None  # what is born keeps it
-        for birth in self._aliased:
-            birth.drop_alias(force=True)
-        self._aliased.clear()
+        self._aliased.clear()  # what user code refers to is followed when the model is sharded
         hooks = DeferredHooks(Init)
         for module in list(self._seen):
             hooks.put_on(module)
@@ -218,12 +234,16 @@ class Init:
             return
         with torch._C.DisableTorchFunction():
             self._seen[module] = True
+            label = f"{type(module).__name__}.{name}"
             if param is None or not _can_be_born(param):
+                birth = None if param is None else birth_of(param)
+                if birth is not None:
+                    self._number(birth, label)
                 return
             if module is not self._current:
                 self._close_all()
                 self._current = module
-            self._begin(param)
+            self._begin(param, label)
             own = [p for p in module._parameters.values() if p is not None and id(p) in self._open]
             self._largest_numel = max(self._largest_numel, _numel([*own, param]))
             if self.init == "fast":
@@ -246,29 +266,31 @@ class Init:
                 ]
 
     def _sweep(self, module: nn.Module) -> None:
-        for param in module._parameters.values():
+        for name, param in module._parameters.items():
             if param is not None and _can_be_born(param):
-                self._begin(param)
+                self._begin(param, f"{type(module).__name__}.{name}")
                 self._close_all()
 
-    def _begin(self, param: nn.Parameter) -> None:
+    def _begin(self, param: nn.Parameter, label: str) -> None:
         """A plain parameter is born, open."""
-        made_of = guard_owner(param)
-        if made_of is not None:  # nn.Parameter(another): the one thing done to a closed parameter that no mode sees
-            param.data = made_of.read(param.shape)
-        birth = Birth(self.wire, store=self._store)
+        birth = Birth(self.wire, store=self._store, skips_first=self.init == "fast")
         adopt(param, birth)
+        self._number(birth, label)
         self._open[id(param)] = (param, birth)
         self._note_peak()
+
+    def _number(self, birth: Birth, label: str) -> int:
+        """The place of a parameter among all that were registered or used here: the same on every rank."""
+        if birth not in self._numbers:
+            self._numbers[birth] = len(self._labels)
+            self._labels.append((label, weakref.ref(birth)))
+        return self._numbers[birth]
 
     # Open and closed --------------------------------------------------------------------------------------------------
 
     def _close_all(self) -> None:
         self._close_where(lambda: bool(self._open))
-        kept = [birth for birth in self._aliased if birth.has_alias]
-        for birth in kept:
-            birth.drop_alias()
-        self._aliased = [birth for birth in kept if birth.has_alias]
+        self._aliased = free_aliases(self._aliased)
 
     def _close_where(self, more: Callable[[], bool], keep: Iterable[int] = ()) -> None:
         """Close the least recently used ones, `keep` apart, as long as `more` says so."""
@@ -290,8 +312,8 @@ class Init:
             self._freed_bytes = 0
             _malloc_trim(0)
 
-    def _bring(self, found: list[tuple[nn.Parameter, Birth]], overwritten: nn.Parameter | None) -> None:
-        """Open what a function is about to use."""
+    def _bring(self, found: list[tuple[nn.Parameter, Birth]], overwritten: nn.Parameter | None, what: str) -> None:
+        """Open what the function `what` is about to use."""
         used = {id(param) for param, _ in found}
         limit = max(self._largest_numel, _numel(param for param, _ in found))
         others = {key: param for key, (param, _) in self._open.items() if key not in used}
@@ -301,11 +323,32 @@ class Init:
             return _numel(left) + _numel(param for param, _ in found) > limit
 
         self._close_where(too_much, used)
+        self._agree(what, [pair for pair in found if not pair[1].is_open and pair[0] is not overwritten])
         for param, birth in found:
             birth.open(param, fill=param is not overwritten)
             self._open.pop(id(param), None)
             self._open[id(param)] = (param, birth)
         self._note_peak()
+
+    def _note_use(self, found: Iterable[tuple[nn.Parameter, Birth]]) -> None:
+        """After `_agree`, which looks at how the values came to be."""
+        for param, birth in found:
+            birth.is_used = True
+            self._number(birth, f"a parameter of shape {tuple(param.shape)}")
+
+    def _agree(self, what: str, found: list[tuple[nn.Parameter, Birth]]) -> None:
+        """Before values are gathered: every rank gathers the same ones. A collective where there are some.
+
+        Raises:
+            RankMismatchError: on every rank: one reads alone, or has written alone.
+        """
+        if found and self.wire.size > 1:
+            mine = []
+            for param, birth in found:
+                number = self._number(birth, f"a parameter of shape {tuple(param.shape)}")
+                mine.append(seen(f"{self._labels[number][0]} (parameter {number} inside zero.Init)", birth))
+            with self.wire.watch.doing(f"{what} of {mine[0].name}"):
+                check_equal(self.wire, f"{what} of {mine[0].name}", mine, unused=False)
 
     def _note_peak(self) -> None:
         self.peak_numel = max(self.peak_numel, _numel(param for param, _ in self._open.values()))
@@ -316,24 +359,24 @@ class Init:
         """One torch function, born parameters among its arguments opened."""
         found: dict[int, tuple[nn.Parameter, Birth]] = {}
         uses = _find_born((args, kwargs), found)
-        closed = [pair for pair in found.values() if not pair[1].is_open]
-        if not found or _only_looks(func):
+        if not found or not uses_values(func):
             return func(*args, **kwargs)
+        closed = [pair for pair in found.values() if not pair[1].is_open]
+        name = getattr(func, "__name__", "")
         if not closed:
             if len(self._open) > 1:
-                self._bring(list(found.values()), None)
+                self._bring(list(found.values()), None, name)
+            self._note_use(found.values())
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         first: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         alone = uses == 1 and any(first is param for param, _ in closed)
-        if alone and name in _SHAPED:
-            return func(closed[0][1].stand_in(closed[0][0]), *args[1:], **kwargs)
-        if name == "__repr__":
-            return f"Parameter(born sharded, shape={tuple(closed[0][0].shape)}, dtype={closed[0][0].dtype})"
         if alone and self.init == "fast" and self._on_slice(func, name, first, args[1:], kwargs):
             return first
         overwrites = uses == 1 and (name in _OVERWRITES or name == "__set__")
-        self._bring(list(found.values()), first if overwrites else None)
+        self._bring(list(found.values()), first if overwrites else None, name)
+        self._note_use(found.values())
+        if makes_parameter(func, 2):  # which wants a tensor of the class that it gave
+            return nn.Parameter(first.detach().clone(), requires_grad=False)
         try:
             return func(*args, **kwargs)
         except BaseException:
@@ -360,6 +403,9 @@ class Init:
         if name in _DRAWS:
             options["generator"] = self._generator(own.device)
         getattr(own, name)(*rest, **options)
+        options.pop("generator", None)
+        self._note_use([(param, birth)])
+        birth.note_write(f"{name} {rest} {options}", overwrites=name in _OVERWRITES)
         del own
         birth.settle()
         return True
@@ -390,16 +436,9 @@ class _Watch(OpeningMode):
         return self.init.call(func, args, kwargs or {})
 
 
-def _only_looks(func: Callable[..., Any]) -> bool:
-    attribute = attribute_set(func)
-    if attribute:
-        return attribute not in VALUE_ATTRIBUTES
-    return not needs_values(func) and name_of(func) not in _SHAPED | {"storage"}
-
-
 def _find_born(value: Any, found: dict[int, tuple[nn.Parameter, Birth]]) -> int:
     """Born parameters in nested arguments, each once, into `found`; how often they occur."""
-    if type(value) is nn.Parameter:
+    if type(value) in (nn.Parameter, DeferredParameter):
         birth = birth_of(value)
         if birth is None:
             return 0

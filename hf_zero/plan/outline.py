@@ -16,6 +16,7 @@ from torch import nn
 from ..checkpoint.safetensors import read_header
 from ..core.precision import dtype_of
 from ..errors import ConfigError
+from .configs import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,28 @@ class Shape(Architecture):
 
     @property
     def numel(self) -> int:
-        return sum(math.prod(shape) for _, shape in tensors(self))
+        without, one = (
+            sum(math.prod(shape) for _, shape in tensors(replace(self, layers=layers))) for layers in (0, 1)
+        )
+        return without + self.layers * (one - without)
+
+    @property
+    def config(self) -> Config:
+        """Of transformers' model of these sizes."""
+        if self.kind == "gpt":
+            sizes = {"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_positions": self.positions}
+            return Config("gpt2", "GPT2LMHeadModel", {"vocab_size": self.vocab, **sizes})
+        sizes = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.intermediate,
+        }
+        if self.kind == "bert":
+            return Config("bert", "BertForMaskedLM", {**sizes, "max_position_embeddings": self.positions})
+        more = {"num_key_value_heads": self.key_value_heads or self.heads, "tie_word_embeddings": self.is_tied}
+        return Config("llama", "LlamaForCausalLM", {**sizes, **more})
 
     @property
     def architecture(self) -> Architecture:
@@ -277,6 +299,8 @@ def of_size(parameters: int) -> Shape | None:
             heads = max(1, round(width * nearest.heads / nearest.hidden / group)) * group
             shape = replace(nearest, hidden=width, heads=heads, key_value_heads=heads // group)
             found.append(replace(shape, intermediate=_wide(shape, parameters)))
+        if not found:
+            continue
         best = min(found, key=lambda shape: abs(math.log((shape.intermediate + 1) / shape.hidden / _ratio(nearest))))
         if best.intermediate >= 0.5 * _ratio(nearest) * best.hidden:
             return replace(best, extra=parameters - best.numel)

@@ -423,9 +423,11 @@ def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> st
 class Drafter:
     """Turns one model's parameters into specs, unit by unit; again, when its optimizer groups change."""
 
-    def __init__(self, model: nn.Module, precision: Precision, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision, limits: Limits = LIMITS, units: Sequence[str] = ()
+    ) -> None:
         self.names = names_of(model)
-        self.groups: list[Group] = find_groups(model, limits)
+        self.groups: list[Group] = find_groups(model, limits, units)
         self._visits = find_visits(model, self.groups)
         self._precision = precision
         self._castable = castable_params(model, self.names, precision)

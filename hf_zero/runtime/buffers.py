@@ -2,6 +2,9 @@
 
 DDP sends every buffer before a forward of any kind, if the forward before that one was to be differentiated and synchronised
 (it was not under `no_grad`, nor inside `no_sync`). How ranks find those that change: docs/DESIGN.md, "Buffers".
+
+Forwards that a rank may run alone (without gradients at stages 0 to 2, any inside `zero.unsharded`) send nothing. Rank 0's
+buffers were sent at the end of the last backward, or where the context began, and wait on each rank until then.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ class Buffers:
         """Changed once, and were alike."""
         self._skip: set[tuple[int, str]] = set()  # slots that are not looked at: they are live
         self._due = True
+        """The next forward of all ranks sends; the same on every rank."""
+        self._takes = True
+        """As DDP has it, the next forward of this rank has rank 0's: its last one was to be differentiated and synchronised."""
+        self._ready: tuple[Tensor, list[tuple[Tensor | None, int]]] | None = None
+        """What rank 0 sent for forwards that a rank runs alone, and this rank's buffers and their versions then."""
         self._apart = False
         self.watched = False
         if wire.size > 1:
@@ -77,7 +85,7 @@ class Buffers:
                 stacklevel=5,
             )
             self._make_live(wrong, alike)
-            self._send()
+            self._take(self._message())
             self._live.clear()
         self._make_live([name for name in alike if name.rpartition(".")[0] in known], alike)
 
@@ -92,7 +100,8 @@ class Buffers:
     @property
     def are_sent(self) -> bool:
         """In a forward that has begun: rank 0's were sent before it, as far as it is known that they change."""
-        return self.watched and self._due and not self._apart and not in_backward_of_any() and not self.changed()
+        sent = self._due and self._takes and not self._apart
+        return self.watched and sent and not in_backward_of_any() and not self.changed()
 
     def prints(self, buffers: Mapping[str, Tensor] | None = None) -> dict[str, tuple[Sign, list[int]]]:
         """Names, signs and fingerprints of these buffers, or of all."""
@@ -125,7 +134,7 @@ class Buffers:
         """Every buffer that is not live, and its version. No Python call per buffer."""
         skip = self._skip
         return [
-            (buffer, -1 if buffer.is_inference() else buffer._version)
+            (buffer, -1 if buffer.is_inference() else buffer._version)  # without a call for each
             for of in self._dicts
             if of
             for name, buffer in of.items()
@@ -193,6 +202,7 @@ class Buffers:
 
     def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign]) -> None:
         self._live |= {name: signs[name] for name in names}
+        self._ready = None
         modules = dict(self._model.named_modules())
         self._slots = []
         for name in self._live:
@@ -202,20 +212,42 @@ class Buffers:
 
     # Forwards -------------------------------------------------------------------------------------------------------
 
-    def before_forward(self) -> None:
-        """Of the whole model. A collective where buffers change, and are due."""
-        if not self._due or not self._live or self._apart or in_backward_of_any():
+    def before_forward(self, *, alone: bool) -> None:
+        """Of the whole model. A collective where buffers change, and are due, unless `alone`.
+
+        Args:
+            alone: a rank may run this forward without the others.
+        """
+        if self._apart or not self._live or in_backward_of_any():
+            return
+        if alone:
+            if self._takes and self._ready is not None:
+                self._take(*self._ready)
+            return
+        self._ready = None
+        if not self._due:
             return
         # In evaluation programs tend to run one rank alone.
         with nullcontext() if torch.is_grad_enabled() else self._wire.watch.doing("a forward, for rank 0's buffers"):
-            self._send()
+            message = self._message()
+        if self._takes:
+            self._take(message)
 
-    def after_forward(self, sync: bool) -> None:
+    def after_forward(self, sync: bool, *, alone: bool) -> None:
         """Args:
         sync: not inside `no_sync`.
+        alone: as for `before_forward`.
         """
         if not self._apart and not in_backward_of_any():
-            self._due = sync and torch.is_grad_enabled()
+            self._takes = sync and torch.is_grad_enabled()
+            if not alone:
+                self._due = self._takes
+
+    def make_ready(self) -> None:
+        """Send rank 0's buffers for forwards that a rank runs alone. A collective where buffers change, and are due."""
+        if self._due and self._live and self._ready is None and not self._apart:
+            now = [of.get(key) for of, key in self._slots]
+            self._ready = self._message(), [(buffer, _version(buffer)) for buffer in now]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -227,8 +259,8 @@ class Buffers:
             self._apart = before
 
     @torch.no_grad()
-    def _send(self) -> None:
-        """One message: the live ones, each from a multiple of 16 bytes on, and whether rank 0's still has the agreed sign."""
+    def _message(self) -> Tensor:
+        """Rank 0's live buffers on every rank: each from a multiple of 16 bytes on, and whether it has the agreed sign."""
         buffers = [of.get(key) for of, key in self._slots]
         fits = [b is not None and _sign(b) == sign for b, sign in zip(buffers, self._live.values())]
         sizes = [_nbytes(sign) for sign in self._live.values()]
@@ -241,11 +273,25 @@ class Buffers:
                 if buffer is not None and good:
                     message[start : start + size].copy_(_bytes(buffer))
         self._wire.broadcast(message)
+        return message
+
+    @torch.no_grad()
+    def _take(self, message: Tensor, known: Sequence[tuple[Tensor | None, int]] = ()) -> None:
+        """This rank's buffers become rank 0's.
+
+        Args:
+            known: buffers and versions as they were when rank 0 sent: those that this rank has changed since stay.
+        """
         if self._wire.rank == 0:
             return
+        sizes = [_nbytes(sign) for sign in self._live.values()]
+        *starts, end = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
         theirs = message[end:].tolist()
-        for (of, key), buffer, start, size, good, sent in zip(self._slots, buffers, starts, sizes, fits, theirs):
-            if buffer is None or not good or not sent:
+        for at, ((of, key), sign) in enumerate(zip(self._slots, self._live.values())):
+            buffer, start, size = of.get(key), starts[at], sizes[at]
+            if buffer is None or _sign(buffer) != sign or not theirs[at]:
+                continue
+            if known and (buffer is not known[at][0] or _version(buffer) != known[at][1]):
                 continue
             value = message[start : start + size].view(buffer.dtype).view(buffer.shape)
             if buffer.is_inference():
@@ -254,6 +300,10 @@ class Buffers:
             # A graph may hold this buffer (two forwards, one backward); as in DDP this is no write that it must hear of.
             with torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _sign(buffer: Tensor) -> Sign:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agree import read, same_structure
-from ..comm.wire import SoloWire
 from ..core.layout import Layout, ParamSpec, Span
 from ..core.precision import Precision, dtype_name, dtype_of
 from ..errors import ConfigError, LayoutError
@@ -23,6 +22,7 @@ from .optimizers.optimizer import Binding, originals_of, state_tensors
 from .optimizers.supported_optimizers import counted, needs_wholes, state_bytes, step_cost
 from .optimizers.whole_optimizer import WholeBinding
 from .values.deferred import birth_of
+from .values.deferred_spans import check_alike, check_ready
 from .values.flat_param import Flat, slice_of
 from .values.ownership import adopt, release
 from .values.reads import AsTheyAre
@@ -70,7 +70,7 @@ class Assembly:
         self.counted: list[frozenset[str]] = []
         self._frozen: list[Flat] = []
         """Spans that have no place for a gradient."""
-        _check_births(sharded.names, sharded.wire)
+        check_ready(sharded.names, sharded.wire)
 
     def local_values(self) -> Iterator[tuple[str, Tensor]]:
         """What of each parameter could differ from other ranks': not one that the ranks were given parts of at birth."""
@@ -97,6 +97,7 @@ class Assembly:
         """A collective. RankMismatchError, on every rank: they have other settings, parameters or groups than each other."""
         sharded = self.sharded
         same_structure(sharded.wire, sharded.config, self._mixed_precision, specs, originals, sharded.names)
+        check_alike(sharded.names, sharded.wire)
 
     def _owned(self, spec: ParamSpec) -> ParamSpec:
         """With what a step over the parameter costs, and its state takes, where its optimizer must have it whole."""
@@ -178,7 +179,8 @@ class Assembly:
         """
         sharded, machine = self.sharded, Machine()
         if sharded.config.is_auto:
-            held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)
+            with AsTheyAre():
+                held = sum(p.untyped_storage().nbytes() for p in sharded.names if p.device == sharded.device)
             free = here(sharded.device, ranks=ranks_here, offload_dir=sharded.config.offload_dir, held_bytes=held)
             found: list[Machine] = sharded.wire.exchange(free.with_speeds_of(self._machine))
             machine = Machine.least(found)
@@ -449,19 +451,6 @@ class Assembly:
 def _same_owners(old: Span, new: Span) -> bool:
     """Of equal specs: whether each element has the same owner. Parameters with one owner are dealt over the whole model."""
     return old.cuts == new.cuts and (not new.cuts or [s.offset for s in old.slots] == [s.offset for s in new.slots])
-
-
-def _check_births(names: Mapping[nn.Parameter, list[str]], wire: SoloWire) -> None:
-    for param, (name, *_) in names.items():
-        birth = birth_of(param)
-        if birth is None:
-            continue
-        birth.check_guard(param, name)
-        if birth.wire.size not in (1, wire.size):
-            raise ConfigError(
-                f"this model was born under zero.Init() on {birth.wire.size} ranks and is to be sharded on {wire.size}: "
-                "build it in the process group that trains it"
-            )
 
 
 def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:

@@ -32,13 +32,14 @@ from .passes import weighing
 from .passes.autocast import shown_in
 from .passes.compiling import Block, Compile
 from .preemption import Preemption
+from .renamed import EngineNames, ModelNames
 from .training import Training
 from .usage import Usage, report
 
 _ENGINE = "_hf_zero_engine"  # where a sharded module keeps its engine: a plain cycle, freed with the module
 
 
-class Engine:
+class Engine(EngineNames):
     """One sharded model. Made by `shard.shard`; see there.
 
     Attributes:
@@ -61,6 +62,7 @@ class Engine:
         patches.method(self.model, "compile", self.compile)
         if not hasattr(self.model, "no_sync"):
             patches.method(self.model, "no_sync", partial(overrides.no_sync, self.sharded, self.no_sync))
+        patches.hooks(ModelNames(self.model))
         self.model.__dict__[_ENGINE] = self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -446,6 +448,7 @@ class Engine:
             states = [binding.plain_state() for binding in bindings]
             if self.recorder is not None:
                 self.recorder.close()
+            self.zero_grad()
             self._assembly.dissolve()
         self.offload.close()
         self.schedule.detach()

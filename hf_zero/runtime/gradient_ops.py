@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import StateError
+from ..tiers.tier import Tier
 from .offload import Offload
-from .optimizers.clipping import Overflow, grad_to_read, grads_to_read, over_ranks, power_sum, root
+from .optimizers.clipping import grad_to_read, grads_to_read, over_ranks, overflowed, power_sum, root
+from .saved_tensors import in_backward_of_any
 from .values.flat_param import Flat
 from .values.gradients import Gradient, Handles, is_of
+from .values.masters import classes
 from .values.reads import AsTheyAre
 from .values.sharded import Sharded, gradient_of
+from .values.state_shard import Shard
 
 T = TypeVar("T")
 _GONE = "this gradient's model is gone"
@@ -34,16 +38,21 @@ class Gradients:
         self,
         sharded: Sharded,
         offload: Offload,
-        overflow: Overflow,
         flush: Callable[[Sequence[Flat] | None], None],
     ) -> None:
         self._sharded, self._offload = weakref.ref(sharded), weakref.ref(offload)
-        self._overflow, self._flush_of = weakref.ref(overflow), weakref.WeakMethod(flush)
+        self._flush_of = weakref.WeakMethod(flush)
         self._writes = 0  # what was written through stand-ins
         self._norms: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._norms_of: tuple[Any, ...] = ()
         self._slice_norms: dict[int, Tensor] = {}  # by place: answers that nobody has asked for yet
         self._slice_norms_of: tuple[float, int] = (0.0, 0)
+        self._overflowed: Tensor | None = None  # by optimizer, since the last backward or step
+        self._overflowed_of = 0
+        self._heard = classes(offload.storage)[Tier.DEVICE]
+        self._parts: dict[int, tuple[Flat, Shard, int | None]] | None = None
+        """By `id` of a tensor in the groups: its span, its shard, of a whole the parameter. Made when it is needed."""
+        offload.storage.grad_cleared = self.group_cleared
 
     @property
     def sharded(self) -> Sharded:
@@ -51,6 +60,15 @@ class Gradients:
         if sharded is None:
             raise StateError(_GONE)
         return sharded
+
+    @property
+    def _shows_slices(self) -> bool:
+        return self.sharded.layout.shards > 1 or self.sharded.config.offloads
+
+    def _over_ranks(self, local: Tensor, order: float) -> Tensor:
+        """The norms from what `power_sum` gives on this rank."""
+        sharded = self.sharded
+        return root(over_ranks(sharded.wire, local, order) if sharded.layout.shards > 1 else local, order)
 
     def _flush(self, flats: Sequence[Flat] | None = None) -> None:
         _there(self._flush_of)(flats)
@@ -67,24 +85,34 @@ class Gradients:
         self.show_slices()
 
     def show_slices(self) -> None:
-        """After a backward, and after a step: the optimizer's groups show stand-ins, where there are other ranks' slices."""
+        """After a backward, and after a step: the optimizer's groups show stand-ins for what they have not as it is.
+
+        That is where other ranks have slices, and in host memory, where gradients may be narrower than their masters.
+        """
         self._slice_norms.clear()
-        if self.sharded.layout.shards == 1 or not self.sharded.optimizers:
+        self._overflowed = self._parts = None
+        if not self.sharded.optimizers:
             return
+        shows, heard = self._shows_slices, self._heard
         with AsTheyAre():  # masters in host memory tell whoever looks at them
             for place, flat in enumerate(self.sharded.trained):
                 first = place
                 for shard in flat.shards:
-                    shard.show_slice(self, first)
+                    if shows:
+                        shard.show_slice(self, first, flat.span.optimizer)
+                    elif shard.master.grad is not None:
+                        shard.master.__class__ = heard
                     first = -1
 
     def hide_slices(self) -> None:
         """The optimizer's own step is next."""
-        if self.sharded.layout.shards == 1:
-            return
+        shows = self._shows_slices
         for flat in self.sharded.trained:
             for shard in flat.shards:
-                shard.hide_slice()
+                if shows:
+                    shard.hide_slice()
+                else:
+                    shard.master.__class__ = nn.Parameter
 
     def settle(self, flats: Sequence[Flat] | None = None) -> None:
         """Carry out what was done to `.grad` since: None clears, a tensor replaces. Nothing is under way or unsent."""
@@ -135,16 +163,55 @@ class Gradients:
             self._writes += 1
 
     def _replace(self, flat: Flat, replaced: list[int]) -> None:
-        had = flat.is_reduced
-        flat.some_grad(self.sharded.wire)
+        self.give(flat, replaced)
         for index in replaced:
             value, flat.params[index].grad = flat.params[index].grad, None
             if value is not None:
                 self.write(flat.handles, index, value.detach())
-        flat.present = [(had and was) or index in replaced for index, was in enumerate(flat.present)]
-        flat.arrived = list(flat.present)
-        flat.handles.keeper = self
         flat.handles.show()
+
+    def give(self, flat: Flat, given: Sequence[int]) -> None:
+        """These parameters of the span have a gradient from now on, to be written. The others keep theirs, or have none."""
+        had = flat.is_reduced
+        flat.some_grad(self.sharded.wire)
+        flat.present = [(had and was) or index in given for index, was in enumerate(flat.present)]
+        if not flat.waits:
+            flat.arrived = list(flat.present)
+        flat.handles.keeper = self
+
+    def group_cleared(self, tensor: Tensor) -> None:
+        """User code set `grad` of a tensor in the groups to None: as if the parameters that it stands for were cleared."""
+        if self._parts is None:
+            self._parts = {}
+            for flat in self.sharded.trained:
+                for shard in flat.shards:
+                    self._parts[id(shard.master)] = flat, shard, None
+                    for index, whole in (flat.wholes or {}).items():
+                        self._parts[id(whole)] = flat, shard, index
+        if id(tensor) not in self._parts or in_backward_of_any():
+            return
+        self._writes += 1
+        flat, shard, at = self._parts[id(tensor)]
+        with AsTheyAre():
+            if at is None:
+                shard.drop_grad()
+                if not flat.is_reduced:  # it may rest in several tiers
+                    self._forget(flat)
+                return
+            flat.params[at].grad, flat.handles.placed[at] = None, False
+            flat.clear_reduced([at])
+            rest = [other for other in self.sharded.trained if other.span.optimizer == flat.span.optimizer]
+            # Other ranks clear theirs, which are not in this rank's groups.
+            if not any(whole.grad is not None for other in rest for whole in reversed((other.wholes or {}).values())):
+                for other in rest:
+                    if other.span.is_updated:
+                        self._forget(other)
+
+    def _forget(self, flat: Flat) -> None:
+        flat.drop_grads()
+        flat.drop_master_grad()
+        if self.sharded.wire.size == 1:
+            flat.drop_bucket()
 
     @torch.no_grad()
     def zero(self, flats: Sequence[Flat]) -> None:
@@ -178,7 +245,9 @@ class Gradients:
         if not flat.waits or flat.is_reduced:
             self._flush([flat])
         if not flat.waits and not flat.is_reduced:
-            raise StateError(f"{what}: it has been cleared; read `.grad` of the parameter afresh")
+            raise StateError(
+                f"{what}: it has been cleared since it was read. Keep `param.grad.clone()`, or use `.grad` before it is cleared"
+            )
 
     @torch.no_grad()
     def whole(self, handles: Handles[Flat], index: int) -> Tensor:
@@ -216,8 +285,8 @@ class Gradients:
     def norm(self, handles: Handles[Flat], index: int, order: float) -> Tensor:
         """As `norms`, for who asks for one after another: the first question is answered for all."""
         sharded = self.sharded
-        # auto may have moved a gradient on this rank alone; a loss scaler's writes are not counted
-        if handles.flat.waits or sharded.config.is_auto or _there(self._overflow).possible:
+        # auto may have moved a gradient on this rank alone; on one shard a loss scaler's writes are not counted
+        if handles.flat.waits or sharded.config.is_auto or sharded.layout.shards == 1:
             return self.norms([(handles, index)], order)[0]
         now, key = (order, self._writes), (id(handles), index)
         value, version = self._norms.pop(key, (None, 0))
@@ -243,6 +312,23 @@ class Gradients:
     def wrote(self) -> None:
         self._writes += 1
 
+    @torch.no_grad()
+    def overflowed(self, optimizer: int) -> Tensor:
+        """As `Keeper`. One collective answers for all optimizers, until a backward, a step or a write that is not a scaler's.
+
+        Under 'auto' a scaler may call once on one rank and twice on another: for gradients on the device and in host memory.
+        """
+        sharded = self.sharded
+        if self._overflowed is None or self._overflowed_of != self._writes:
+            _there(self._offload).refuse_while_away("a loss scaler's unscale_()")
+            self.settle_step()
+            self._flush()
+            count = len(sharded.optimizers)
+            self._overflowed = overflowed(sharded.trained, count, sharded.wire, sharded.device)
+        self._writes += 1
+        self._overflowed_of = self._writes
+        return self._overflowed[optimizer]
+
     def settle_step(self) -> None:
         _there(self._offload).finish_step()
 
@@ -266,7 +352,7 @@ class Gradients:
             local = torch.stack(
                 [power_sum(grads_to_read(flat), order, flat.device).to(sharded.device) for flat in flats]
             )
-            norms = root(over_ranks(sharded.wire, local, order), order)
+            norms = self._over_ranks(local, order)
             self._slice_norms = dict(enumerate(norms.unbind()))
             self._slice_norms_of = (order, self._writes)
         return self._slice_norms.pop(place).to(device)
@@ -275,13 +361,13 @@ class Gradients:
     def norm_over_ranks(self, part: Tensor, order: float) -> Tensor:
         """Of what was computed from a slice; one collective each."""
         sharded = self.sharded
-        if sharded.config.is_auto:
+        if sharded.config.is_auto and sharded.layout.shards > 1:
             raise StateError(
                 "the norm of what was computed from a gradient in the optimizer's groups: under 'auto' ranks may cut their "
                 "slices at different places. Use the norm of the gradient itself, or of model.parameters()' gradients"
             )
         local = power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
-        return root(over_ranks(sharded.wire, local, order), order).to(part.device)
+        return self._over_ranks(local, order).to(part.device)
 
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:

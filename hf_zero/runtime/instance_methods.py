@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from ..comm.wire import SoloWire
 from ..errors import ConfigError, LayoutError, StateError
 from .build import Assembly
-from .state_dict import StateDictHooks
-from .values.deferred import Birth, birth_of, no_pickle, opening_mode
+from .state_dict import StateDictCall, StateDictHooks
+from .values.deferred import Birth, birth_of, no_pickle
+from .values.deferred_parameter import opening_mode
+from .values.reads import AsTheyAre, Unmasked
 from .values.sharded import Sharded
 
 RESIZE = "resize_token_embeddings"
@@ -32,14 +35,15 @@ class Handle(Protocol):
 
 
 class Patches:
-    """Hooks and methods on instances; their classes and other instances stay as they are."""
+    """Hooks and methods on instances. Of classes only the text of an AttributeError changes, see `renamed`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def method(self, target: object, name: str, method: Callable[..., Any]) -> None:
-        target.__dict__[name] = method
-        self._undo.append(partial(target.__dict__.pop, name, None))
+        own = target.__dict__
+        self._undo.append(partial(_put_back, own, name, method, own.get(name, _MISSING)))
+        own[name] = method
 
     def hooks(self, *handles: Handle) -> None:
         self._undo += [handle.remove for handle in handles]
@@ -47,6 +51,19 @@ class Patches:
     def take_off(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+_MISSING: Any = object()
+
+
+def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
+    """An instance has the attribute that it had before `method`, unless user code has replaced `method` since."""
+    if own.get(name) is not method:
+        return
+    if before is _MISSING:
+        del own[name]
+    else:
+        own[name] = before
 
 
 def put_on(
@@ -68,6 +85,14 @@ def put_on(
             patches.method(module, "_apply", partial(_apply, module, assembly.sharded))
             patches.method(module, "__deepcopy__", partial(_plain_copy, module, assembly, settle))
             patches.method(module, "__reduce_ex__", _refuse_pickle)
+        if type(module).named_modules is not nn.Module.named_modules:
+            patches.method(module, "named_modules", partial(_named_modules, module))
+
+
+def _named_modules(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The class's own, which may read parameters (PEFT's registers them again): one rank alone can list modules."""
+    with AsTheyAre():
+        return type(module).named_modules(module, *args, **kwargs)
 
 
 def generate_together(
@@ -95,10 +120,12 @@ def generate_together(
             return stock(*args, **kwargs)
 
     for module in model.modules():
-        stock = getattr(type(module), "generate", None)
+        stock = module.__dict__.get("generate")
+        if stock is None and callable(method := getattr(type(module), "generate", None)):
+            stock = MethodType(method, module)
         if callable(stock):
             takes = "synced_gpus" in inspect.signature(stock).parameters
-            patches.method(module, "generate", partial(generate, partial(stock, module), takes))
+            patches.method(module, "generate", partial(generate, stock, takes))
 
 
 @contextmanager
@@ -124,29 +151,6 @@ def _refuse_step(*_: Any) -> None:
     )
 
 
-def around_own_methods(
-    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None], patches: Patches
-) -> None:
-    """Around every method that this optimizer has and torch's base class has not: `eval`, `train`, `first_step`, … Static and
-    class methods are left alone: they have no optimizer to change, and are not to be called with one."""
-
-    def between(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            after()
-
-    for name in dir(type(optimizer)):
-        if name.startswith("_") or hasattr(torch.optim.Optimizer, name) or name in optimizer.__dict__:
-            continue
-        method = inspect.getattr_static(type(optimizer), name)
-        if inspect.isfunction(method):
-            told = partial(between, partial(method, optimizer))
-            told.__wrapped__ = method  # type: ignore[attr-defined]  # another optimizer of its class has the method itself
-            patches.method(optimizer, name, told)
-
-
 def _apply(module: nn.Module, sharded: Sharded, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """`.to()`, `.half()`, `.cpu()` and the like, of the model or a part of it: only what leaves every parameter as it is.
 
@@ -161,7 +165,8 @@ def _apply(module: nn.Module, sharded: Sharded, fn: Callable[[Tensor], Tensor], 
         if moved.dtype != probe.dtype or moved.device != probe.device:
             raise LayoutError(
                 f"a sharded model cannot be moved or cast, nor can a part of it (from {probe.dtype} on {probe.device} to "
-                f"{moved.dtype} on {moved.device}): do it before it is sharded, or call engine.detach() first"
+                f"{moved.dtype} on {moved.device}): do it before it is sharded, or after "
+                "zero.engine_of(model).detach()"
             )
     for each in module.modules() if recurse else (module,):
         if any(param in sharded.names for param in each._parameters.values()):
@@ -184,8 +189,8 @@ def _move_own_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ConfigError(
-        f"{RESIZE}() on a sharded model would replace parameters behind the engine's back: resize before the model is "
-        "sharded (inside `with zero.Init():` if it was born there), or call engine.detach() first"
+        f"{RESIZE}() on a sharded model would replace parameters that its optimizer has: resize before the model is sharded "
+        "(before the Trainer trains; inside `with zero.Init():` if it was made there), or after zero.engine_of(model).detach()"
     )
 
 
@@ -196,7 +201,8 @@ def _refuse_pickle(protocol: Any) -> Any:
     raise StateError(
         "a sharded model cannot be pickled (torch.save(model), a worker process): each rank has a part of it. Use engine.save("
         "folder), torch.save(model.state_dict()) with state_dict() called on every rank, or pickle a plain copy: "
-        "copy.deepcopy(model) on every rank"
+        "copy.deepcopy(model) on every rank. Spawned workers of a DataLoader pickle its dataset, sampler and collate_fn: let "
+        "these hold no model, only what they need of it (a tokenizer, the config)"
     )
 
 
@@ -298,6 +304,8 @@ class DeferredHooks(StateDictHooks):
         """Once a module, where it or one inside it has born parameters."""
         if _is_deferred(module.__dict__.get("_apply")) or all(birth_of(param) is None for param in module.parameters()):
             return
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; `zero.shard` refuses it with a named error
+            return
         module.register_forward_pre_hook(self._refuse_forward)
         self.register(module)
         module.__dict__["_apply"] = partial(self._apply, module)
@@ -321,6 +329,10 @@ class DeferredHooks(StateDictHooks):
 
     def _apply(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()`, `.half()`, `.cpu()` and the like, on the slices of closed parameters."""
+        kind: Any = type(module)
+        if opening_mode() is not None:  # it opens what `fn` is given
+            inside: nn.Module = kind._apply(module, fn, recurse)
+            return inside
 
         def moved(tensor: Tensor) -> Tensor:
             birth = birth_of(tensor)
@@ -328,8 +340,11 @@ class DeferredHooks(StateDictHooks):
                 return fn(tensor)
             return birth.move(tensor, fn)
 
-        kind: Any = type(module)
-        applied: nn.Module = kind._apply(module, moved, recurse)
+        unmasked = Unmasked(module.parameters())  # torch assigns `.data`
+        try:
+            applied: nn.Module = kind._apply(module, moved, recurse)
+        finally:
+            unmasked.end()
         return applied
 
     # State dicts ----------------------------------------------------------------------------------------------------
@@ -338,13 +353,13 @@ class DeferredHooks(StateDictHooks):
         birth = birth_of(param)
         return None if birth is None or birth.is_open else birth.wire
 
-    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
+    def gather(self, param: nn.Parameter, wire: SoloWire, call: StateDictCall) -> Mapping[nn.Parameter, Tensor]:
         birth = _birth(param)
-        with wire.watch.doing("state_dict()") if first else nullcontext(), torch._C.DisableTorchFunction():
-            if first:
-                self.agree_on_room(wire)
+        everywhere = self.agree_on_room(wire, call)
+        with wire.watch.doing("state_dict()"), torch._C.DisableTorchFunction():
             whole = birth.read(param.shape)
-            return {param: self.given(whole.cpu() if wire.rank == 0 or self.everywhere else whole.to("meta"), wire)}
+            values = whole.cpu() if wire.rank == 0 or everywhere else whole.to("meta")
+            return {param: self.given(values, wire, whole.device)}
 
     def open(self, param: nn.Parameter) -> Tensor:
         _birth(param).open(param, fill=False)

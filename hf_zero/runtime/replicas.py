@@ -40,7 +40,8 @@ Named = tuple[str, str]
 
 _CAUSES = {
     "option": "Set it on every rank: a scheduler that steps on one rank alone, a branch on the rank, a random search "
-    "without a seed",
+    "without a seed, a sum over optimizer.state, which has this rank's slices (zero.full_optimizer_state(param, name) gives "
+    "whole states)",
     "flag": "Freeze and unfreeze parameters on every rank alike",
     "count": "The optimizer has made other steps there: its state was loaded or changed on some ranks alone",
     "buffer": "It was written through `.data`, which torch does not count, so it was not sent before this forward: write "

@@ -24,6 +24,25 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
+class Saved:
+    """A tensor that a graph has saved while hooks were on; it lives as long as autograd keeps it.
+
+    Attributes:
+        tensor: The tensor itself where possible, so that its references show whether user code keeps it too.
+        version: Its version when it was saved.
+        memory: Address (`_cdata`) of its storage.
+        owner: Weak reference to the unit whose memory that is; None for any other memory.
+        is_parameter: Without hooks autograd would have saved the parameter itself, and no view of its memory.
+    """
+
+    __slots__ = ("__weakref__", "is_parameter", "memory", "owner", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, memory: int, owner: weakref.ref[Any] | None, is_parameter: bool) -> None:
+        self.tensor, self.version = tensor, tensor._version
+        self.memory, self.owner = memory, owner
+        self.is_parameter = is_parameter
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, sets, mappings, dataclasses and plain objects (their attributes)."""
     if type(value) is Tensor:
@@ -113,12 +132,18 @@ class SavedTensors:
     Args:
         owner_of: address of a storage (`_cdata`) -> what to pass to `bring`; it is gone when the storage is.
         bring: called before a saved parameter is read.
+        record: called with the owner and each tensor of its memory that is saved.
     """
 
-    def __init__(self, owner_of: Mapping[int, weakref.ref[Any]], bring: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        owner_of: Mapping[int, weakref.ref[Any]],
+        bring: Callable[[Any], None],
+        record: Callable[[Any, Saved], None],
+    ) -> None:
         self._owner_of = dict(owner_of)
         self._on: Callable[[Tensor], Any] | None = None
-        self._bring = bring
+        self._bring, self._record = bring, record
 
     def rehome(self, old: int, new: int) -> None:
         """What lay in the storage at `old` is saved in the one at `new` from here on."""
@@ -148,28 +173,33 @@ class SavedTensors:
         if top is not None and top[0] == self._on:
             autograd._pop_saved_tensors_default_hooks()
 
-    def _pack(self, tensor: Tensor) -> Any:
-        if tensor.requires_grad:
-            # An operation's own output would keep the operation, and that the output, for ever.
-            tensor = tensor.detach()
+    def _pack(self, tensor: Tensor) -> Saved:
         try:
             memory = tensor.untyped_storage()._cdata
         except NotImplementedError:
             memory = _memory_without_storage(tensor)
-        owner = self._owner_of.get(memory)
-        if owner is not None and owner() is None:  # the unit is no more, and its address is another storage's
-            owner = None
-        return tensor, tensor._version, owner
-
-    def _unpack(self, saved: Any) -> Tensor:
-        tensor, version, owner = saved
+        reference = self._owner_of.get(memory)
+        owner = (
+            None if reference is None else reference()
+        )  # None: the unit is no more, its address is another storage's
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter or (tensor.requires_grad and (owner is None or _may_be_output(tensor))):
+            # An operation's own output would keep the operation, and that the output, for ever.
+            tensor = tensor.detach()
+        saved = Saved(tensor, memory, None if owner is None else reference, is_parameter)
         if owner is not None:
-            self._bring(owner)
-        if tensor._version != version:
+            self._record(owner, saved)
+        return saved
+
+    def _unpack(self, saved: Saved) -> Tensor:
+        tensor = saved.tensor
+        if saved.owner is not None:
+            self._bring(saved.owner)
+        if tensor._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
-                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {saved.version} "
+                "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."
             )
         return tensor
@@ -177,12 +207,17 @@ class SavedTensors:
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         def packed(tensor: Tensor) -> Any:
             saved = self._pack(tensor)
-            return saved if saved[-1] is not None else (pack(tensor), None)
+            return saved if saved.owner is not None else (pack(tensor),)
 
         def unpacked(saved: Any) -> Tensor:
-            return self._unpack(saved) if saved[-1] is not None else unpack(saved[0])
+            return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
 
         return packed, unpacked
+
+
+def _may_be_output(tensor: Tensor) -> bool:
+    """Whether the operation that saves it may have made it; not a view of a leaf, which no operation changes in place."""
+    return not (tensor if tensor._base is None else tensor._base).is_leaf
 
 
 def _memory_without_storage(tensor: Tensor) -> int:

@@ -19,12 +19,14 @@ from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
 from ..tiers.host import keep_freed
 from ..tiers.tier import Tier
+from . import FIRST_FORWARD
 from . import instance_methods as overrides
 from .build import Assembly, device_of
 from .engine import Engine, engine_of
 from .offload import Offload
-from .optimizers.clipping import Overflow
-from .passes.compiling import refuse_compiled, stay_out_of_graphs, take_wrapper_off
+from .optimizers.clipping import may_overflow
+from .passes.compiling import Compile, refuse_compiled, stay_out_of_graphs, take_wrapper_off
+from .registrations import Registrations
 from .training import Training
 from .transports import Roads
 from .values.ownership import refuse_owned
@@ -66,6 +68,25 @@ def shard(
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
     model, compile_ = take_wrapper_off(model)
+    registrations = Registrations(model)
+    try:
+        return _shard(model, optimizer, config, mixed_precision, machine, device, roads, registrations, compile_)
+    except BaseException:
+        registrations.remove()
+        raise
+
+
+def _shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    config: ZeroConfig | None,
+    mixed_precision: str | None,
+    machine: Machine | None,
+    device: torch.device | None,
+    roads: Roads | None,
+    registrations: Registrations,
+    compile_: Compile | None,
+) -> Engine:
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [] if optimizer is None else [optimizer]
     else:
@@ -74,6 +95,7 @@ def shard(
     precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
     wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
     patches = overrides.Patches()
+    patches.hooks(registrations)
 
     with wire.watch.doing("zero.shard"):  # called on one rank alone, it waits in the first exchange
         wire.start(config.stall_s)
@@ -82,18 +104,19 @@ def shard(
         if engine_of(model) is not None:
             raise ConfigError(f"this {type(model).__name__} is sharded already; call detach() on its engine first")
         refuse_compiled(model)
+        _refuse_inference_mode(model)
         stay_out_of_graphs()
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
         policy = config.policy_for(wire.size)
         # First: it refuses models that have nothing to shard.
-        drafter = Drafter(model, precision, roads.limits)
+        drafter = Drafter(model, precision, roads.limits, config.units)
         where = device_of(model, device)
         sharded = Sharded(model, config, policy, precision, wire, where, dict(drafter.names))
         assembly = Assembly(sharded, drafter, roads.plan, machine, mixed_precision)
         refuse_owned(sharded.names)
-        overflow = Overflow(model, precision, wire, where)
+        in_half = may_overflow(model, precision)
         originals = assembly.originals(optimizers, ())
         kinds = assembly.kinds_of_binding(optimizers)
         specs = assembly.specs(originals)
@@ -106,11 +129,11 @@ def shard(
     # The plan needs to know what the tiers have room for, and may be refused as well.
     offload = Offload(sharded, roads)
     sharded.storage = offload.storage
-    offload.storage.wide = overflow.possible
+    offload.storage.wide = in_half
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         sharded.plan = assembly.plan(specs, optimizers, offload.ranks_here)
         offload.settle(sharded.plan.placements, sharded.plan.memory.at_rest(Tier.DISK))
-        if config.step_in_backward and overflow.possible:
+        if config.step_in_backward and in_half:
             raise ConfigError(
                 "step_in_backward does not go with fp16: whether a gradient overflowed is known after backward only. Use "
                 "bf16, or turn it off"
@@ -124,15 +147,46 @@ def shard(
     assembly.build(specs, sharded.plan.placements)
     overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
-    training = Training(sharded, assembly, offload, overflow, patches)
+    training = Training(sharded, assembly, offload, patches)
     training.adopt(optimizers, originals, kinds)
     engine = Engine(training, assembly, patches)
+    _check_first_forward(model, wire.size, patches)
     offload.storage.explain = sharded.advice
     if wire.rank == 0:
         _print_summary(training)
     if compile_ is not None:
         engine.compile(using=compile_)
     return engine
+
+
+def _check_first_forward(model: nn.Module, ranks: int, patches: overrides.Patches) -> None:
+    """Register checks that run until a forward builds a graph, and never again."""
+
+    def check(*_: object) -> None:
+        for each in FIRST_FORWARD:
+            each(ranks)
+        if torch.is_grad_enabled():
+            handle.remove()
+
+    handle = model.register_forward_pre_hook(check)
+    patches.hooks(handle)
+
+
+def _refuse_inference_mode(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: parameters are inference tensors, or the engine's own would be.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "zero.shard was called inside torch.inference_mode(), whose tensors cannot be trained. Call it outside"
+        )
+    for name, param in model.named_parameters():
+        if not torch.nn.parameter.is_lazy(param) and param.is_inference():
+            raise ConfigError(
+                f"parameter {name!r} was made inside torch.inference_mode(), whose tensors cannot be trained. Build the model "
+                "outside of it, under torch.no_grad() where no graph is wanted"
+            )
 
 
 def _print_summary(training: Training) -> None:

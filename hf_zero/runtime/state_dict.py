@@ -1,25 +1,26 @@
 """`state_dict()` and `load_state_dict()` of modules whose values are elsewhere, through torch's public per-module hooks.
 
-`state_dict()` is a collective, on the model or any part of it: rank 0 gets full CPU tensors in the parameters' own types
-(from the masters, never from a low-precision copy), the other ranks meta tensors of the same shapes, so that code which
-only looks at keys, shapes and types runs everywhere; who computes with them finds values, see `Elsewhere`. Tied parameters
-are one tensor object within a call. `load_state_dict` takes that, or values on every rank. Inside `zero.unsharded` it is
-torch's own: the parameters' values, on every rank.
+`state_dict()` of the model or any part of it gives rank 0 full CPU tensors in the parameters' own types, from the masters.
+These are copies and cannot be written, see `Entry`. The other ranks get meta tensors of the same shapes, with values for code
+that computes with them. It is a collective, except where this rank has the values: parameters that show what the masters hold
+(stages 0 to 2 in the parameters' own types) are copied from there. Tied parameters are one tensor object within a call.
+
+Inside `zero.unsharded` an entry is the parameter's own memory, as in PyTorch, on every rank. `load_state_dict` takes what
+`state_dict()` gave, or values on every rank.
 """
 
 from __future__ import annotations
 
-import copy
 import socket
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.agree import on_all_ranks, read
@@ -27,78 +28,38 @@ from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_of
 from ..errors import RankMismatchError, StateError, TierError
 from ..plan.machine import free_host_bytes
+from .state_dict_entries import SHARE, entry, with_own_storage
 from .values.flat_param import Flat, joined
-from .values.reads import Unmasked, needs_values
+from .values.reads import AsTheyAre, Unmasked
 from .values.sharded import Sharded
-
-_SHARE = 8
-"""Ranks other than 0 keep a state dict's values where these are at most this part of the host memory that is free."""
+from .values.unit import State, Unit
 
 
-class Elsewhere(Tensor):
-    """An entry of a state dict on a rank other than 0: a meta tensor to whoever looks at it, with values for who computes.
-
-    Programs use a state dict on every rank (moving averages, target networks: `twin.load_state_dict(model.state_dict())`).
+@dataclass
+class StateDictCall:
+    """One state dict that is being made.
 
     Attributes:
-        held: the values; None where host memory has no room for them on every rank.
-
-    Raises:
-        StateError: there are none, and elements are asked for (`item`, `cpu`, arithmetic with a tensor that has some).
+        state: returns it, or None once it is gone.
+        values: what was gathered for it, by parameter.
+        everywhere: every rank has room for all values, as the ranks have agreed; None: they have not, so far.
+        has_room: this rank has; None: not asked so far.
     """
 
-    held: Tensor | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            if not needs_values(func):
-                return func(*args, **given[1])
-            mine = [each for each in tree_leaves(given) if isinstance(each, Elsewhere)]
-            if all(each.held is not None for each in mine):
-                args, kwargs = tree_map_only(Elsewhere, lambda each: each.held, given)
-                return func(*args, **kwargs)
-            try:
-                result = func(*args, **given[1])
-            except (RuntimeError, TypeError) as error:
-                shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in mine)
-                raise StateError(
-                    f"{getattr(func, '__name__', func)} of a value of state_dict(): every rank but 0 has its shape and type "
-                    f"alone ({shapes}), since the model's values on every rank take more than 1/{_SHARE} of the host memory "
-                    "that is free. Compute with it on rank 0, or make the state dict and what reads it inside `with "
-                    "zero.unsharded(model):`, where all ranks have all values on the device"
-                ) from error
-        return tree_map_only(Tensor, lambda made: elsewhere(made) if made.is_meta else made, result)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return elsewhere(torch.empty_like(self), copy.deepcopy(self.held, memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a file or another process has a plain tensor
-        return (self.as_subclass(Tensor) if self.held is None else self.held).__reduce_ex__(protocol)
-
-
-def elsewhere(like: Tensor, held: Tensor | None = None) -> Tensor:
-    """
-    Args:
-        like: a meta tensor.
-        held: values of the same shape and type.
-    """
-    made = like.as_subclass(Elsewhere)
-    made.held = held
-    return made
+    state: Callable[[], Any]
+    values: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    everywhere: bool | None = None
+    has_room: bool | None = None
 
 
 class StateDictHooks(ABC):
     """The hooks, over whoever has the values. A call's values live from its outermost module's first hook to its last."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._values: dict[nn.Parameter, Tensor] = {}
-        self._module: nn.Module | None = None  # the outermost
-        self.everywhere = False
-        """In this call: every rank has values."""
-        self._unmasked: list[Unmasked] = []  # of the modules that torch is at, innermost last
+        self._begun: list[tuple[nn.Module, Unmasked]] = []
+        """The modules whose state dict is being made, outermost first; behind a call that raised, also its modules."""
+        self._calls: list[StateDictCall] = []
+        """Outermost first: a hook of the program may make a state dict while another is being made."""
         self._loading = 0
         self._wire = SoloWire()  # of the call
         self._spread = False
@@ -119,18 +80,13 @@ class StateDictHooks(ABC):
     def wire_of(self, param: nn.Parameter) -> SoloWire | None:
         """The ranks that have the parameter's values between them; None where `.data` has them."""
 
-    @property
-    def shows_values(self) -> bool:
-        """Whether all parameters show, on every rank, what `gather` would give."""
+    def shows(self, param: nn.Parameter) -> bool:
+        """Whether the parameter's own memory is the entry."""
         return False
 
     @abstractmethod
-    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
-        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective.
-
-        Args:
-            first: of this call.
-        """
+    def gather(self, param: nn.Parameter, wire: SoloWire, call: StateDictCall) -> Mapping[nn.Parameter, Tensor]:
+        """Values as `state_dict()` gives them, of this parameter and of those that come with it. A collective."""
 
     @abstractmethod
     def open(self, param: nn.Parameter) -> Tensor:
@@ -149,52 +105,85 @@ class StateDictHooks(ABC):
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not prefix:  # outermost; a call that raised may have left its traces
-            self._depth = 0
-            self._values.clear()
-            self._module = module
-            while self._unmasked:
-                self._unmasked.pop().end()
-        self._depth += 1
+        # No module is inside itself: where it is under way already, that call has raised.
+        for at, (begun, _) in enumerate(self._begun):
+            if begun is module:
+                self._end(at)
+                break
         # torch takes `detach()` of each, for `_give` to replace.
-        self._unmasked.append(Unmasked(module._parameters.values()))
+        self._begun.append((module, Unmasked(module._parameters.values())))
+
+    def _end(self, at: int) -> None:
+        while len(self._begun) > at:
+            self._begun.pop()[1].end()
 
     def _give(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self._unmasked.pop().end()
-        for name, param in module._parameters.items():
-            if param is None or prefix + name not in state:
+        at = next((at for at, (begun, _) in enumerate(self._begun) if begun is module), len(self._begun))
+        self._end(at + 1)  # those inside of it have raised
+        call = self._call_for(state)
+        for name, param in list(module._parameters.items()):  # gathering lists modules, which may register them again
+            key = prefix + name
+            if param is None or key not in state or (wire := self.wire_of(param)) is None:
                 continue
-            wire = self.wire_of(param)
-            if wire is None or self.shows_values:
-                continue
-            if param not in self._values:
-                self._values.update(self.gather(param, wire, first=not self._values))
-            state[prefix + name] = self._values[param]
-        self._depth -= 1
-        if self._depth == 0:
-            self._values.clear()
-            self._module = None
+            if param not in call.values:
+                if not self.shows(param):
+                    call.values.update(self.gather(param, wire, call))
+                elif state[key] is param:  # `keep_vars`
+                    continue
+                else:
+                    call.values[param] = self.shown(param)
+            state[key] = call.values[param]
+        self._end(at)
+        if not self._begun:
+            self._calls.clear()
 
-    def agree_on_room(self, wire: SoloWire, *, alone: bool = False) -> None:
-        """Whether host memory has room for a call's values on every rank. A collective.
+    def _call_for(self, state: dict[str, Any]) -> StateDictCall:
+        self._calls = [call for call in self._calls if call.state() is not None]
+        for call in self._calls:
+            if call.state() is state:
+                return call
+        try:
+            made = StateDictCall(weakref.ref(state))
+        except TypeError:  # `destination={}`
+            made = StateDictCall(lambda: state)
+        self._calls.append(made)
+        return made
+
+    def agree_on_room(self, wire: SoloWire, call: StateDictCall) -> bool:
+        """Whether host memory has room for a call's values on every rank. A collective, once a call."""
+        if call.everywhere is None:
+            with wire.watch.doing("state_dict()"):
+                told = wire.exchange((socket.gethostname(), free_host_bytes()))
+            hosts = [host for host, _ in told]
+            needed_bytes = self._needed_bytes()
+            call.everywhere = all(needed_bytes * hosts.count(host) <= free_bytes for host, free_bytes in told)
+        return call.everywhere
+
+    def has_room(self, wire: SoloWire, call: StateDictCall) -> bool:
+        """Whether this rank keeps a call's values. Without communication."""
+        if call.has_room is None:
+            call.has_room = wire.rank == 0 or self._needed_bytes() <= free_host_bytes(wire.size)
+        return call.has_room
+
+    def _needed_bytes(self) -> int:
+        params = self._begun[0][0].parameters() if self._begun else ()
+        return SHARE * sum(param.numel() * param.element_size() for param in params)
+
+    def given(self, values: Tensor, wire: SoloWire, device: torch.device) -> Tensor:
+        """Values on the CPU or, where this rank has none, a meta tensor: as an entry of a state dict.
 
         Args:
-            alone: the call sends nothing, and this rank decides by itself.
+            device: the parameter's.
         """
-        params = () if self._module is None else self._module.parameters()
-        needed_bytes = _SHARE * sum(param.numel() * param.element_size() for param in params)
-        if alone:
-            self.everywhere = needed_bytes <= free_host_bytes(wire.size)
-            return
-        told = wire.exchange((socket.gethostname(), free_host_bytes()))
-        hosts = [host for host, _ in told]
-        self.everywhere = all(needed_bytes * hosts.count(host) <= free_bytes for host, free_bytes in told)
-
-    def given(self, values: Tensor, wire: SoloWire) -> Tensor:
-        """Values on the CPU or, where this rank has none, a meta tensor: as an entry of a state dict."""
+        is_moved = device.type != "cpu"
         if wire.rank == 0:
-            return values
-        return elsewhere(values.to("meta"), None if values.is_meta else values)
+            return entry(values, is_copy=True, is_moved=is_moved)
+        held = None if values.is_meta else values
+        return entry(values.to("meta"), held, is_copy=True, is_moved=is_moved)
+
+    def shown(self, param: nn.Parameter) -> Tensor:
+        """The parameter's own memory, as an entry of a state dict."""
+        return with_own_storage(param.detach())
 
     # Loading --------------------------------------------------------------------------------------------------------
 
@@ -276,47 +265,70 @@ class ShardedHooks(StateDictHooks):
 
     Args:
         settle: returns when the masters of these spans, or of all (None), are those of one step.
+        leads: whether a method of the optimizer may have written its tensors, which parameters follow in the next forward.
     """
 
-    def __init__(self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None]) -> None:
+    def __init__(
+        self, sharded: Sharded, settle: Callable[[Sequence[Flat] | None], None], leads: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self._sharded = sharded
-        self._settle = settle
+        self._settle, self._leads = settle, leads
         self._outlining = False
 
     def wire_of(self, param: nn.Parameter) -> SoloWire | None:
         return self._sharded.wire if param in self._sharded.places else None
 
-    @property
-    def shows_values(self) -> bool:
-        return self._sharded.shows_masters
-
-    def gather(self, param: nn.Parameter, wire: SoloWire, first: bool) -> Mapping[nn.Parameter, Tensor]:
+    def shows(self, param: nn.Parameter) -> bool:
+        if self._outlining or not self._sharded.shows_masters:
+            return False
         flat = self._sharded.places[param].flat
+        if flat.casts:
+            self._settle([flat])
+        return True
+
+    def shown(self, param: nn.Parameter) -> Tensor:
+        _, flat, index = self._sharded.places[param]
+        return with_own_storage(flat.casts[index][1]) if index in flat.casts else super().shown(param)
+
+    def gather(self, param: nn.Parameter, wire: SoloWire, call: StateDictCall) -> Mapping[nn.Parameter, Tensor]:
+        unit, flat, _ = self._sharded.places[param]
         full: Tensor | None = None
         if not self._outlining:
             self._settle([flat])  # not all of them: this is called for each span
-            with wire.watch.doing("state_dict()") if first and flat.needs_all_ranks else nullcontext():
-                if first:
-                    self.agree_on_room(wire, alone=not flat.needs_all_ranks)
-                own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
-                full = joined(flat, wire, own, everywhere=self.everywhere)
+            if self._is_here(unit, flat):
+                full = flat.full.detach() if self.has_room(wire, call) else flat.full.to("meta")
+            elif not flat.needs_all_ranks:
+                full = joined(flat, wire, flat.values(), everywhere=self.has_room(wire, call))
+            else:
+                everywhere = self.agree_on_room(wire, call)
+                with wire.watch.doing("state_dict()"):
+                    own = read(wire, flat.values, may_fail=flat.storage.uses_disk)
+                    full = joined(flat, wire, own, everywhere=everywhere)
         found = {}
         for slot, each in zip(flat.span.slots, flat.params):
             dtype = dtype_of(slot.spec.dtype)
             if full is None:
                 found[each] = torch.empty(slot.spec.shape, dtype=dtype, device="meta")
             else:
-                value = full[slot.offset : slot.stop].view(slot.spec.shape).to(dtype, copy=True)
-                found[each] = self.given(value, wire)
+                value = full[slot.offset : slot.stop].view(slot.spec.shape)
+                value = value.to(dtype) if value.is_meta else value.to("cpu", dtype, copy=True)
+                found[each] = self.given(value, wire, flat.device)
         return found
+
+    def _is_here(self, unit: Unit, flat: Flat) -> bool:
+        """Whether whole parameters have the masters' values on every rank. The same on every rank."""
+        if not flat.shows_exactly or unit.state is not State.GATHERED or flat.stale or self._leads():
+            return False
+        return not any(shard.edited() for shard in flat.shards)
 
     def outline(self) -> dict[str, Any]:
         """`state_dict()` of the whole model without communication: parameters as meta tensors, buffers as CPU copies."""
         model = self._sharded.model
         self._outlining = True
         try:
-            state = model.state_dict()
+            with AsTheyAre():  # a module's own `state_dict` may read its parameters: on this rank alone
+                state = model.state_dict()
         finally:
             self._outlining = False
         named = {name for name, _ in model.named_parameters(remove_duplicate=False)}

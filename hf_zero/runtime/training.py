@@ -25,9 +25,9 @@ from .checks import Checks
 from .gradient_ops import Gradients
 from .group_flags import GroupFlags
 from .offload import Offload
-from .optimizers.clipping import Overflow
 from .optimizers.optimizer import Binding
 from .optimizers.transaction import AroundStep, Attempt, HeldSignals, Snapshot, followed_by, run_first, with_closure
+from .own_methods import OwnMethods
 from .passes.autocast import Autocast
 from .passes.backward_order import Callbacks
 from .passes.compiling import blocks_of
@@ -38,6 +38,7 @@ from .spare_room import BatchWatch, SpareRoom
 from .state_dict import ShardedHooks
 from .unsharded import Unsharded
 from .usage import free_device_bytes
+from .values.carrying import carry_casts
 from .values.flat_param import Flat
 from .values.reads import AsTheyAre
 from .values.sharded import Sharded
@@ -49,7 +50,6 @@ class Training:
     """Of one sharded model, whose units are built.
 
     Args:
-        overflow: what finds gradients that are no numbers.
         patches: takes every hook and method that is put on the model or the optimizer, to be taken off again.
 
     Attributes:
@@ -69,13 +69,12 @@ class Training:
         sharded: Sharded,
         assembly: Assembly,
         offload: Offload,
-        overflow: Overflow,
         patches: overrides.Patches,
     ) -> None:
         self.sharded, self.model, self.config, self.policy = sharded, sharded.model, sharded.config, sharded.policy
         self.precision, self.units, self._wire = sharded.precision, sharded.units, sharded.wire
         self.offload = offload
-        self._assembly, self._overflow, self._patches = assembly, overflow, patches
+        self._assembly, self._patches = assembly, patches
         self._trains_unbound: bool | None = False
         """A backward left gradients that no optimizer will see; None once that was said."""
         self._passes = 0  # backwards and steps
@@ -90,14 +89,16 @@ class Training:
         self.recorder: Recorder | None = None
         self._unsharded: Unsharded | None = None
         self.buffers = Buffers(self.model, self._wire)  # sends rank 0's, on the device
-        self.gradients = Gradients(sharded, offload, overflow, self.flush)
-        self.state_dict_hooks = ShardedHooks(sharded, self.settle)
+        self.gradients = Gradients(sharded, offload, self.flush)
+        self.state_dict_hooks = ShardedHooks(sharded, self.settle, lambda: self.writes.optimizer_wrote)
         for module in self.model.modules():
             if any(True for _ in module.parameters()):  # others may be in other models, too (XLM's activation, for one)
                 patches.hooks(*self.state_dict_hooks.register(module))
         self._spare = SpareRoom(sharded) if keeps(self.config, self._wire.size) else None
         self.writes = WriteWatch(self.model, self.units, self.quiesce, self.state_dict_hooks.after_load, self._followed)
         self._hook_model()
+        # Before a write: what is gathered shows the values that are about to change; it would be taken for new.
+        self._own_methods = OwnMethods(self.units, self.schedule.end_looks, self._optimizer_wrote)
         self._group_flags = GroupFlags(sharded)
         self.optimizers = BoundOptimizers(
             sharded,
@@ -173,8 +174,7 @@ class Training:
         self._pre_hooks[optimizer] = before.id
         self._patches.hooks(optimizer.register_step_post_hook(self._after_step))
         self._patches.hooks(AroundStep(optimizer, partial(self._step, optimizer), partial(self._computed, optimizer)))
-        # Before: what is gathered shows values that the method may write to the optimizer's tensors; it would be taken for new.
-        overrides.around_own_methods(optimizer, self.schedule.end_looks, self._optimizer_wrote, self._patches)
+        self._own_methods.take(optimizer, self._patches)
         self._patches.method(optimizer, "zero_grad", partial(self._zero_grad_of, optimizer))
         self._patches.method(optimizer, "state_dict", partial(self.optimizers.state_dict, optimizer))
         self._patches.method(optimizer, "load_state_dict", partial(self.optimizers.load_state_dict, optimizer))
@@ -212,8 +212,7 @@ class Training:
             self.schedule.backward.notice_again()
             self.optimizers.unfreeze()
         self.writes.before_forward((self._passes, graph), values=graph and self.config.step_in_backward)
-        self._overflow.look()
-        self.buffers.before_forward()
+        self.buffers.before_forward(alone=self._may_run_alone)
         if self._checks is not None:
             self._checks.before_forward()
         if self.recorder is not None:
@@ -233,7 +232,7 @@ class Training:
             self._spare.expect(batch)
 
     def _after_forward(self, *_: Any) -> None:
-        self.buffers.after_forward(self.schedule.backward.sync)
+        self.buffers.after_forward(self.schedule.backward.sync, alone=self._may_run_alone)
         # Not after a recomputation; something may have been read.
         if not in_backward_of_any() and not self.sharded.is_unsharded:
             self.offload.agree_on_reads()
@@ -250,13 +249,13 @@ class Training:
     def _after_backward(self) -> None:
         if self.schedule.backward.sync and self.buffers.watched:
             self.buffers.agree(changed=self.schedule.backward.order.answered)
+            if self.policy.keep_full:
+                self.buffers.make_ready()
         self.offload.agree_on_reads()
         if self.schedule.backward.sync:
             self.offload.land()
         if not self.optimizers.bindings and self._trains_unbound is False:
             self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
-        storage = self.offload.storage if self.config.offloads else None
-        self._overflow.show(self.units, storage, reduced=self.schedule.backward.sync and self.sharded.layout.shards > 1)
         self.gradients.show()
         self.show_grads()
         if self._checks is not None:
@@ -307,12 +306,13 @@ class Training:
                 "there: call it when backward has ended, or offload the optimizer's state with step_in_backward=True"
             )
         self._wire.watch.phase = "optimizer.step()"
+        self._own_methods.compare()
         self.offload.refuse_while_away("optimizer.step()")
         # Offloaded shards are updated from here on: the gradients must be there, and the optimizer gets the loss only.
         arguments = None
         if self.config.offloads:
             arguments = with_closure(args, kwargs, run_first)
-        elif self.sharded.layout.shards > 1:  # it may make backwards, and clip what they leave; then: plain gradients
+        else:  # it may make backwards, and clip what they leave; then: plain gradients
             arguments = with_closure(args, kwargs, partial(followed_by, partial(self._hide_slices, binding)))
         if not binding.is_current():
             raise LayoutError(
@@ -406,6 +406,7 @@ class Training:
         self.offload.end_step(binding.index)
         self._assembly.regather()
         self.writes.optimizer_wrote = False
+        self._own_methods.stepped()
         self.schedule.backward.stepped()
         self._passes += 1
         if attempt is not None:
@@ -467,6 +468,16 @@ class Training:
         for binding in self.optimizers.bindings:
             binding.show_grads()
 
+    def give_grad(self, flat: Flat, index: int, write: Callable[[], None]) -> None:
+        """A parameter gets a gradient that no backward made; `write` fills this rank's elements. Without communication."""
+        if not in_backward_of_any():
+            self.gradients.settle()
+        self.gradients.give(flat, [index])
+        write()
+        self.gradients.wrote()
+        self.gradients.show()
+        self.show_grads()
+
     def quiesce(self) -> None:
         """Before the masters are read or written from outside: nothing gathered, nothing on the move."""
         self.schedule.quiesce()
@@ -482,6 +493,9 @@ class Training:
             StateError, TierError: see `finish_step`; what was written cannot be carried over.
         """
         self.offload.finish_step()
+        for flat in self.sharded.flats if flats is None else flats:
+            if flat.casts:
+                carry_casts(flat)
         if self._unsharded is not None:
             self._unsharded.carry(flats)
         self.writes.settle(flats)
@@ -517,8 +531,11 @@ class Training:
         free_bytes = free_device_bytes(self.sharded, self.offload, self._wire.ranks_here())
         whole = Unsharded(self.sharded)
         whole.begin(in_compute_dtype=in_compute_dtype, free_bytes=free_bytes)
+        self.buffers.make_ready()
         self._unsharded, self.sharded.is_unsharded = whole, True
-        self.sharded.shows_masters = not in_compute_dtype
+        self.sharded.shows_masters = not in_compute_dtype and all(
+            flat.shown_dtype is None for flat in self.sharded.flats
+        )
         completed = False
         try:
             yield
@@ -530,6 +547,11 @@ class Training:
             finally:
                 self._unsharded, self.sharded.is_unsharded = None, False
                 self.sharded.shows_masters = False
+
+    @property
+    def _may_run_alone(self) -> bool:
+        """Whether a forward now needs no other rank: user code may run it on one rank, for an evaluation."""
+        return self.sharded.is_unsharded or (self.policy.keep_full and not torch.is_grad_enabled())
 
     def releases(self) -> bool:
         return not self.policy.keep_full and not self.sharded.is_unsharded

@@ -46,6 +46,8 @@ class _Whole:
         """What was put in a parameter's place (`param.data = x`), by place in `params`."""
         found = []
         for index in self.mine:
+            if index in self.flat.casts:  # an evaluation in another type
+                continue
             view, value = self.views[index], self.flat.params[index].data
             same_place = value.data_ptr() == view.data_ptr() and value.stride() == view.stride()
             if not (same_place and value.dtype == view.dtype and value.shape == view.shape):
@@ -91,7 +93,10 @@ class Unsharded:
         for unit in self._sharded.units:
             for flat in unit.flats:
                 dtype = flat.compute_dtype if in_compute_dtype else dtype_of(flat.span.spec.dtype)
-                if not (keeps and flat.codec is None and dtype == flat.compute_dtype):  # else it is there
+                is_there = keeps and flat.codec is None and dtype == flat.compute_dtype
+                if flat.shown_dtype is not None:
+                    dtype, is_there = flat.shown_dtype, keeps
+                if not is_there:
                     wanted.append((unit, flat, dtype))
         needed = sum(flat.span.numel * dtype.itemsize for _, flat, dtype in wanted)
         with agree.on_all_ranks(wire, "zero.unsharded", kind=OutOfMemoryError):
@@ -139,6 +144,7 @@ class Unsharded:
         flat.pinned.update(whole.mine)
         for index in whole.mine:
             flat.show(index, whole.views[index])
+            flat.cast(index)
 
     @torch.no_grad()
     def refill(self, flats: Iterable[Flat]) -> None:

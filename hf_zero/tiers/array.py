@@ -44,6 +44,12 @@ class Source(Protocol):
         ...
 
 
+_READ_WHOLE = (
+    "an optimizer's state that rests on disk is no tensor. Read it by zero.full_optimizer_state(param, name), a collective, or "
+    "zero.local_optimizer_state(param, name)"
+)
+
+
 class OnDisk:
     """Values at rest in a file, in row-major order. A slice is a view: it costs nothing and writes to the same place.
 
@@ -61,6 +67,15 @@ class OnDisk:
         self._start = start
         self._numel = (source.numel if stop is None else stop) - start
         self._shape = torch.Size((self._numel,) if shape is None else shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Tensor, name):
+            raise StateError(f"{name} of values on disk: {_READ_WHOLE}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StateError(f"{getattr(func, '__name__', func)} of values on disk: {_READ_WHOLE}")
 
     @property
     def source(self) -> Source:

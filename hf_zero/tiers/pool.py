@@ -142,6 +142,8 @@ class Storage:
         """Returns when no step over offloaded state is under way, but at once in the thread that makes it."""
         self.masters: dict[Tier, type[nn.Parameter]] = {}
         """Classes of what rests in a tier, see `masters` of `runtime/values`."""
+        self.grad_cleared: Callable[[Tensor], object] = lambda tensor: None
+        """Called when user code has cleared the gradient of a tensor in an optimizer's groups."""
 
     @property
     def disk(self) -> Disk:

@@ -168,7 +168,7 @@ def assembled(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
 
 def same(ours: Any, theirs: Any, where: str) -> None:
     """Equal to the bit, types and nesting too."""
-    assert type(ours) is type(theirs), where
+    assert isinstance(ours, type(theirs)) or isinstance(theirs, type(ours)), where
     if isinstance(ours, dict):
         assert list(ours) == list(theirs), where
         for key in ours:

@@ -244,7 +244,7 @@ CASES = {
     "collectives at stage 3": [
         (3, case) for case in ("state_dict", "save", "load", "full_parameter", "GatheredParameters", "bind")
     ],
-    "collectives": [(2, "state_dict"), (2, "clip"), (3, "detach"), (3, "shard"), (3, "Init"), (1, "save")],
+    "collectives": [(2, "clip"), (3, "detach"), (3, "shard"), (3, "Init"), (1, "save")],
     "steps": [
         *[(3, case) for case in ("step", "forward", "generate", "evaluate", "skipped_block", "other_experts")],
         (3, "other_model"),

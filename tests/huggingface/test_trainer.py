@@ -360,7 +360,7 @@ class Look(TrainerCallback):
         self.optimizer: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.weights = dict(kwargs["model"].state_dict())
+        self.weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
         self.optimizer = kwargs["optimizer"].state_dict()
 
 

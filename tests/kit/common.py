@@ -237,7 +237,8 @@ def train_engine(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    result = Result(losses, norms, model.state_dict(), optimizer.state_dict()["state"], scaler.get_scale())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    result = Result(losses, norms, weights, optimizer.state_dict()["state"], scaler.get_scale())
     return result, engine
 
 

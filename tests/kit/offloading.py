@@ -64,7 +64,10 @@ def pairwise(
 def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """What a run ends with: weights, and the optimizer's state in the order of its keys."""
     state = optimizer.state_dict()["state"]
-    return [*model.state_dict().values(), *(state[i][key] for i in state for key in sorted(state[i]))]
+    return [
+        *(value.clone() for value in model.state_dict().values()),
+        *(state[i][key] for i in state for key in sorted(state[i])),
+    ]
 
 
 def equal(ours: list[Any], theirs: list[Any]) -> bool:

@@ -17,7 +17,12 @@ from torch.distributed import TCPStore
 
 IMPORTED = ("torch", "accelerate", "transformers.trainer", "hf_zero.huggingface.training_arguments")
 """What the one process imports that ranks are forked from: 4 s of a core, which every rank would need for itself."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 """What libraries read when they are imported, in that process and in every rank."""
 
 
@@ -44,6 +49,9 @@ class RankFailure(AssertionError):
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     os.environ.update(ENVIRONMENT)
+    if world > 1:  # as torchrun sets them: accelerate counts ranks by these
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
     import torch.distributed as dist
 

@@ -198,9 +198,11 @@ def guarded(rank: int, world: int) -> None:
     assert "transformer.ln_f.weight" in missing
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"lm_head.weight": torch.zeros(3, 3)}, strict=False)
-    # A write to a placeholder is found before anything is built on it, on every rank.
+    with torch.no_grad(), pytest.raises(zero.StateError, match=r"zero_\(\) of a parameter of shape"):
+        model.transformer.ln_f.weight.zero_()
+    # A write that torch functions do not see is found before anything is built on it, on every rank.
     if rank == 0:
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             model.transformer.ln_f.weight.zero_()
     with pytest.raises(
         (zero.StateError, zero.RankMismatchError), match=r"ln_f\.weight.*written to while it was released"

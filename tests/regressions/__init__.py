@@ -1,0 +1,1 @@
+"""Each test is a program that once trained wrongly, stalled or crashed."""

@@ -299,8 +299,7 @@ def apart(rank: int, world: int) -> None:
     everyone = [torch.empty_like(mine) for _ in range(world)]
     torch.distributed.all_gather(everyone, mine)
     assert not torch.equal(*everyone)
-    with torch.no_grad():
-        model.eval()(images(rank, 7))
+    model.eval()(images(rank, 7))
     torch.distributed.all_gather(everyone, model.blocks[0][1].running_mean)
     assert torch.equal(*everyone)
 

@@ -231,7 +231,7 @@ def values_elsewhere(rank: int, world: int, stage: int, born: bool, room: bool) 
     value = state[name]
     other = torch.ones(2048)
     if rank == 0:
-        assert type(value) is torch.Tensor
+        assert isinstance(value, torch.Tensor)
         assert not value.is_meta
         return
     assert (value.is_meta, value.dtype, value.shape) == (True, torch.float32, other.shape)

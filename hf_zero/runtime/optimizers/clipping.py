@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from ...comm.wire import SoloWire
 from ...core.precision import Precision
 from ...errors import LayoutError
-from ...tiers.pool import Storage
 from ..values.flat_param import Flat
 from ..values.state_shard import Shard, extents
-from ..values.unit import Unit
 
 ROW_NUMEL = 4096
 """Elements whose norm is taken in float32."""
@@ -59,7 +57,7 @@ def clip_norm(
     if any(flat.span.shards > 1 for flat in flats):
         local = over_ranks(wire, local, norm_type)
     norm = root(local, norm_type)
-    if not any(flat.master_dtype == torch.float64 for flat in flats):
+    if not any(flat.master_dtype in (torch.float64, torch.complex128) for flat in flats):
         norm = norm.float()
     if max_norm == float("inf"):
         return norm
@@ -150,6 +148,7 @@ def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Te
         return torch.stack([part.abs().min().double().to(device) for part in parts]).min()
     if order == 0:
         return torch.stack([part.count_nonzero().double().to(device) for part in parts]).sum()
+    parts = [part.abs() if part.is_complex() else part for part in parts]
     norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64).to(device) for part in parts]
     return torch.stack(norms).pow(order).sum()
 
@@ -173,7 +172,7 @@ def root(powers: Tensor, order: float) -> Tensor:
 
 
 def square_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of 1-D float tensors, one after another: 0-dim float64.
+    """Sum of squares of 1-D float or complex tensors, one after another: 0-dim float64.
 
     torch's float32 norm on CPU loses digits with length (4e-3 at 5e7 elements). Norms of short rows, squared and summed in
     float64, are right to 1e-8 and as fast.
@@ -189,6 +188,8 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     begun = 0  # elements of `rest`
     for part in parts:
         if part.device.type != "cpu" or part.dtype == torch.float64 or part.dtype.is_complex:
+            if part.dtype.is_complex:
+                part = torch.view_as_real(part)
             sums.append(torch.linalg.vector_norm(part, dtype=torch.float64).square())
             continue
         numel = part.numel()
@@ -226,66 +227,29 @@ def _row_squares(flat: Tensor) -> Tensor:
 # Overflow -----------------------------------------------------------------------------------------------------------
 
 
-class Overflow:
-    """Of one engine.
-
-    Attributes:
-        possible: something computes in float16, for all that is known.
-    """
-
-    def __init__(self, model: nn.Module, precision: Precision, wire: SoloWire, device: torch.device) -> None:
-        self._wire, self._device = wire, device
-        self.possible = precision.autocast_dtype == torch.float16 or any(
-            p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
-        )
-
-    def look(self) -> None:
-        """Before a forward: an autocast region of the user's own may be on with float16, where gradients may overflow."""
-        kind = self._device.type
-        if not self.possible and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
-            self.possible = True
-
-    def show(self, units: Sequence[Unit], storage: Storage | None, *, reduced: bool) -> None:
-        """After a backward. Groups show their gradients in full, for a loss scaler. A collective with `reduced`.
-
-        Args:
-            storage: where something is offloaded.
-            reduced: gradients were sent to their owners, of which there are several: those of all ranks know afterwards.
-        """
-        if not self.possible:
-            return
-        # What no optimizer has no loss scaler looks at: it makes no step skip, and cannot carry the news.
-        flats = [flat for unit in units for flat in unit.trained if flat.span.is_updated]
-        if storage is not None:
-            storage.wide = True
-            for flat in flats:
-                flat.grads()
-        if reduced:
-            count = 1 + max((flat.span.optimizer for flat in flats), default=0)
-            by_optimizer: list[list[Tensor]] = [[] for _ in range(count)]
-            for flat in flats:
-                by_optimizer[flat.span.optimizer] += (grad for _, grad in flat.grads())
-            self._share(by_optimizer)
-
-    def _share(self, by_optimizer: Sequence[Sequence[Tensor]]) -> None:
-        """On every rank, whatever gradients it has: the others wait for its answer. A loss scaler asks for each optimizer."""
-        everyone = [torch.zeros((), device=self._device) for _ in by_optimizer]
-        for index, grads in enumerate(by_optimizer):
-            for place in {grad.device for grad in grads}:
-                here = _any_infinite([grad for grad in grads if grad.device == place])
-                everyone[index] = torch.maximum(everyone[index], here.to(self._device))
-        found = self._wire.max_scalar(everyone[0] if len(everyone) == 1 else torch.stack(everyone))
-        for grads, infinite in zip(by_optimizer, torch.where(found > 0, float("inf"), 0.0).view(-1).unbind()):
-            for grad in grads:
-                if grad.numel():  # an element to carry it: the padding of a span will do
-                    grad[:1].add_(infinite.to(device=grad.device, dtype=grad.dtype))
-                    break
+def may_overflow(model: nn.Module, precision: Precision) -> bool:
+    """Return whether the engine itself computes in float16, which is trained with a loss scaler."""
+    return precision.autocast_dtype == torch.float16 or any(
+        p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
+    )
 
 
-def _any_infinite(tensors: Sequence[Tensor]) -> Tensor:
+def overflowed(flats: Sequence[Flat], optimizers: int, wire: SoloWire, device: torch.device) -> Tensor:
+    """Return by optimizer whether a gradient is not finite on any rank: 1-D float32 of 0.0 and 1.0. A collective."""
+    found = torch.zeros(optimizers, device=device)
+    for flat in flats:
+        if flat.span.is_updated:
+            flag = found[flat.span.optimizer]
+            for grad in grads_to_read(flat):
+                flag.copy_(torch.maximum(flag, any_infinite([grad]).to(device)))
+    return wire.max_scalar(found)
+
+
+def any_infinite(tensors: Sequence[Tensor]) -> Tensor:
     """0-dim float32: 0.0 when every element is finite, else 1.0. Tensors of one device; one fused pass each, no host wait."""
     found = torch.zeros((), device=tensors[0].device)
     one = torch.ones_like(found)
     for tensor in tensors:
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, one)
     return found

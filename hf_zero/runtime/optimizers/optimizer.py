@@ -19,10 +19,11 @@ from ...checkpoint.manifest import digest_of
 from ...comm.agree import on_all_ranks, read
 from ...comm.wire import SoloWire, wire_device
 from ...errors import CheckpointError, LayoutError, RankMismatchError
+from ..registrations import same_frozen
 from ..values.flat_param import Flat, joined, sent, slice_of
 from ..values.state_shard import is_elementwise
 from ..values.unit import Unit
-from .optimizer_state import SliceStates, SteppedStates
+from .optimizer_state import SliceStates, SteppedStates, restore_types
 from .shadow_optimizer import states_of
 from .state_pieces import OptimizerPieces, merge_scalar
 
@@ -250,6 +251,7 @@ class Binding:
             group["params"] = list(params)
         self._states, self.optimizer.state = None, defaultdict(dict)
         load_plainly(self.optimizer, state_dict)
+        restore_types(self.optimizer, state_dict)
 
     def _whole_state(self, flat: Flat, everywhere: bool) -> dict[nn.Parameter, dict[str, Any]]:
         names = flat.state_names(self.optimizer)
@@ -383,15 +385,15 @@ class Binding:
     def _sliced(
         self, saved: Mapping[nn.Parameter, dict[str, Any] | None], flats: Sequence[Flat] | None = None
     ) -> set[str]:
-        """States with one value per element. Parameters of shape () do not show it: their other states are 0-dim, too."""
+        """States with one value per element. Parameters of one element do not show it: their other states have one, too."""
         out: set[str] = set()
         single: set[str] = {"step"}
         hidden: set[str] = set()
         for flat in self.flats if flats is None else flats:
             for slot, param in zip(flat.span.slots, flat.params):
                 for key, value in (saved.get(param) or {}).items():
-                    if isinstance(value, Tensor):
-                        (hidden if not slot.spec.shape else out if value.dim() else single).add(key)
+                    numel, shape = (value.numel(), value.shape) if isinstance(value, Tensor) else (1, None)
+                    (out if numel > 1 else hidden if shape == slot.spec.shape else single).add(key)
         hidden -= out | single
         if hidden:
             states = states_of(self.optimizer)
@@ -468,6 +470,9 @@ def _originals_of(
     for index, group in enumerate(groups):
         for place, param in enumerate(group):
             if param not in names:
+                if (same := same_frozen(names, param)) is not None:
+                    group[place] = same
+                    continue
                 raise LayoutError(
                     f"the optimizer's group {index} holds a parameter (number {place}, shape {tuple(param.shape)}) that "
                     "the model does not have: build the optimizer over this model's parameters only. One over several models "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakMethod
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...errors import StateError
+
+_DISTRIBUTED_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 
 
 class SliceStates(defaultdict[Any, dict[str, Any]]):
@@ -25,6 +29,17 @@ class SliceStates(defaultdict[Any, dict[str, Any]]):
     def __init__(self, states: Mapping[Any, dict[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
         super().__init__(dict, states)
         self._names = names
+
+    def __bool__(self) -> bool:
+        # Every function of that module that takes an optimizer begins with `if optim.state:`.
+        if sys._getframe(1).f_globals.get("__name__") == _DISTRIBUTED_CHECKPOINT:
+            raise StateError(
+                f"{_DISTRIBUTED_CHECKPOINT} cannot read or write the optimizer of a sharded model: it looks for the model's "
+                "parameters in optimizer.param_groups, which has this rank's slices. Use engine.save(folder) and "
+                "engine.load(folder), or optimizer.state_dict() and load_state_dict() on every rank, or "
+                "zero.full_optimizer_state(param, key). get_model_state_dict and set_model_state_dict work"
+            )
+        return len(self) > 0
 
     def __missing__(self, key: Any) -> dict[str, Any]:
         self._check(key)
@@ -99,3 +114,15 @@ class SteppedStates(SliceStates):
     get, keys, items, values, pop, popitem, setdefault, update = map(
         _settled, ("get", "keys", "items", "values", "pop", "popitem", "setdefault", "update")
     )
+
+
+def restore_types(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """After torch's `load_state_dict`, which casts counts and masks to the parameters' type and copies a text item by item."""
+    flat = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entries in state_dict["state"].items():
+        state = optimizer.state[flat[number]]
+        for key, value in entries.items():
+            if isinstance(value, str):
+                state[key] = value
+            elif isinstance(value, Tensor) and key != "step" and not value.dtype.is_floating_point:
+                state[key] = value.to(flat[number].device)

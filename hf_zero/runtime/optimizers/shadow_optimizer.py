@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -193,6 +194,20 @@ def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], oth
 
     reason = refused(others)
     return reason if reason is None or refused(options) is None else None
+
+
+def options_added(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Options that a step adds to its group (a count that begins with the first step), by a step on a few elements. None are
+    known where that cannot be tried."""
+    found: set[str] = set()
+    with suppress(Exception):  # whatever a user's optimizer raises on a stretch that is no parameter of its own
+        for group in optimizer.param_groups:
+            param = nn.Parameter(torch.zeros(7))
+            param.grad = torch.ones(7)
+            twin = copy_of(optimizer, [{**options_of(group), "params": [param]}])
+            type(optimizer).step(twin)
+            found |= set(twin.param_groups[0]) - set(group)
+    return found
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:

@@ -19,7 +19,7 @@ from ...tiers.array import OnDisk, Values, flat_of, is_array
 from ..values.flat_param import Flat
 from ..values.pieces import held_of, is_sliced, parts_written
 from ..values.state_shard import Shard, extents
-from .shadow_optimizer import refusal_of, states_of
+from .shadow_optimizer import options_added, refusal_of, states_of
 
 
 class OptimizerPieces:
@@ -54,6 +54,9 @@ class OptimizerPieces:
 
     def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
         return refusal_of(self._optimizer, {k: v for k, v in self.groups[group].items() if k != "params"}, options)
+
+    def added(self) -> set[str]:
+        return options_added(self._optimizer)
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         for flat in self._flats:
@@ -230,11 +233,22 @@ def _room(flat: Flat, shard: Shard, state: str, dtype: torch.dtype, kept: Any, c
 
 
 def merge_scalar(out: dict[str, Any], state: str, value: Any, name: str) -> None:
-    if state in out and float(out[state]) != float(value):
+    if state in out and _is_number(value) and _is_number(out[state]) and float(out[state]) != float(value):
         warnings.warn(
             f"parameters of one span have different {state!r} in the saved optimizer state ({float(out[state])} and "
             f"{float(value)} of {name!r}); the larger is used for all",
             stacklevel=2,
         )
         value = max(out[state], value, key=float)
+    elif state in out and not _is_number(value) and repr(out[state]) != repr(value):
+        warnings.warn(
+            f"parameters of one span have different {state!r} in the saved optimizer state ({out[state]!r} and {value!r} of "
+            f"{name!r}); the first is used for all",
+            stacklevel=2,
+        )
+        return
     out[state] = value
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (bool, int, float))

@@ -375,7 +375,7 @@ class _Trial:
             if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
                 kind = type(value).__name__
                 return Needs.ITS_OWN, f"its state {state!r} is a {kind}, a tensor made of others, which cannot be saved"
-            if not isinstance(value, Tensor) and not _has_place(value):
+            if not (isinstance(value, Tensor) and value.numel() > 1) and not _has_place(value):
                 return Needs.ITS_OWN, f"its state {state!r} is a {type(value).__name__}, which cannot be saved"
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != self._values[0].shape:
                 found = Needs.WHOLES, f"its state {state!r} has shape {tuple(value.shape)} ({self._tried})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from ...comm.agree import read
 from ...comm.wire import SoloWire, wire_device
 from ...tiers.array import in_memory
 from ..values.flat_param import Flat, sent
-from ..values.stand_in import OwnGradient
+from ..values.reads import AsTheyAre
+from ..values.stand_in import Keeper, OwnGradient
 from .optimizer import Binding, load_plainly, on_cpu
 from .supported_optimizers import moves_without_gradient
 
@@ -83,23 +85,41 @@ class WholeBinding(Binding):
         for flat in self.flats:
             shard, wholes, keeper = flat.shards[0], flat.wholes or {}, flat.handles.keeper
             grad = None if is_step and shard.is_offloaded else shard.grad_of_wholes()
-            if grad is None:
-                for whole in wholes.values():
-                    whole.grad = None
-                continue
-            for index, part in flat.own_wholes(grad):
-                if not flat.present[index]:
-                    wholes[index].grad = None
-                else:
-                    wholes[index].grad = part if plainly or keeper is None else OwnGradient(keeper, part, local=part)
+            # In host memory, in the compute type: not widened before user code reads it.
+            is_narrow = grad is None and not is_step and shard.has_grad and not shard.storage.transient
+            parts = {} if grad is None else dict(flat.own_wholes(grad))
+            for index, whole in wholes.items():
+                shown: Tensor | None = None
+                if flat.present[index] and keeper is not None and is_narrow:
+                    shown = self._narrow(keeper, flat, index)
+                elif flat.present[index] and index in parts:
+                    shown = parts[index]
+                    if not plainly and keeper is not None:
+                        shown = OwnGradient.of_whole(
+                            keeper, shown, self.index, is_shared_out=self._shared_out, local=shown
+                        )
+                shard.give_grad(whole, shown, is_step=is_step)
+
+    def _narrow(self, keeper: Keeper, flat: Flat, index: int) -> Tensor:
+        of = weakref.ref(flat)  # a graph that user code keeps holds gradients, and they would hold the span
+
+        def widen() -> Tensor | None:
+            flat = of()
+            if flat is None or flat.shards[0].whole_grad() is None or (grad := flat.shards[0].grad_of_wholes()) is None:
+                return None
+            return dict(flat.own_wholes(grad))[index]
+
+        whole = (flat.wholes or {})[index]
+        with AsTheyAre():
+            like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+        return OwnGradient.of_whole(keeper, like, self.index, is_shared_out=self._shared_out, widen=widen)
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""
         for flat in self.flats:
             if not flat.shards[0].is_offloaded:
                 flat.settle_wholes()
-        if self._shared_out or self._offloaded:
-            self.show_grads()
+        self.show_grads()
 
     def _forget(self, flats: Iterable[Flat]) -> None:
         for flat in flats:

@@ -189,6 +189,7 @@ def shown_in(
     """
     quiesce()
     flats = [flat for unit in units for flat in unit.flats]
+    before = [flat.shown_dtype for flat in flats]
     owned = {param for flat in flats for param in flat.params}
     plain = [(param, param.data) for param in model.parameters() if param not in owned and param.is_floating_point()]
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -201,13 +202,15 @@ def shown_in(
             table.update({name: _cast(buffer, dtype) for name, buffer in buffers.items()})
         yield
     finally:
-        quiesce()
-        for flat in flats:
-            flat.show_in(None)
-        for param, data in plain:
-            param.data = data
-        for table, buffers in tables:
-            table.update(buffers)
+        try:
+            quiesce()
+        finally:
+            for flat, earlier in zip(flats, before):
+                flat.show_in(earlier)
+            for param, data in plain:
+                param.data = data
+            for table, buffers in tables:
+                table.update(buffers)
 
 
 def _cast(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:

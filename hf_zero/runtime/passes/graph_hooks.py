@@ -120,6 +120,7 @@ class Backward:
             use = Use(trace, trace.begun)
             trace.use = weakref.ref(use)
         use.forwards += 1
+        trace.is_hooked = self.current.hooked is not None
         if entry is None:
             use.is_open = True
             self.notice(trace)

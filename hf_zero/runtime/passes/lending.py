@@ -38,7 +38,7 @@ class Loans:
         if lending is None or not traces:
             raise StateError(
                 "a parameter is read whose sharded model no longer exists: its values are gone with it. Keep the model, or "
-                "call engine.detach() first"
+                "call zero.engine_of(model).detach() first"
             )
         lending.lend(traces, graph=graph)
 
@@ -78,7 +78,7 @@ class Lending:
         owner_of = {
             flat.full.untyped_storage()._cdata: weakref.ref(trace) for trace in traces for flat in trace.unit.flats
         }
-        self.current.saved = SavedTensors(owner_of, partial(bring, self._backward.lead))
+        self.current.saved = SavedTensors(owner_of, partial(bring, self._backward.lead), Trace.record)
         trace_of = {param: trace for trace in traces for flat in trace.unit.flats for param in flat.params}
         watched: dict[Trace, list[on_read.ParameterDict]] = {trace: [] for trace in traces}
         for each in self._dictionaries:
@@ -103,6 +103,8 @@ class Lending:
         innermost host under way is over, backward included. Outside of one nothing happens: code that looks at a weight on one
         rank would wait for the others for ever.
         """
+        if not torch._C._is_torch_function_enabled():  # inside `AsTheyAre`
+            return
         trace = self.trace_of[read.module]
         if trace.unit.state is not State.GATHERED and self._readers.want_no_values():
             return

@@ -65,6 +65,9 @@ class Pass:
         # Else a second forward would add its hosts to the first one's use, and their backwards be taken for one.
         for trace in self.traces:
             trace.use = None
+            if trace.unexplained:
+                trace.unexplained = False
+                self.learning = LEARNING
 
     def enter(self, host: Host) -> None:
         """A host's forward begins."""
@@ -80,6 +83,10 @@ class Pass:
                 self.hooked = host  # first: hooks that nobody remembers would stay on
                 if not self.saved.push():
                     self.hooked = None
+        if host in self.running:
+            host.begin_inner()
+        elif host.outer:  # an exception has ended them
+            host.outer.clear()
         self.running.append(host)
 
     def leave(self, host: Host) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ from .graph_hooks import Backward, pre_backward, root_pre_backward
 from .lending import Lending
 from .pass_state import Pass
 from .uses import Host, Trace
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def calls_itself(module: nn.Module) -> bool:
+    """Whether the call of this module that a pre-hook sees is inside another call of it, in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls == 2
 
 
 class Schedule:
@@ -108,8 +121,11 @@ class Schedule:
                 self._current.enter(host)
                 return  # the whole model is being recomputed
             self.backward.reset()
-        if host in self._current.running:  # an exception that no hook was told of
-            self._current.abandon()
+        if host in self._current.running:
+            if calls_itself(module):
+                self._current.enter(host)
+                return
+            self._current.abandon()  # after an exception that no hook was told of
             self._current.raised = True
         if self._current.raised:
             self.backward.collect()
@@ -178,6 +194,8 @@ class Schedule:
         given, use, is_open, lent = host.given, host.use, host.entry is None, host.lent
         inputs = host.inputs
         host.given, host.use, host.entry, host.lent, host.inputs = [], None, None, [], None
+        if host.outer:
+            host.end_inner()
         if use is not None and (self._current.frees or is_open):
             hook = partial(pre_backward, self.backward.lead, use, is_open, host.is_embedding, lent)
             found = tensors_in(output)
@@ -207,10 +225,14 @@ class Schedule:
         if host not in self._current.running:
             return
         self._current.leave(host)
+        lent, host.lent = host.lent, []
+        if host.outer:
+            host.end_inner()
+            host.lent += lent
+            return
         if self._current.in_backward:
             return
         graph = torch.is_grad_enabled()
-        lent, host.lent = host.lent, []
         if graph:
             hook = partial(root_pre_backward, self.backward.lead, lent)
             for node in nodes_of(tensors_in(output)):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import Counter
 from typing import Any
 
 from torch import nn
 from torch.autograd.profiler import record_function
 
 from ...core.units import is_plain_embedding
+from ..saved_tensors import Saved
+from ..values.span_values import SpanValues
 from ..values.unit import Unit
 
 
@@ -41,6 +45,7 @@ class Host:
         use: during its forward with a graph: what this forward adds to.
         named: the ranges of its forwards under way in a profiler's trace.
         borrowed: during its forward: units of other hosts whose parameters were read; `lent` their uses.
+        outer: these of the forwards around its forward, where the module calls itself.
     """
 
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
@@ -53,7 +58,17 @@ class Host:
         self.borrowed: list[Trace] = []
         self.lent: list[Use] = []
         self.named: list[record_function] = []
+        self.outer: list[tuple[Any, ...]] = []
         self.is_embedding = is_plain_embedding(module)
+
+    def begin_inner(self) -> None:
+        """Its forward is under way and has called the module again."""
+        self.outer.append((self.given, self.inputs, self.entry, self.use, self.borrowed, self.lent))
+        self.given, self.inputs, self.entry, self.use, self.borrowed, self.lent = [], None, None, None, [], []
+
+    def end_inner(self) -> None:
+        """The forward around the one that has just ended continues."""
+        self.given, self.inputs, self.entry, self.use, self.borrowed, self.lent = self.outer.pop()
 
 
 class Use:
@@ -127,6 +142,12 @@ class Trace:
         self.stays = False  # from forward to the end of backward, since a backward came to it by a way that nobody sees
         self.strict = False  # backward has come to it, or may come, by other ways than its hosts' outputs
         self.held = 0
+        self.unexplained = False  # a release found views that no saved tensor explains, while hooks were off
+        self.is_hooked = False  # in its last use with a graph, saved tensors passed through `record`
+        self._is_viewed = False  # user code was seen to keep views of it
+        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self._usual: dict[tuple[int, ...], int] = {}
+        unit.are_saved = self.are_saved
         self.keeps = self.is_kept = self.parts = self.is_parted = False
         self.weightless = all(is_plain_embedding(module) for module in modules)  # its backward needs no values
         # In the backward under way:
@@ -147,6 +168,42 @@ class Trace:
         trace.opened, trace.noticed = self.opened, self.noticed
         return trace
 
+    def record(self, saved: Saved) -> None:
+        """A graph has saved a tensor of this unit's memory."""
+        self._saved.add(saved)
+
+    def are_saved(self, flat: SpanValues, views: int) -> bool:
+        """Whether all views of a span that outlive a release belong to graphs, which read them after the next gather.
+
+        Autograd's views and those of user code look alike from outside. While hooks on saved tensors are on, autograd's are
+        known one by one. What they were is then expected in passes without hooks; any other number keeps the memory, and has
+        the hooks put on again.
+        """
+        passes = len(self.uses) + len(self.kept)
+        if not passes:
+            return False
+        use = None if self.use is None else self.use()
+        key = (flat.span.index, passes, *(() if use is None else (use.forwards, use.left)))
+        usual = self._usual.get(key)
+        if not self.is_hooked:
+            if views in (usual, len(self.uses) * flat.usual_views) and not self._is_viewed:
+                return True
+            self.strict = self.unexplained = True
+            return False
+        saved = [each for each in self._saved if each.memory == flat.memory]
+        times = Counter(id(each.tensor) for each in saved)
+        # Beside `Saved`, the call has a reference.
+        if len(times) != views or any(sys.getrefcount(each.tensor) > times[id(each.tensor)] + 1 for each in saved):
+            self.strict = self._is_viewed = True
+            return False
+        expected = len({id(each.tensor) for each in saved if not each.is_parameter})
+        if usual is not None and usual != expected:  # as of experts: each pass has to be looked at
+            self.strict = True
+        self._usual[key] = expected
+        if len(self.uses) == 1 and passes < 3:
+            flat.usual_views = expected
+        return True
+
     @property
     def ran_twice(self) -> bool:
         """In the last pass, and a backward of it may come."""
@@ -156,7 +213,8 @@ class Trace:
     def release(self) -> None:
         """Unless it is held, or kept for its backward."""
         if not self.held and not self.is_kept:
-            self.unit.release(parts=self.is_parted)
+            one = bool(self.uses) and not self.uses[1:] and not self.kept[1:]
+            self.unit.release(parts=self.is_parted, as_usual=one and not (self.is_hooked or self._is_viewed))
 
     def leave(self) -> None:
         """Its backward is over: as `release`, and it is kept no more, nor its parts."""

@@ -96,7 +96,8 @@ def take_over(flat: Flat, unit: str, index: int, *, is_guard: bool = False) -> N
     if value.shape != target.shape:
         raise StateError(
             f"parameter {name!r} of unit {unit!r} was given `.data` of {tuple(value.shape)}, expected {tuple(target.shape)}: "
-            "a sharded parameter keeps its shape; change it before the model is sharded, or after engine.detach()"
+            "a sharded parameter keeps its shape. Change it before the model is sharded, or after "
+            "zero.engine_of(model).detach()"
         )
     was = [shard.edited(False) for shard in flat.shards]  # `target` may be a master's memory
     known = None if flat.codec is None else flat.expected()  # before `target`, which may be part of it, is written
@@ -202,6 +203,17 @@ def carry_in_use(flat: Flat, unit: str, close: Callable[[], None]) -> bool:
         for index in replaced:
             take_over(flat, unit, index)
     return bool(replaced or written)
+
+
+def carry_casts(flat: Flat, *, all_: bool = True) -> None:
+    """What was written to parameters that are shown in another type (`Flat.show_in`) is carried over.
+
+    Args:
+        all_: also what torch does not count.
+    """
+    with AsTheyAre():
+        if flat.casts and (all_ or flat.was_written or flat.has_replaced_casts):
+            note_written(flat, [index for index in flat.merge_casts() if index not in flat.pinned])
 
 
 def note_written(flat: Flat, written: Iterable[int]) -> None:

@@ -1,9 +1,10 @@
 """Parameters whose values live in the ranks' slices before there is an engine: made by `zero.Init`, ended by `zero.shard`.
 
 A born parameter is *closed* or *open*. Closed, each rank has `own`, its equal part of the row-major elements, and the
-parameter's `.data` is one NaN expanded to the true shape and type (as a released parameter of an engine). Open, `.data`
-is whole, the same on every rank, and is the truth. Opening is a collective, closing needs no communication: so whether a
-parameter is open must be the same on every rank, and follows from the program alone.
+parameter is a `DeferredParameter`: torch functions that need its values raise. Its `.data` is one NaN expanded to the true
+shape and type, for code that torch functions do not reach. Open, `.data` is whole, the same on every rank, and is the truth.
+Opening is a collective, closing needs no communication: so whether a parameter is open must be the same on every rank, and
+follows from the program alone. Closing takes a digest of the whole values, which ranks compare once, at the end.
 
 A parameter may also be born *at rest*: its values stay in the files that it comes from, its `origin`, until something writes
 to it or asks for `own`. Whether there is an origin follows from the program alone, too; whether `own` was asked for does not.
@@ -12,36 +13,27 @@ A slice that was computed may rest as well, in this rank's own file (`store`), u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ...comm.agree import read
 from ...comm.wire import SoloWire, wire_device
-from ...core.layout import Span
-from ...core.precision import dtype_of
 from ...errors import StateError, TierError
-from ...tiers.array import DiskArray, FilePieces, OnDisk
+from ...tiers.array import DiskArray, OnDisk
 from ...tiers.disk import Disk
-from ...tiers.pool import Storage
+from ...tiers.fingerprint import digest
+from .deferred_parameter import DeferredParameter, opening_mode
 from .ownership import OWNERS, adopt, release
 
 _TAG = 1 << 20  # above every span's index
+OWN = -1
 _STORED_BYTES = 64 << 10  # smaller slices stay in memory
-_GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-
-
-class OpeningMode(TorchFunctionMode):
-    """Opens deferred parameters as torch functions use them; `zero.Init` enters one."""
-
-
-def opening_mode() -> OpeningMode | None:
-    """The one that is entered, if any."""
-    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, OpeningMode)), None)
+GUARDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
@@ -105,16 +97,14 @@ def _closed(birth: Birth, shape: Sequence[int], requires_grad: bool) -> nn.Param
     with torch._C.DisableTorchFunction():
         param = nn.Parameter(birth.new_sentinel(shape), requires_grad=requires_grad)
     adopt(param, birth)
+    param.__class__ = DeferredParameter
     return param
 
 
-def guard_owner(param: nn.Parameter) -> Birth | None:
-    """The closed birth whose placeholder `param` was made of, as `nn.Parameter(closed)` is; None for any other."""
-    if param.untyped_storage().nbytes() >= param.numel() * param.element_size():
-        return None
-    pointer = param.untyped_storage().data_ptr()
-    births = (owner for owner in OWNERS.values() if isinstance(owner, Birth))
-    return next((birth for birth in births if birth.guards(pointer)), None)
+def end_deferred(param: nn.Parameter) -> None:
+    """An engine has the parameter's values from here on."""
+    param.__class__ = nn.Parameter
+    release(param)
 
 
 class Birth:
@@ -122,6 +112,7 @@ class Birth:
 
     Args:
         store: where slices that are computed rest while the parameter is closed; None: in memory.
+        skips_first: whether values that no function was given yet are closed without a digest.
     """
 
     def __init__(
@@ -131,8 +122,10 @@ class Birth:
         origin: OnDisk | None = None,
         device: torch.device | None = None,
         store: Disk | None = None,
+        skips_first: bool = False,
     ) -> None:
         self.wire = wire
+        self._skips_first = skips_first
         self._store = store
         self._stored: DiskArray | None = None
         """This rank's slice, where `_own` is None and it was computed; in memory where this rank has no room on disk."""
@@ -140,6 +133,11 @@ class Birth:
         self.origin = origin
         """All elements of the parameter, where they came from; None once it may have been written while it was open."""
         self.pins = 0  # `GatheredParameters` that need it open
+        self.is_used = False
+        """Whether a function was given it since it was registered. Before, its memory may never have been written."""
+        self.print: int | None = None
+        """Digest of the whole values that this rank saw when it closed the parameter. The slices fit each other only where it
+        is the same on every rank. None: of values that were made in slices. `OWN`: after a write to this rank's slice."""
         self._own = own  # with an origin: None until it is asked for, then the truth
         self._device = device  # of what is read from the origin
         self._guard: Tensor | None = None
@@ -164,6 +162,11 @@ class Birth:
     def at_rest(self) -> bool:
         """Whether the values are in the origin alone. Closed."""
         return self._own is None and self._stored is None and self.origin is not None and not self.is_open
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether this rank's slice is in memory. Closed."""
+        return self._own is not None
 
     @property
     def may_fail(self) -> bool:
@@ -207,7 +210,7 @@ class Birth:
         """What a closed parameter points at."""
         dtype, device = self._kind
         if self._guard is None or self._guard.dtype != dtype or self._guard.device != device:
-            value = float("nan") if dtype in _GUARDED else 0
+            value = float("nan") if dtype in GUARDED else 0
             self._guard = torch.full((), value, dtype=dtype, device=device)
         self._shape = tuple(shape)
         return self._guard.expand(self._shape)
@@ -223,19 +226,19 @@ class Birth:
         return values.dtype, self._device
 
     def check_guard(self, param: nn.Parameter, name: str = "") -> None:
-        """Raise if the parameter was written to while it was closed."""
+        """Raise if the parameter was written to while it was closed, by code that torch functions do not reach."""
         guard = self._guard
-        if guard is not None and guard.dtype in _GUARDED and not bool(guard.isnan()):
-            guard.fill_(float("nan"))
+        if guard is None or self.is_open:
+            return
+        with torch._C.DisableTorchFunction():
+            is_replaced = param.untyped_storage().data_ptr() != guard.untyped_storage().data_ptr()
+        if is_replaced or (guard.dtype in GUARDED and not bool(guard.isnan())):
+            guard.fill_(float("nan") if guard.dtype in GUARDED else 0)
             what = f"parameter {name!r}" if name else f"a parameter of shape {tuple(param.shape)}"
             raise StateError(
                 f"{what} was written to while it was released (its values live in the ranks' slices; what was written is "
                 "lost). Write it inside `with zero.Init():` or zero.GatheredParameters, or with load_state_dict"
             )
-
-    def guards(self, pointer: int) -> bool:
-        """Whether the placeholder's storage is at `pointer`."""
-        return not self.is_open and self._guard is not None and self._guard.untyped_storage().data_ptr() == pointer
 
     def stand_in(self, param: nn.Parameter) -> Tensor:
         """A meta tensor of the shape, type and strides that the parameter has when it is open."""
@@ -254,6 +257,9 @@ class Birth:
         own = None if self.at_rest else self.slice_of(param).clone()
         origin = None if self.is_open else self.origin
         birth = Birth(self.wire, own, origin, param.device, self._store)
+        if self.is_open:
+            self._take_print(param.detach())
+        birth.is_used, birth.print = self.is_used, self.print
         return _closed(birth, param.shape, param.requires_grad)
 
     def pickled(self, param: nn.Parameter) -> Any:
@@ -281,6 +287,7 @@ class Birth:
                 if fill:  # also into an alias, which another rank may not have: every rank takes part
                     whole.copy_(self.read(shape))
             self._alias = None
+            param.__class__ = nn.Parameter
             param.data = whole
         self.is_open = True
 
@@ -292,6 +299,7 @@ class Birth:
             whole = param.data
             keep = keep or (self._own is None and self._stored is None and self.origin is None)
             if keep:
+                self._take_print(whole)
                 self._cut(whole, stores=True)
                 self.origin = None
                 contiguous = whole.is_contiguous()
@@ -299,8 +307,18 @@ class Birth:
                 self._stride = None if contiguous else tuple(torch.empty_like(whole, device="meta").stride())
             self.is_open = False
             param.data = self.new_sentinel(whole.shape if keep else self._shape)
+            param.__class__ = DeferredParameter
             if keep and (self.wire.size > 1 or self._stored is not None) and _holders(whole) > 1:
                 self._alias = whole
+
+    def _take_print(self, whole: Tensor) -> None:
+        if self.wire.size > 1 and (self.is_used or not self._skips_first):
+            self.print = digest(whole.reshape(-1))
+
+    def note_write(self, what: str, *, overwrites: bool) -> None:
+        """`what` was done to the slices of all ranks, in place of the whole."""
+        before = None if overwrites else self.print
+        self.print = zlib.crc32(f"{before} {what}".encode())
 
     def _cut(self, whole: Tensor, stores: bool) -> None:
         part = whole.reshape(-1)[self._mine(whole.numel())]
@@ -346,12 +364,23 @@ class Birth:
         self._unstore()
 
     @property
+    def alias(self) -> Tensor | None:
+        """Memory of the closed parameter to which user code may still refer."""
+        return self._alias
+
+    @property
     def has_alias(self) -> bool:
         return self._alias is not None
 
-    def drop_alias(self, force: bool = False) -> None:
-        """Let go of a storage that no one else holds any more (or in any case)."""
-        if self._alias is not None and (force or _holders(self._alias) == 1):
+    def follow(self, param: nn.Parameter) -> None:
+        """Take what was written through other tensors, before ranks are compared."""
+        self.drop_alias()
+        if self.is_open:
+            self._take_print(param.detach())
+
+    def drop_alias(self) -> None:
+        if self._alias is not None:
+            self._take_print(self._alias)
             self._follow_alias()
             self._alias = None
 
@@ -422,11 +451,13 @@ class Birth:
                 param.data.copy_(value)
                 return
             self.check_guard(param)
+            self._take_print(value.detach())
             self.own.copy_(value.detach().reshape(-1)[self._mine(param.numel())])
 
     def put_own(self, param: nn.Parameter, values: Tensor) -> None:
         """New values of this rank's elements, 1-D; no communication."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            self.print = OWN
             own = self.slice_of(param).copy_(values)
             if self.is_open and not param.is_contiguous():  # that was a copy
                 whole = param.detach().reshape(-1)
@@ -434,46 +465,23 @@ class Birth:
                 param.data.copy_(whole.view(param.shape))
 
 
+def free_aliases(births: Iterable[Birth]) -> list[Birth]:
+    """Free the memory of closed parameters to which nothing but births refers; return the others of these births."""
+    sharing: dict[int, list[Birth]] = {}
+    for birth in births:
+        if birth.alias is not None:
+            sharing.setdefault(birth.alias.untyped_storage()._cdata, []).append(birth)
+    kept = []
+    for group in sharing.values():
+        if group[0].alias is not None and _holders(group[0].alias) > len(group):
+            kept += group
+            continue
+        for birth in group:
+            birth.drop_alias()
+    return kept
+
+
 def _holders(tensor: Tensor) -> int:
     """How many tensors share this one's storage, itself included. Says what memory there is to free, nothing else."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-# The first values of a span --------------------------------------------------------------------------------------------
-
-
-def poured(span: Span, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """The whole span's, in the master dtype, on the device; what was born gives its own up."""
-    whole = torch.zeros(span.numel, dtype=dtype_of(span.spec.master_dtype), device=device)
-    for slot, param in zip(span.slots, params):
-        birth, place = birth_of(param), whole[slot.offset : slot.stop].view(slot.spec.shape)
-        room = whole[slot.offset :]
-        values = param.detach() if birth is None or birth.is_open else birth.read(slot.spec.shape, room)
-        if values.data_ptr() != place.data_ptr():
-            place.copy_(values)
-        if birth is not None:
-            release(param)
-    whole[span.used_numel :].zero_()
-    return whole
-
-
-def left_in_files(span: Span, params: Sequence[nn.Parameter], wire: SoloWire, storage: Storage) -> DiskArray | None:
-    """This rank's slice of a frozen span, where its values are at rest in the model's own files: no copy is made of them. A
-    collective for parameters with an origin."""
-    births = [birth for param in params if (birth := birth_of(param)) is not None and birth.origin is not None]
-    if span.trainable or len(births) < len(params):
-        return None
-    if not all(wire.exchange(all(birth.at_rest for birth in births))):
-        return None  # some rank was given its part, and may have written to it
-    origins = {slot.spec.name: birth.origin for slot, birth in zip(span.slots, births)}
-    parts = [
-        (part.start, origin[part.there])
-        for part in span.overlaps((wire.shard_group or wire).rank if span.shards > 1 else 0)
-        if (origin := origins[part.source.spec.name]) is not None
-    ]
-    for param in params:
-        release(param)
-    dtype = dtype_of(span.spec.master_dtype)
-    pieces = FilePieces(span.slice_numel, dtype, parts, storage.meter)
-    return DiskArray(storage.disk, span.slice_numel, dtype, pieces)

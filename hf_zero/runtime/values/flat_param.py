@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...comm.wire import SoloWire
 from ...core.layout import Span
 from ...core.precision import dtype_of
+from ...errors import StateError
 from ...plan.costs import Placement
 from ...tiers.fingerprint import digest
 from .bucket import Common
@@ -77,7 +78,9 @@ class Flat(SpanValues):
         self.pinned: set[int] = set()
         """Parameters (places in `params`) that `GatheredParameters` has made whole: they stay so."""
         self.shown_dtype: torch.dtype | None = None
-        """Another type than `views`' in which parameters are shown, see `show_in`."""
+        """Another type in which parameters are shown, see `show_in`."""
+        self.casts: dict[int, tuple[Tensor, Tensor]] = {}
+        """By place in `params`: the copy in `shown_dtype` that a parameter shows, and what it was made of."""
         self._base = -1
         self._addresses: list[Any] = []
         size = self.full.element_size()
@@ -108,16 +111,21 @@ class Flat(SpanValues):
                 param.__class__ = self._plain[index]
                 param.data = target
                 param.__class__ = kind
+        if self.casts:
+            self.casts = {index: cast for index, cast in self.casts.items() if index in self.pinned}
 
     def show(self, index: int, target: Tensor) -> None:
         """One parameter shows these values; whoever calls has pinned it or takes them away again."""
         param = self.params[index]
         param.__class__ = self._plain[index]
         param.data = target
+        self.casts.pop(index, None)
 
     def unshow(self, index: int, *, gathered: bool) -> None:
         """One parameter is what it would be without that."""
         self.show(index, (self.views if gathered else self.guards.shown)[index])
+        if gathered:
+            self.cast(index)
         self._versions[index] = self.params[index]._version  # what was written in place so far is known
         if not gathered:
             self.params[index].__class__ = self._released[index]
@@ -142,22 +150,74 @@ class Flat(SpanValues):
                 param.__class__ = kind
 
     def show_in(self, dtype: torch.dtype | None) -> None:
-        """Between passes: in this type from now on; None: as they are gathered."""
-        other = dtype is not None and self.compute_dtype.is_floating_point and dtype != self.compute_dtype
-        self.shown_dtype = dtype if other else None
-        if not self.keeps:
+        """Between passes: in this type from now on; None: as they are gathered.
+
+        Parameters that a context around this one has pinned are shown in it, too, and as that context had them afterwards.
+        """
+        for index, (_, shown) in [*self.casts.items()]:
+            self.show(index, shown)
+        self.shown_dtype = dtype if self.compute_dtype.is_floating_point else None
+        if self.keeps:
+            self.point(self.views)
+            self.cast_shown()
+        else:
             self.guards = Guards(self.span, self.device, self.shown_dtype)
             self.point(self.guards.shown)
-            return
-        self.pinned.clear()
-        self.point(self.views)
-        if other:
-            self.cast_shown()
-            self.pinned.update(range(len(self.params)))  # nobody takes the copies for what the user wrote
+        for index in self.pinned:
+            self.cast(index)
+
+    @property
+    def shows_exactly(self) -> bool:
+        """Gathered parameters have the masters' values, in the parameters' own types."""
+        own = dtype_of(self.span.spec.dtype)
+        return self.keeps and self.codec is None and own == self.compute_dtype
 
     def cast_shown(self) -> None:
         """Gathered parameters show copies in `shown_dtype`."""
-        self.point([view.to(self.shown_dtype) for view in self.views])
+        for index in range(len(self.params)):
+            if index not in self.pinned:
+                self.cast(index)
+
+    @torch.no_grad()
+    def cast(self, index: int) -> None:
+        """One parameter shows a copy in `shown_dtype`, if there is one, of the values that it shows."""
+        shown = self.params[index].data
+        if self.shown_dtype is not None and shown.dtype != self.shown_dtype:
+            copy = shown.to(self.shown_dtype)
+            self.show(index, copy)
+            self.casts[index] = copy, shown
+
+    @property
+    def has_replaced_casts(self) -> bool:
+        """Whether a parameter that should show a copy of `cast` was given other `.data`."""
+        return any(self.params[index].data_ptr() != copy.data_ptr() for index, (copy, _) in self.casts.items())
+
+    @torch.no_grad()
+    def merge_casts(self) -> list[int]:
+        """What was written to the copies of `cast` goes into what they were made of; other elements keep their digits.
+
+        Returns:
+            Parameters (places in `params`) that were written.
+
+        Raises:
+            StateError: `.data` of another shape.
+        """
+        written = []
+        for index, (copy, shown) in self.casts.items():
+            value = self.params[index].data
+            if value.data_ptr() != copy.data_ptr() or value.stride() != copy.stride() or value.dtype != copy.dtype:
+                self.params[index].data = copy
+                if value.shape != copy.shape:
+                    raise StateError(
+                        f"parameter {self.span.slots[index].spec.name!r} was given `.data` of {tuple(value.shape)} in an "
+                        f"evaluation in {self.shown_dtype}, expected {tuple(copy.shape)}: a sharded parameter keeps its shape"
+                    )
+            differs = value != shown.to(value.dtype)
+            if bool(differs.any()):
+                shown.copy_(torch.where(differs, value.to(shown.dtype), shown))
+                copy.copy_(shown)
+                written.append(index)
+        return written
 
     @property
     def addresses(self) -> list[Any]:
@@ -177,7 +237,7 @@ class Flat(SpanValues):
             return []
         count = len(self.params)
         differs = {at % count for at, (a, b) in enumerate(zip(now, addresses)) if a != b}
-        return [i for i in sorted(differs) if i not in self.pinned and self.params[i].numel()]
+        return [i for i in sorted(differs) if i not in self.pinned and i not in self.casts and self.params[i].numel()]
 
     @property
     def was_written(self) -> bool:

@@ -125,7 +125,9 @@ class Gradient(StandIn):
         """
         handles = self.handles()
         if handles is None or handles.keeper is None:
-            raise StateError("this gradient's model is gone, or sharded anew: read `.grad` of the parameter afresh")
+            raise StateError(
+                "this gradient was kept, and its model is gone or was partitioned again since: keep `param.grad.clone()`"
+            )
         what = f"the gradient of {handles.name(self.index)!r}"
         if self.retired:
             raise StateError(

@@ -1,7 +1,9 @@
-"""What the optimizer's groups hold of state that is not on the device: parameters that know that they may be looked at.
+"""Classes of the tensors in the optimizer's groups: user code that clears their gradients is heard, and, where they are not
+on the device, reads and writes of their values.
 
 A step over offloaded state goes on behind `optimizer.step()`, and values on disk are in no tensor at all. Only the class of the
 object changes with its tier (`dressed`), so that torch's own step, which is for what is on the device, finds plain parameters.
+What is on the device is a `HeardMaster` between backward and step only.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import types
 import weakref
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ...errors import StateError
@@ -17,11 +20,27 @@ from ...tiers.pool import Storage
 from ...tiers.tier import Tier
 from .reads import AsTheyAre, attribute_set, needs_values, of_kind
 
+RAW_GRAD: Any = torch.Tensor.grad
+"""Sets a gradient past `HeardMaster`: `RAW_GRAD.__set__(param, grad)`."""
 
-class Master(nn.Parameter):
-    """One subclass for each engine."""
+
+class HeardMaster(nn.Parameter):
+    """Setting its gradient to None clears those of the model's parameters that it stands for. One subclass for each engine.
+
+    Only assignment is overridden: a read costs what it always does. The engine itself assigns while the class is another, or by
+    `RAW_GRAD`.
+    """
 
     storage: ClassVar[weakref.ref[Storage]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "grad" and value is None and (storage := type(self).storage()) is not None:
+            storage.grad_cleared(self)
+
+
+class Master(HeardMaster):
+    """In host memory or on disk."""
 
     @classmethod
     def __torch_function__(cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -77,9 +96,14 @@ def dressed(param: nn.Parameter, tier: Tier, storage: Storage) -> None:
     if tier is Tier.DEVICE or not param.requires_grad:
         param.__class__ = nn.Parameter
         return
+    param.__class__ = classes(storage)[tier]
+
+
+def classes(storage: Storage) -> dict[Tier, Any]:
+    """By tier, the class of one engine's tensors in the groups. On the device, it is for while they show gradients."""
     if not storage.masters:
         members = {"__module__": nn.Parameter.__module__, "storage": weakref.ref(storage)}
-        for place, kind in ((Tier.HOST, HostMaster), (Tier.DISK, DiskMaster)):
+        for place, kind in ((Tier.DEVICE, HeardMaster), (Tier.HOST, HostMaster), (Tier.DISK, DiskMaster)):
             made = types.new_class("Parameter", (kind,), exec_body=lambda body: body.update(members))
             storage.masters[place] = made
-    param.__class__ = storage.masters[tier]
+    return storage.masters

@@ -14,6 +14,7 @@ from ...errors import StateError
 from ...tiers.array import DiskArray, OnDisk, OnDone, Source, Values, is_array
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
+from .masters import RAW_GRAD
 from .reads import AsTheyAre
 from .stand_in import Slice
 from .state_shard import MASTER, B, Claim, Shard, is_elementwise
@@ -175,7 +176,8 @@ class HostShard(Shard):
         """The optimizer's own step does not look here."""
 
     def hide_grad(self) -> None:
-        self.master.grad = self._offered = None
+        RAW_GRAD.__set__(self.master, None)
+        self._offered = None
 
     def show_grad(self) -> None:
         with AsTheyAre():

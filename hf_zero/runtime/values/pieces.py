@@ -59,10 +59,12 @@ def is_sliced(flat: Flat, shard: Shard, state: str, value: Any) -> bool:
     Raises:
         CheckpointError: a tensor that is neither.
     """
-    if not isinstance(value, (Tensor, OnDisk)) or state == "step" or value.dim() == 0:
+    if not isinstance(value, (Tensor, OnDisk)) or state == "step":
         return False
     if is_elementwise(state, value, shard.numel):
         return True
+    if value.numel() <= 1:  # of any shape; a slice has more elements than one
+        return False
     raise CheckpointError(
         f"optimizer state {state!r} of {flat.span.spec.name!r} has shape {tuple(value.shape)}, neither one value nor one per "
         "element: it cannot be stored by parameter"

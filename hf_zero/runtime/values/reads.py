@@ -126,7 +126,22 @@ def attribute_set(func: Any) -> str:
     return getattr(func.__self__, "__name__", "") if is_setter else ""
 
 
-class ReleasedParameter(nn.Parameter):
+class MaskedParameter(nn.Parameter):
+    """A parameter whose values are elsewhere. Only the class of the object changes, there and back.
+
+    Attributes:
+        plain: the class of such a parameter when it has its values.
+    """
+
+    plain: ClassVar[type[nn.Parameter]] = nn.Parameter
+
+    @classmethod
+    def is_masked(cls, param: nn.Parameter) -> bool:
+        """Whether the values of a parameter of this class are still elsewhere."""
+        raise NotImplementedError
+
+
+class ReleasedParameter(MaskedParameter):
     """A parameter while its unit is released: a torch function that needs its values has the unit gathered first.
 
     Only the class of the object changes, there and back, so that a gathered parameter costs what it always does. Code that
@@ -136,7 +151,10 @@ class ReleasedParameter(nn.Parameter):
 
     lender: ClassVar[Lender]
     owner: ClassVar[weakref.ref[Any]]
-    plain: ClassVar[type[nn.Parameter]]
+
+    @classmethod
+    def is_masked(cls, param: nn.Parameter) -> bool:
+        return cls.lender.is_masked(cls.owner)
 
     @classmethod
     def __torch_function__(
@@ -187,7 +205,7 @@ def released_class(kind: type[nn.Parameter], lender: Lender, owner: weakref.ref[
 def plain_class(param: nn.Parameter) -> type[nn.Parameter]:
     """What its class is, or would be if it were not released."""
     kind = type(param)
-    return kind.plain if issubclass(kind, ReleasedParameter) else kind
+    return kind.plain if issubclass(kind, MaskedParameter) else kind
 
 
 def of_kind(kind: type[P], values: Any) -> Iterator[P]:
@@ -202,16 +220,16 @@ def of_kind(kind: type[P], values: Any) -> Iterator[P]:
 
 
 class Unmasked:
-    """Released parameters that are plain ones until `end`: what reads them asks for nothing."""
+    """Masked parameters that are plain ones until `end`: what reads them asks for nothing."""
 
     def __init__(self, params: Iterable[Any]) -> None:
-        self._kinds = [(param, type(param)) for param in params if isinstance(param, ReleasedParameter)]
+        self._kinds = [(param, type(param)) for param in params if isinstance(param, MaskedParameter)]
         for param, kind in self._kinds:
             param.__class__ = kind.plain  # type: ignore[assignment]
 
     def end(self) -> None:
         for param, kind in self._kinds:
-            if type(param) is kind.plain and kind.lender.is_masked(kind.owner):
+            if type(param) is kind.plain and kind.is_masked(param):
                 param.__class__ = kind
 
 

@@ -16,7 +16,7 @@ All writes go through `full`, `own` and the shards, never through a parameter, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import copied, digest
 from ...tiers.tier import Tier
 from .bucket import Common, SpanGradients
-from .deferred import left_in_files, poured
+from .deferred_spans import left_in_files, poured
 from .offloaded_shard import SHARDS, DiskShard, new_shard
 from .reads import AsTheyAre
 from .state_shard import Shard, assembled
@@ -100,6 +100,9 @@ class SpanValues(SpanGradients):
         self.note_place()
         self._known = None
         self._full_storage = self.full.untyped_storage()
+        self._own_references = 3 + len(self.views)
+        self.usual_views = 0
+        """Of `full`, those that one graph keeps from a forward to its backward, where hooks have shown that."""
         self.full_bytes = self.full.numel() * self.full.element_size()
         self._gathered_bytes = 0 if self.resident else self._full_storage.nbytes()  # what the ledger has of `full`
         self.account.add("gathered", self._gathered_bytes)
@@ -209,6 +212,12 @@ class SpanValues(SpanGradients):
         return tensor.untyped_storage()._cdata == self._full_storage._cdata
 
     @property
+    def memory(self) -> int:
+        """The address (`_cdata`) of the storage of `full`."""
+        address: int = self._full_storage._cdata
+        return address
+
+    @property
     def references(self) -> int:
         """How many tensors have the memory of `full`."""
         count: int = torch._C._storage_Use_Count(self._full_storage._cdata)
@@ -219,9 +228,20 @@ class SpanValues(SpanGradients):
         self.storage.allocate("gathered", use, self.full_bytes, partial(self._full_storage.resize_, self.full_bytes))
         self._gathered_bytes = self.full_bytes
 
-    def close(self) -> None:
+    def close(self, are_saved: Callable[[SpanValues, int], bool] | None = None, *, as_usual: bool = False) -> None:
+        """Release the memory of `full`. Views that user code keeps get it; `full` has other memory from then on.
+
+        Args:
+            are_saved: Whether so many views of it belong to graphs, which read them after a gather.
+            as_usual: It need not be asked about `usual_views`.
+        """
         if not self.resident:
-            if not self._full_storage.resizable():
+            # A view without memory would crash the process that reads it. Ours are `full`, `place`, `views` and
+            # `_full_storage`; parameters point at their guards by now.
+            views: int = torch._C._storage_Use_Count(self._full_storage._cdata) - self._own_references
+            ask = None if views <= 0 or (as_usual and views == self.usual_views) else are_saved
+            # A NumPy array has memory that torch never resizes.
+            if not self._full_storage.resizable() or (ask is not None and not ask(self, views)):
                 self.leave_storage()
             self._full_storage.resize_(0)
             self.known_references = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,10 @@ OPERATIONS = {
 }
 
 
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""What `torch.amp.GradScaler` calls for the gradients of one optimizer."""
+
+
 class Keeper(Protocol):
     """Who has the gradients (`gradient_ops.Gradients`). Norms are 0-dim float64, the same on every rank."""
 
@@ -72,6 +76,9 @@ class Keeper(Protocol):
 
     def settle_step(self) -> None:
         """No thread reads gradients in host memory any more."""
+
+    def overflowed(self, optimizer: int) -> Tensor:
+        """Whether a gradient of this optimizer is not finite on any rank, 0-dim float32. A loss scaler is about to unscale."""
 
     def slice_norm(self, place: int, order: float, device: torch.device) -> Tensor: ...
 
@@ -291,6 +298,8 @@ class Slice(StandIn):
     """What this is another name for (`.data`, `detach()`)."""
     local: Tensor | None
     place: int
+    optimizer: int
+    """Which of the model's optimizers has it; -1: the result of an operation."""
 
     @staticmethod
     def __new__(
@@ -300,12 +309,14 @@ class Slice(StandIn):
         shard: weakref.ref[Any] | None = None,
         root: Slice | None = None,
         local: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> Slice:
         strides = (1,) * like.dim() if cls.is_flat else like.stride()
         made: Slice = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=strides, dtype=like.dtype, device=like.device
+            cls, like.shape, strides=strides, dtype=like.dtype, device=device or like.device
         )
         made.keeper, made.shard, made.root, made.local, made.place = keeper, shard, root, local, -1
+        made.optimizer = -1 if root is None else root.optimizer
         return made
 
     @classmethod
@@ -316,6 +327,8 @@ class Slice(StandIn):
                 f"{call.name}: a gradient of the optimizer's groups is this rank's slice, and other ranks have others. "
                 "Gradients are averaged over the ranks already; a collective of your own takes `.grad` of model.parameters()"
             )
+        if call.name == UNSCALE:
+            return _unscale(call)
         if isinstance(first, Slice):
             if call.name == "view" and list(call.args[1]) in ([-1], list(first.shape)):
                 return first.alias()
@@ -414,16 +427,62 @@ class Slice(StandIn):
         return self.plain().untyped_storage()
 
 
+def _unscale(call: Call) -> None:
+    """Run a loss scaler's check and division on this rank's elements; report to it what any rank found.
+
+    Else a rank whose slice has no infinity would step while another skips, and their scales would differ.
+    """
+    slices = [grad for grad in call.first if isinstance(grad, Slice)]
+    asked = {grad.optimizer: grad.keeper for grad in slices if grad.optimizer >= 0}
+    flags = [keeper.overflowed(optimizer) for optimizer, keeper in sorted(asked.items())]
+    call.run(Slice.plain, Slice)
+    found = call.argument("found_inf")
+    for flag in flags:
+        found.copy_(torch.maximum(found, flag.to(found.device, found.dtype)))
+
+
 class OwnGradient(Slice):
-    """What a whole in the groups shows for its gradient where every parameter has one owner: plain, but for norms.
+    """What a whole in the groups shows for its gradient: plain, but for norms, where every parameter has one owner.
 
     A rank has none of the other ranks' tensors: who asks for the norms of a group's gradients asks on each rank for others, and
     cannot be given what adds up to the norm over all ranks. Refused by name.
     """
 
     is_flat = False
+    is_shared_out: bool
+    """Other ranks own other parameters."""
+    widen: Callable[[], Tensor | None] | None
+    """Gives `local` when it is asked for: a gradient in host memory that is narrower than its parameter."""
+
+    @classmethod
+    def of_whole(
+        cls,
+        keeper: Keeper,
+        like: Tensor,
+        optimizer: int,
+        *,
+        is_shared_out: bool,
+        local: Tensor | None = None,
+        widen: Callable[[], Tensor | None] | None = None,
+    ) -> OwnGradient:
+        made = cls(keeper, like, local=local, device=like.device if local is not None else torch.device("cpu"))
+        made.optimizer, made.is_shared_out, made.widen = optimizer, is_shared_out, widen
+        return made
+
+    @property
+    def origin(self) -> OwnGradient:
+        return cast(OwnGradient, super().origin)
+
+    def plain(self) -> Tensor:
+        origin = self.origin
+        if origin.local is None and origin.widen is not None:
+            origin.keeper.settle_step()
+            origin.local = origin.widen()
+        return super().plain()
 
     def norm_over_all(self, order: float) -> Tensor:
+        if not self.origin.is_shared_out:
+            return self.keeper.norm_over_ranks(self.plain().reshape(-1), order)
         raise StateError(
             "the norm of a gradient of the optimizer's groups: this optimizer steps over whole parameters, and each rank has "
             "those that it owns. Clip by Engine.clip_grad_norm_ (accelerator.clip_grad_norm_) or over model.parameters()"

@@ -31,7 +31,7 @@ from ...tiers.array import DiskArray, OnDisk, Values, fetch
 from ...tiers.fingerprint import sample
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier
-from .masters import dressed
+from .masters import RAW_GRAD, classes, dressed
 from .reads import AsTheyAre
 from .stand_in import Keeper, Slice
 
@@ -76,6 +76,7 @@ class Shard:
         self.shown: Slice | None = None
         self.coefficient: Tensor | None = None
         self._travels = travels
+        self._heard = classes(storage)[Tier.DEVICE]
         self._counted_bytes = 0  # of the gradient on the device, in the ledger
         self._references = 0  # to `shown`, while nobody but this shard and the master keep it
         self._offered: Tensor | None = None  # what the master shows of a gradient that does not rest on the device
@@ -222,7 +223,12 @@ class Shard:
         if nbytes != self._counted_bytes:
             self.storage.ledger.device.now["gradients"] += nbytes - self._counted_bytes
             self._counted_bytes = nbytes
-        self.master.grad, self._offered = grad, None
+        if self.is_offloaded:
+            RAW_GRAD.__set__(self.master, grad)
+        else:
+            self.master.__class__ = nn.Parameter  # what is assigned here is not user code's
+            self.master.grad = grad
+        self._offered = None
         if self.shown is not None:
             self.shown.local = None
 
@@ -267,6 +273,16 @@ class Shard:
         if grad is not None:
             grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
 
+    def give_grad(self, whole: nn.Parameter, grad: Tensor | None, *, is_step: bool) -> None:
+        """A whole shows this gradient; outside the optimizer's own step, user code that clears it is heard."""
+        if self.is_offloaded:
+            RAW_GRAD.__set__(whole, grad)
+            return
+        whole.__class__ = nn.Parameter
+        whole.grad = grad
+        if grad is not None and not is_step:
+            whole.__class__ = self._heard
+
     def grad_of_wholes(self) -> Tensor | None:
         """What wholes may show parts of as their gradients; None while there is none in the master's type."""
         return self.device_grad
@@ -282,7 +298,12 @@ class Shard:
     def drop_grad(self) -> None:
         self.storage.ledger.device.now["gradients"] -= self._counted_bytes
         self._counted_bytes = 0
-        self.master.grad = self._offered = None
+        if self.is_offloaded:
+            RAW_GRAD.__set__(self.master, None)
+        else:
+            self.master.__class__ = nn.Parameter  # what is assigned here is not user code's
+            self.master.grad = None
+        self._offered = None
         if self.shown is not None:
             self.shown.local = None
             if sys.getrefcount(self.shown) > self._references:  # somebody keeps it: it is no later step's gradient
@@ -304,11 +325,12 @@ class Shard:
 
     # What the master shows for it -------------------------------------------------------------------------------------
 
-    def show_slice(self, keeper: Keeper, place: int) -> None:
+    def show_slice(self, keeper: Keeper, place: int, optimizer: int) -> None:
         """On several ranks, after a backward: the master shows a stand-in for its gradient, if there is one.
 
         Args:
             place: of the span among all ranks' spans, if this is the first of the span's shards; else -1.
+            optimizer: which of the model's optimizers has the span.
         """
         # In one method for all tiers: a call more for every shard of every step would be felt.
         local = None if self.is_offloaded else self.master.grad
@@ -326,14 +348,19 @@ class Shard:
             del shown  # or the count below would have this name, and a held stand-in would never be seen
             self._references = sys.getrefcount(self.shown)
             shown = self.shown
-        shown.local, shown.place = local, place
-        if self.master.grad is not shown:
-            self.master.grad = shown
+        shown.local, shown.place, shown.optimizer = local, place, optimizer
         if self.is_offloaded:
+            if self.master.grad is not shown:
+                RAW_GRAD.__set__(self.master, shown)
             self._offered = shown
+        else:
+            self.master.__class__ = nn.Parameter
+            self.master.grad = shown
+            self.master.__class__ = self._heard
 
     def hide_slice(self) -> None:
-        """Before the optimizer's own step: what rests on the device shows the gradient itself."""
+        """Before the optimizer's own step: what rests on the device shows the gradient itself, and is a plain parameter."""
+        self.master.__class__ = nn.Parameter
         grad = self.master.grad
         if type(grad) is Slice:
             self.master.grad = grad.at_rest

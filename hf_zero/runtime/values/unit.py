@@ -26,6 +26,7 @@ from ...tiers.tier import Tier
 from . import carrying
 from .flat_param import Flat
 from .reads import AsTheyAre, GatherOnRead, ParameterDict
+from .span_values import SpanValues
 
 
 class State(Enum):
@@ -74,6 +75,8 @@ class Unit:
         """All parameters are pinned to whole values that are not this unit's to bring or release, see `unsharded`."""
         self.observer: Callable[[Unit], None] | None = None
         """Called before this rank's gradients leave, see `checks`."""
+        self.are_saved: Callable[[SpanValues, int], bool] | None = None
+        """Called at a release with a number of views that outlive it: whether all of them belong to graphs."""
         self._dictionaries: Sequence[ParameterDict] = ()
         self._brings: list[tuple[Flat, Inflight]] = []
         self._arrivals: list[Inflight] = []
@@ -225,12 +228,13 @@ class Unit:
                 for flat in self.flats
             )
 
-    def release(self, *, parts: bool = False) -> None:
+    def release(self, *, parts: bool = False, as_usual: bool = False) -> None:
         """Full parameters go away, unless the stage keeps them.
 
         Args:
             parts: this rank keeps its part of them, among those of its node. Not of values that somebody has written: what
                 a gather brings in of these goes through the masters, and maybe through codes.
+            as_usual: One graph waits for its backward, see `SpanValues.close`.
         """
         if self.state is State.SHARDED or self.policy.keep_full:
             return
@@ -243,7 +247,8 @@ class Unit:
                 raise
         with AsTheyAre():  # masked, maybe: each look at a parameter here would be told as a read
             for flat in self.flats:
-                if flat.shown_dtype is not None:
+                if flat.casts:
+                    carrying.carry_casts(flat, all_=False)
                     flat.point(flat.views)
                 try:
                     if carrying.carry_in_use(flat, self.name, self.close):
@@ -265,7 +270,7 @@ class Unit:
         for flat in self.flats:
             # Parameters first: one that showed a storage of no bytes would crash who reads it, and not show NaN.
             flat.point(flat.guards.shown)
-            flat.close()
+            flat.close(self.are_saved, as_usual=as_usual)
 
     def set_masked(self, masked: bool) -> None:
         """Gathered: whether reads of parameters are told to the schedule all the same."""
@@ -289,6 +294,8 @@ class Unit:
     def _look_over(self) -> None:
         for flat in self.flats:
             if not flat.in_files and not flat.unread:
+                if flat.casts:
+                    carrying.carry_casts(flat)
                 try:
                     replaced, written = flat.moved(flat.addresses), flat.counted()
                     for index in (*replaced, *written):

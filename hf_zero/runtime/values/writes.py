@@ -222,7 +222,7 @@ class WriteWatch:
     def _in_place(self) -> bool:
         """Whether no parameter's `.data` was replaced since `_note`: one look at all addresses."""
         for flat in self._flats:
-            if flat.pinned:
+            if flat.pinned or flat.casts:
                 return False
         return [*map(Tensor.data_ptr, self._placed), *map(Tensor.stride, self._placed)] == self._addresses
 
@@ -232,7 +232,7 @@ class WriteWatch:
         for unit in self._units:
             gathered = gathered and unit.state is State.GATHERED
         for flat in self._flats:
-            gathered = gathered and not flat.pinned
+            gathered = gathered and not (flat.pinned or flat.casts)
         self._addresses = []
         if self._keeps and gathered:
             self._addresses = [*map(Tensor.data_ptr, self._placed), *map(Tensor.stride, self._placed)]

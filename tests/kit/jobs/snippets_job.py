@@ -45,6 +45,7 @@ STAND_INS: dict[str, Callable[[Names], Any]] = {
     "get_peft_model": lambda names: peft.get_peft_model,
     "LoraConfig": lambda names: peft.LoraConfig,
     "lora": lambda names: peft.LoraConfig(task_type="CAUSAL_LM", r=2),
+    "dora": lambda names: peft.LoraConfig(task_type="CAUSAL_LM", r=2, use_dora=True),
     "model": lambda names: gpt2(n_positions=600),
     "config": lambda names: gpt2().config,
     "dataset": lambda names: Tokens(),

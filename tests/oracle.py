@@ -1,0 +1,470 @@
+"""The one oracle: a program trains with hf_zero and, on the same ranks, with plain data parallel; both must agree.
+
+A program gets a `Run` and never asks which of the two it is. As the reference, `Run.shard` wraps the model in torch's
+`DistributedDataParallel`; where DDP cannot run a program (it calls parts of the model, takes several forwards for one
+backward, …), `reference="average"` averages gradients over the ranks before they are used.
+
+What is compared: losses and everything the program looked at (`Run.see`), weights, buffers and optimizer state at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_zero as zero
+from tests.models import ids, inputs, mlp, sgd
+from tests.settings import EVERYDAY, FACTORS, Setting, pairwise, product
+
+# Tolerances ---------------------------------------------------------------------------------------------------------
+# A weight is compared by how far training moved it: |ours - reference| may be this share of the farthest that any element
+# of the tensor moved, plus rounding of its magnitude. So a gradient that is off by one part in a thousand is seen in fp32.
+SHARE_OF_MOVE: Mapping[str, float] = {"fp32": 2e-4, "bf16": 4e-2, "int8": 2e-1}
+ROUNDING: Mapping[str, float] = {"fp32": 2e-6, "bf16": 4e-6, "int8": 4e-6}
+"""Share of a tensor's largest magnitude: masters are float32 in every precision."""
+SEEN: Mapping[str, float] = {"fp32": 2e-5, "bf16": 2e-2, "int8": 1e-1}
+"""Relative, of losses and of what a program looked at, by the largest magnitude of the value."""
+
+WORLD_LIMIT_S = 60.0
+"""For one program under all its rows: a rank that does not answer by then is stopped, and the program fails."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Where a program ends in a named error, on every rank, and which.
+
+    Attributes:
+        when: the rows. On all others the program must train.
+    """
+
+    error: type[zero.ZeroError]
+    match: str
+    when: Callable[[Setting], bool] = lambda setting: True
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and what it goes with.
+
+    Attributes:
+        reference: "ddp", or "average" where DDP cannot run it.
+        factors: values it combines with; others are left out because of `why`.
+        refused: the rows that end in a named error.
+        loose: factor on the tolerances, for what amplifies rounding; say why beside it.
+        exact: on one or two ranks in fp32 every value equals the reference to the bit.
+    """
+
+    name: str
+    function: Callable[[Run], None]
+    reference: str = "ddp"
+    factors: Mapping[str, Sequence[Any]] = field(default_factory=lambda: EVERYDAY)
+    accept: Callable[[Setting], bool] = lambda setting: True
+    refused: tuple[Refused, ...] = ()
+    loose: float = 1.0
+    exact: bool = False
+
+    def rows(self, everything: bool) -> dict[int, list[Setting]]:
+        """By number of ranks: every valid row, or a set of them with every pair of values."""
+        rows = product(self.factors, self.accept)
+        chosen = rows if everything else pairwise(rows, self.name)
+        return {ranks: of for ranks in FACTORS["ranks"] if (of := [row for row in chosen if row.ranks == ranks])}
+
+    def refusal(self, setting: Setting) -> Refused | None:
+        return next((each for each in self.refused if each.when(setting)), None)
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    function: Callable[[Run], None] | None = None,
+    *,
+    only: Mapping[str, Sequence[Any]] | None = None,
+    more: Mapping[str, Sequence[Any]] | None = None,
+    accept: Callable[[Setting], bool] = lambda setting: True,
+    **options: Any,
+) -> Any:
+    """Register a program as `<file>.<function>`.
+
+    Args:
+        only: factors with the values that it goes with, where that is fewer than `EVERYDAY`.
+        more: factors with more values than `EVERYDAY` has.
+        accept: rows it goes with, where no product says it.
+        options: fields of `Program`.
+    """
+    if function is None:
+        return functools.partial(program, only=only, more=more, accept=accept, **options)
+    name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+    if name in PROGRAMS:
+        raise ValueError(f"two programs are named {name}")
+    factors = {**EVERYDAY, **(more or {}), **(only or {})}
+    PROGRAMS[name] = Program(name, function, factors=factors, accept=accept, **options)
+    return function
+
+
+class Plain(DistributedDataParallel):
+    """DDP whose attributes are the model's, so that a program reads `model.head` either way."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _autocast_everywhere(model: nn.Module) -> None:
+    """Let every forward of the reference run under bf16 autocast, whichever part of the model is called."""
+
+    def under(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    for module in model.modules():
+        module.forward = functools.partial(under, module.forward)
+
+
+@dataclass
+class _Trained:
+    """One model that a program trains, with what it was before."""
+
+    model: Any
+    plain: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    before: dict[str, Tensor]
+    engine: zero.Engine | None
+
+
+class Run:
+    """What a program talks to.
+
+    Attributes:
+        rank, world: of this process.
+        folder: one for all ranks, empty.
+        seen: what the program looked at, in order; compared with the reference's.
+        kept: for what a program keeps from step to step.
+    """
+
+    def __init__(self, program: Program, setting: Setting, rank: int, world: int, folder: Path, is_plain: bool) -> None:
+        self.program, self.setting, self.rank, self.world, self.folder = program, setting, rank, world, folder
+        self.is_plain = is_plain
+        self.seen: list[tuple[str, Any]] = []
+        self.trained: list[_Trained] = []
+        self.kept: Any = None
+        self._is_averaged = False
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def build(self, make: Callable[[], nn.Module], seed: int = 0) -> Any:
+        """Return `make()`, the same on every rank; under `zero.Init` where the row says so."""
+        torch.manual_seed(seed)
+        tiers = {"offload_params": self.setting.params_tier, "offload_dir": str(self.folder)}
+        if self.is_plain or not self.setting.deferred:
+            return make()
+        with zero.Init(**tiers if self.setting.params_tier != "none" else {}):
+            return make()
+
+    def shard(self, model: Any, optimizer: Any = None, **config: Any) -> Any:
+        """Make a model and its optimizer (or several) data parallel; return what the program trains.
+
+        Args:
+            config: further fields of `ZeroConfig`, which the reference has no use for.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
+        if not self.is_plain:
+            settings = zero.ZeroConfig(**{**self.setting.config(str(self.folder)), **config})
+            precision = self.setting.precision if self.setting.precision != "fp32" else "no"
+            engine = zero.shard(model, optimizer, settings, mixed_precision=precision)
+            self.trained.append(_Trained(model, model, optimizers, {}, engine))
+            return model
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if self.setting.precision == "bf16":
+            _autocast_everywhere(model)
+        shown = model
+        if self.program.reference == "average":
+            for each in optimizers:
+                each.register_step_pre_hook(lambda *_: self.sync_gradients())
+                each.register_step_post_hook(lambda *_: self._forget_average())
+        elif self.world > 1 and any(p.requires_grad for p in model.parameters()):
+            shown = Plain(model, find_unused_parameters=True)
+        self.trained.append(_Trained(shown, model, optimizers, before, None))
+        return shown
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def sync_gradients(self) -> None:
+        """Call before gradients are read or edited: the averaging reference averages them here, once per step."""
+        if not self.is_plain or self.program.reference != "average" or self._is_averaged or self.world == 1:
+            return
+        self._is_averaged = True
+        params = [p for each in self.trained for p in each.plain.parameters()]
+        has = torch.tensor([p.grad is not None for p in params], dtype=torch.int32)
+        dist.all_reduce(has, dist.ReduceOp.MAX)
+        for p, is_used in zip(params, has.tolist()):
+            if is_used:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                grad = grad.to_dense() if grad.is_sparse else grad
+                dist.all_reduce(grad := grad / self.world)
+                p.grad = grad
+
+    def _forget_average(self) -> None:
+        self._is_averaged = False
+
+    def forget_gradients(self) -> None:
+        """Call after gradients were cleared without a step."""
+        self._forget_average()
+
+    def no_sync(self, model: Any, **options: Any) -> AbstractContextManager[Any]:
+        """`engine.no_sync()`, or DDP's."""
+        engine = self.engine_of(model)
+        if engine is not None:
+            return engine.no_sync(**options)
+        return model.no_sync() if isinstance(model, Plain) else nullcontext()
+
+    def clip_grad_norm_(self, model: Any, max_norm: float, **options: Any) -> Tensor:
+        """Clip; the norm is compared with the reference's."""
+        self.sync_gradients()
+        engine = self.engine_of(model)
+        if engine is not None:
+            norm = engine.clip_grad_norm_(max_norm, **options)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, **options)
+        self.see(norm, "gradient norm")
+        return norm
+
+    def engine_of(self, model: Any) -> zero.Engine | None:
+        return next((each.engine for each in self.trained if each.model is model), None)
+
+    def unsharded(self, model: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if self.is_plain else zero.unsharded(model)
+
+    def gathered(self, params: Any, **options: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if self.is_plain else zero.GatheredParameters(params, **options)
+
+    # A plain loop over one MLP, of which most programs change one thing ---------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The last model that was sharded."""
+        return self.trained[-1].model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trained[-1].optimizers[0]
+
+    def mlp(self, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd, depth: int = 3) -> Any:
+        return self.trained_model(lambda: mlp(depth=depth), optimizer)
+
+    def trained_model(self, make: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any] = sgd) -> Any:
+        """Build a model and its optimizer, and shard them."""
+        model = self.build(make)
+        return self.shard(model, optimizer(model))
+
+    def inputs(self, step: int, *shape: int) -> Tensor:
+        """Features of this rank: 4 rows of 16, or `shape`."""
+        return inputs(self.rank, step, *shape)
+
+    def ids(self, step: int, rows: int = 2, length: int = 6) -> Tensor:
+        """Tokens of this rank."""
+        return ids(self.rank, step, rows, length)
+
+    def loss(self, step: int) -> Tensor:
+        return self.model(inputs(self.rank, step)).square().mean()
+
+    def update(self, set_to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.update()
+
+    def loop(self, loss: Callable[[int], Tensor] | None = None, steps: int = 4) -> None:
+        for step in range(steps):
+            value = (loss or self.loss)(step)
+            value.backward()
+            self.see(value, "loss")
+            self.update()
+
+    # Looking --------------------------------------------------------------------------------------------------------
+
+    def see(self, value: Any, what: str = "value") -> None:
+        """Keep a value to compare: tensors and floats within the tolerance, all else exactly."""
+        if isinstance(value, Tensor):
+            value = value.detach().clone().to("cpu")
+            value = value if value.is_complex() or not value.is_floating_point() else value.double()
+        self.seen.append((what, value))
+
+    def outcome(self) -> dict[str, Any]:
+        """What training left: by model, weights with buffers, and optimizer state by parameter name."""
+        found: dict[str, Any] = {"seen": self.seen}
+        for number, each in enumerate(self.trained):
+            weights = each.plain.state_dict()
+            found[f"weights {number}"] = {k: v.clone() for k, v in weights.items()} if self.rank == 0 else {}
+            for at, optimizer in enumerate(each.optimizers):
+                state = optimizer.state_dict()
+                if self.rank == 0:
+                    found[f"state {number} {at}"] = _flat_state(state)
+            if self.is_plain:
+                found[f"before {number}"] = each.before
+        return found
+
+    def close(self) -> None:
+        for each in self.trained:
+            if each.engine is not None:
+                with contextlib.suppress(Exception):
+                    each.engine.detach()
+
+
+def _flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"<index> exp_avg": tensor}` of `optimizer.state_dict()`, and the options of its groups."""
+    found: dict[str, Any] = {}
+    for index, entries in state["state"].items():
+        for key, value in entries.items():
+            found[f"{index} {key}"] = value.clone() if isinstance(value, Tensor) else value
+    for number, group in enumerate(state["param_groups"]):
+        for key, value in group.items():
+            found[f"group {number} {key}"] = value
+    return found
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def _gap(ours: Any, theirs: Any, scale: float, share: float) -> str:
+    """What is wrong with one value; `scale`: what the allowed share is of."""
+    if isinstance(ours, Tensor) != isinstance(theirs, Tensor):
+        return f"{ours!r} instead of {theirs!r}"
+    if not isinstance(ours, Tensor):
+        if isinstance(ours, float) and isinstance(theirs, float):
+            ours, theirs = torch.tensor(ours, dtype=torch.double), torch.tensor(theirs, dtype=torch.double)
+        else:
+            return "" if ours == theirs else f"{ours!r} instead of {theirs!r}"
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return f"{ours.dtype} {tuple(ours.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}"
+    if not ours.numel():
+        return ""
+    if not (theirs.is_floating_point() or theirs.is_complex()):
+        return "" if torch.equal(ours, theirs) else f"{ours} instead of {theirs}"
+    gap = (ours - theirs).abs().double()
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    gap = torch.where(same, 0.0, gap)
+    worst = gap.max().item()
+    if worst <= share * scale:  # NaN is not
+        return ""
+    at = int(gap.nan_to_num(torch.inf).argmax())
+    return (
+        f"off by {worst:.2e}, allowed {share * scale:.2e} (at element {at}: {ours.flatten()[at].item()} instead of "
+        f"{theirs.flatten()[at].item()})"
+    )
+
+
+def _size(value: Any) -> float:
+    if not isinstance(value, Tensor):
+        return abs(value) if isinstance(value, float) else 0.0
+    finite = value[value.isfinite()].abs().double() if value.is_floating_point() or value.is_complex() else value[:0]
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def compare(program: Program, setting: Setting, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return what differs, one line each."""
+    kind = "int8" if setting.wire != "none" else setting.precision
+    wrong = []
+    if [what for what, _ in ours["seen"]] != [what for what, _ in theirs["seen"]]:
+        wrong.append(f"looked at {[what for what, _ in ours['seen']]} instead of {[w for w, _ in theirs['seen']]}")
+    for at, ((what, mine), (_, other)) in enumerate(zip(ours["seen"], theirs["seen"])):
+        if gap := _gap(mine, other, _size(other) + 1e-6, program.loose * SEEN[kind]):
+            wrong.append(f"{what} (look {at}): {gap}")
+    for key in (key for key in theirs if key.startswith(("weights", "state"))):
+        if key not in ours:
+            continue  # of rank 0 alone
+        mine, other = ours[key], theirs[key]
+        if mine.keys() != other.keys():
+            wrong.append(f"{key}: {sorted({*mine} ^ {*other})} on one side only")
+        before = theirs.get("before" + key.removeprefix("weights"), {}) if key.startswith("weights") else {}
+        for name in mine.keys() & other.keys():
+            value, share = other[name], program.loose * SHARE_OF_MOVE[kind]
+            moved = _size(value - before[name]) if name in before and value.is_floating_point() else _size(value)
+            allowed = share * moved + ROUNDING[kind] * _size(value) + 1e-9
+            if program.exact and kind == "fp32" and setting.ranks < 3:
+                allowed = 0.0
+            if gap := _gap(mine[name], value, 1.0, allowed):
+                wrong.append(f"{key} {name}: {gap}")
+    return wrong
+
+
+# On one rank ------------------------------------------------------------------------------------------------------------
+
+
+def _train(program: Program, setting: Setting, rank: int, world: int, folder: str, is_plain: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    run = Run(program, setting, rank, world, Path(folder), is_plain)
+    try:
+        program.function(run)
+        return run.outcome()
+    finally:
+        run.close()
+
+
+def on_rank(rank: int, world: int, name: str, rows: Sequence[Setting], folder: str) -> dict[str, list[str]]:
+    """Run a program under rows of one number of ranks. Return what is wrong, by row; ranks run the same rows in order."""
+    from tests.programs import PROGRAMS as known
+
+    chosen = known[name]
+    found: dict[str, list[str]] = {}
+    references: dict[str, dict[str, Any]] = {}
+    for number, setting in enumerate(rows):
+        where = f"{folder}/{number}"
+        _progress(folder, rank, f"{setting}")
+        refused = chosen.refusal(setting)
+        if refused is not None:
+            found[str(setting)] = _refusal(chosen, setting, refused, rank, world, where)
+            continue
+        if setting.precision not in references:
+            _progress(folder, rank, f"reference in {setting.precision}")
+            plain = Setting(ranks=setting.ranks, precision=setting.precision)
+            references[setting.precision] = _train(chosen, plain, rank, world, f"{where}-plain", True)
+            _progress(folder, rank, f"{setting}")
+        try:
+            ours = _train(chosen, setting, rank, world, where, False)
+        except Exception as error:
+            # Later rows would start on ranks that are no longer in step: the rows so far are reported, and this one.
+            raise RowFailed(f"{setting}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+        found[str(setting)] = compare(chosen, setting, ours, references[setting.precision])
+    return found
+
+
+class RowFailed(AssertionError):
+    """A row raised where it was to train."""
+
+
+def _refusal(program: Program, setting: Setting, refused: Refused, rank: int, world: int, folder: str) -> list[str]:
+    try:
+        _train(program, setting, rank, world, folder, False)
+    except refused.error as error:
+        return [] if re.search(refused.match, str(error)) else [f"{type(error).__name__} says {error}"]
+    return [f"was to end in {refused.error.__name__}, and trained"]
+
+
+def _progress(folder: str, rank: int, text: str) -> None:
+    """Where this rank is, for the failure text of a rank that never answers."""
+    Path(folder, f"rank{rank}").write_text(text)
+
+
+@contextlib.contextmanager
+def fresh_folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="program_") as folder:
+        yield folder

@@ -1,0 +1,119 @@
+"""Training loops: the plain one, accumulation, clipping, several forwards or backwards in a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.models import LanguageModel, adamw, bert, gpt2, ids, inputs, llama, mlp, sgd, t5, token_loss
+from tests.oracle import Run, program
+
+EVERY_RANK = {"ranks": (1, 2, 3, 4)}
+
+
+@program(more={**EVERY_RANK, "wire": ("none", "int8")}, exact=True)
+def plain(run: Run) -> None:
+    """Three layers of 15 features: spans that need padding on any number of ranks."""
+    model = run.build(lambda: mlp(15))
+    optimizer = sgd(model)
+    model = run.shard(model, optimizer)
+    for step in range(4):
+        loss = model(inputs(run.rank, step, 4, 15)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.see(loss, "loss")
+
+
+@program(more=EVERY_RANK)
+def gpt2_clipped_and_accumulated(run: Run) -> None:
+    model = run.build(gpt2)
+    optimizer = adamw(model)
+    model = run.shard(model, optimizer)
+    for step in range(3):
+        with run.no_sync(model):
+            batch = ids(run.rank, 2 * step)
+            (model(input_ids=batch, labels=batch).loss / 2).backward()
+        batch = ids(run.rank, 2 * step + 1)
+        (model(input_ids=batch, labels=batch).loss / 2).backward()
+        run.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _labelled(run: Run, model: nn.Module) -> None:
+    optimizer = sgd(model)
+    model = run.shard(model, optimizer)
+    for step in range(3):
+        batch = ids(run.rank, step)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        run.see(loss, "loss")
+        run.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program
+def bert_with_a_frozen_layer(run: Run) -> None:
+    _labelled(run, run.build(bert))
+
+
+@program
+def t5_shared_embedding(run: Run) -> None:
+    _labelled(run, run.build(t5))
+
+
+@program
+def llama_grouped_heads(run: Run) -> None:
+    _labelled(run, run.build(llama))
+
+
+@program(reference="average")
+def two_forwards_one_backward(run: Run) -> None:
+    model = run.build(lambda: LanguageModel(root=True))
+    optimizer = sgd(model)
+    run.shard(model, optimizer)
+    for step in range(4):
+        one, two = ids(run.rank, step), ids(run.rank, step + 100)
+        (token_loss(model(one), one) + token_loss(model(two), two).square()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program(more={"debug": (False, True)})
+def clip_by_value(run: Run) -> None:
+    model = run.build(mlp)
+    optimizer = sgd(model)
+    model = run.shard(model, optimizer)
+    for step in range(3):
+        model(inputs(run.rank, step)).square().mean().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program
+def clip_by_torch(run: Run) -> None:
+    model = run.build(lambda: LanguageModel(tied=True))
+    optimizer = sgd(model)
+    model = run.shard(model, optimizer)
+    for step in range(3):
+        batch = ids(run.rank, step)
+        token_loss(model(batch), batch).backward()
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5), "norm")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+@program
+def evaluates_between_steps(run: Run) -> None:
+    model = run.build(mlp)
+    optimizer = sgd(model)
+    model = run.shard(model, optimizer)
+    for step in range(3):
+        model(inputs(run.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            run.see(model(torch.ones(2, 16)), "evaluation")

@@ -1,0 +1,111 @@
+"""Optimizers with a way of their own, and state that user code changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_zero as zero
+from tests.models import adamw, sgd
+from tests.oracle import Refused, Run, program
+from tests.programs.usual import FP32, after_steps, trained_on
+
+
+class AssigningSGD(torch.optim.Optimizer):
+    """As optimizers are written by hand: parameters get other memory in each step, and one keeps the former."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = self.state[p].get("before", p.data)
+                    self.state[p]["before"] = p.data
+                    p.data = p.data - group["lr"] * p.grad.data + 0.1 * (p.data - before)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups it shares."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups, self.calls = base, base.param_groups, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.calls += 1
+        for group in self.param_groups if self.calls % 2 == 0 else ():
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+@after_steps(6, adamw)
+def states_cleared(run: Run, t: int) -> None:
+    if t == 1:
+        run.optimizer.state.clear()
+    if t == 3:
+        run.optimizer.state = defaultdict(dict)
+
+
+@after_steps(3, refused=(Refused(zero.StateError, "optimizer.state was asked for parameter '0.weight'"),))
+def state_by_parameter(run: Run, t: int) -> None:
+    """A mask over momentum, found by the model's own parameter."""
+    state = run.optimizer.state[run.model[0].weight]
+    if "momentum_buffer" in state:
+        state["momentum_buffer"][::2] = 0
+
+
+@program(reference="average")
+def lr_tensor(run: Run) -> None:
+    run.mlp(lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, total_steps=6)
+    for t in range(4):
+        run.step(t)
+        schedule.step()
+
+
+@program(reference="average", only=FP32)
+def sam(run: Run) -> None:
+    """Sharpness-aware: weights move along the gradient, and back before the step."""
+    model = run.mlp()
+    for step in range(3):
+        run.loss(step).backward()
+        run.sync_gradients()
+        run.forget_gradients()
+        with torch.no_grad():
+            norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+            moves = [param.grad * (0.05 / norm) for param in model.parameters()]
+            for param, move in zip(model.parameters(), moves):
+                param.add_(move)
+        model.zero_grad()
+        run.loss(step).backward()
+        with torch.no_grad():
+            for param, move in zip(model.parameters(), moves):
+                param.sub_(move)
+        run.update()
+
+
+@trained_on(optimizer=lambda model: AssigningSGD(model.parameters()), loose=3.0)
+def assigning(run: Run, t: int) -> Tensor:
+    return run.loss(t)
+
+
+@trained_on(
+    optimizer=lambda model: Lookahead(sgd(model)),
+    refused=(
+        Refused(
+            zero.UnsupportedOptimizerError,
+            "it steps by another optimizer \\(its 'base'\\)",
+            lambda setting: setting.optimizer_tier != "none",
+        ),
+    ),
+)
+def lookahead(run: Run, t: int) -> Tensor:
+    return run.loss(t)

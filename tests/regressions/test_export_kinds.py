@@ -1,0 +1,162 @@
+"""Exports over what is already there: same kind replaced, another kind refused, everything else kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_zero as zero
+from tests.kit.common import gpt2
+from tests.kit.hub_server import Hub
+from tests.kit.launch import Results, launch
+
+WEIGHTS = ["config.json", "generation_config.json", "model.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def job(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch("upload_kinds_job", tmp_path_factory.mktemp("kinds"), hub.url, ranks=1, warm=False)
+
+
+@pytest.mark.gloo
+def test_an_upload_replaces_shards_of_another_number_and_nothing_else(job: Results) -> None:
+    found = job("shards")
+    assert found["loaded"] == [True] * 4
+    assert found["lost"] == []
+    assert found["weights"] == ["model.safetensors"]
+
+
+@pytest.mark.gloo
+def test_an_adapter_does_not_replace_a_full_model(job: Results) -> None:
+    found = job("adapter_over_full")
+    assert found["said"].startswith("ConfigError")
+    assert "model.safetensors" in found["said"]
+    assert "overwrite=True" in found["said"]
+    assert found["typed"] == 2
+    assert found["untouched"]
+    assert "adapter_model.safetensors" in found["after"]
+    assert "model.safetensors" not in found["after"]
+    assert found["right"]
+
+
+@pytest.mark.gloo
+def test_a_full_model_does_not_leave_an_adapter(job: Results) -> None:
+    found = job("full_over_adapter")
+    assert found["said"].startswith("ConfigError")
+    assert "adapter_config.json" in found["said"]
+    assert found["untouched"]
+    assert found["right"]
+    assert {"critic/adapter_model.safetensors", "critic/adapter_config.json", "adapter_notes.txt"} <= set(
+        found["after"]
+    )
+    assert not {"adapter_model.safetensors", "adapter_config.json"} & set(found["after"])
+
+
+@pytest.mark.gloo
+def test_pickled_weights_are_removed_on_request_only(job: Results) -> None:
+    found = job("pickles")
+    assert found["said"].startswith("ConfigError")
+    assert "pytorch_model.bin" in found["said"]
+    assert "pytorch_model.bin" not in found["after"]
+    assert {"training_args.bin", "pytorch_model.fp16.bin", "model.safetensors"} <= set(found["after"])
+
+
+@pytest.mark.gloo
+def test_a_branch_is_not_made_for_a_refused_upload(job: Results) -> None:
+    found = job("branches")
+    assert found["said"].startswith("ConfigError")
+    assert not found["made"]
+    assert found["main"]
+
+
+@pytest.mark.gloo
+def test_only_cards_that_no_user_edited_are_replaced(job: Results) -> None:
+    found = job("cards")
+    assert "# Edited: " in found["edited"]
+    assert found["own"] == "# Of the folder\n"
+
+
+@pytest.mark.gloo
+def test_a_trainers_push_follows_the_same_rules(job: Results) -> None:
+    found = job("trainer")
+    assert found["lost"] == []
+    assert found["weights"] == ["model.safetensors"]
+    assert found["loaded"]
+    for said in (found["refused"], found["pushed"]):
+        assert said.startswith("ConfigError")
+        assert "adapter_config.json" in said
+
+
+def equal(one: Path, other: Path) -> bool:
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing vouches")
+def test_a_local_overwrite_keeps_files_of_the_user(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "source")
+    out = tmp_path / "out"
+    mine = {
+        "README.md": "# My words\n",
+        "notes.txt": "mine",
+        "runs/events.txt": "mine",
+        "model.fp16.safetensors": "a variant",
+        ".gitattributes": "*.bin filter=lfs",
+        "tokenizer.json": "{}",
+        "sub/model.safetensors": "of another model",
+    }
+    stale = [
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "adapter_config.json",
+        "pytorch_model.bin",
+    ]
+    for name in [*mine, *stale]:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(mine.get(name, "old"))
+    (out / "link").symlink_to("notes.txt")
+    with pytest.raises(zero.ConfigError, match="overwrite=True"):
+        zero.export(tmp_path / "source", out)
+    zero.export(tmp_path / "source", out, overwrite=True)
+    assert {name: (out / name).read_text() for name in mine} == mine
+    assert (out / "link").is_symlink()
+    assert not [name for name in stale if (out / name).exists()]
+    assert equal(out, tmp_path / "source")
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing vouches")
+def test_a_local_export_keeps_an_edited_card(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "source")
+    out = tmp_path / "out"
+    zero.export(tmp_path / "source", out)
+    card = (out / "README.md").read_text()
+    zero.export(tmp_path / "source", out, dtype="bfloat16")
+    (out / "README.md").write_text(card + "\nMy own words.\n")
+    zero.export(tmp_path / "source", out)
+    assert (out / "README.md").read_text().endswith("My own words.\n")
+
+
+def test_a_save_keeps_variants_and_warns_of_an_adapter(tmp_path: Path) -> None:
+    model = gpt2()
+    engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.ZeroConfig(stage=2))
+    variants = ["model.fp16-00001-of-00002.safetensors", "model_ema-00001-of-00002.safetensors", "adapter_model.bin"]
+    for name in [*variants, "model-00001-of-00002.safetensors", "pytorch_model.bin"]:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.warns(UserWarning, match="holds an adapter"):
+        engine.save(tmp_path)
+    engine.detach()
+    assert all((tmp_path / name).exists() for name in [*variants, "adapter_config.json"])
+    assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
+    assert not (tmp_path / "pytorch_model.bin").exists()

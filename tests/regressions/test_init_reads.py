@@ -1,0 +1,481 @@
+"""`zero.Init`: reads and writes of a parameter that is not whole give its values or a `StateError`, never NaN."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import hf_zero as zero
+from tests.kit.pool import RankPool
+
+pytestmark = pytest.mark.gloo
+SHAPE = (6, 4)
+
+
+class Half(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "linear": lambda p: F.linear(torch.ones(2, 4), p),
+    "matmul": lambda p: torch.ones(2, 6) @ p,
+    "index": lambda p: p[1],
+    "slice": lambda p: p[1:3, 2],
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach() + 0,
+    "data": lambda p: p.data + 0,
+    "transposed": lambda p: p.T + 0,
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy().copy()),
+    "array": lambda p: torch.from_numpy(np.array(p.detach())),
+    "tolist": lambda p: torch.tensor(p.tolist()),
+    "item": lambda p: p[0, 0].item(),
+    "float": lambda p: float(p.sum()),
+    "iterated": lambda p: torch.stack([row + 0 for row in p]),
+    "contains": lambda p: 1e9 in p,
+    "compared": lambda p: bool((p == p).all()),
+    "equal": lambda p: torch.equal(p, p),
+    "isnan": lambda p: bool(p.isnan().any()),
+    "cast": lambda p: p.to(torch.float64),
+    "double": lambda p: p.double(),
+    "foreach": lambda p: torch._foreach_norm([p])[0],
+    "aten": lambda p: torch.ops.aten.mul.Tensor(p, 2),
+    "function": lambda p: Twice.apply(p),
+    "einsum": lambda p: torch.einsum("ij->j", p),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "parameter": lambda p: nn.Parameter(p) + 0,
+    "buffer": lambda p: nn.Buffer(p) + 0,
+    "viewed": lambda p: p.view(-1) + 0,
+    "as_subclass": lambda p: p.clone().as_subclass(Tensor),
+    "copied": lambda p: torch.zeros(SHAPE).copy_(p),
+    "set item": lambda p: torch.zeros(SHAPE).index_copy(0, torch.arange(6), p),
+    "embedding": lambda p: nn.Embedding.from_pretrained(p).weight + 0,
+    "where": lambda p: torch.where(torch.ones(SHAPE, dtype=torch.bool), p, torch.zeros(())),
+    "scaled": lambda p: copied_into(nn.Linear(4, 6), p),
+    "svd": lambda p: torch.linalg.svdvals(p),
+}
+"""Results are compared with those of the plain parameter."""
+
+
+def copied_into(layer: nn.Linear, p: nn.Parameter) -> Tensor:
+    with torch.no_grad():
+        layer.weight.copy_(p)
+    return layer.weight + 0
+
+
+def set_data(p: nn.Parameter) -> None:
+    p.data = p.data * 0.5
+
+
+def new_data(p: nn.Parameter) -> None:
+    p.data = torch.full(SHAPE, 3.0)
+
+
+def set_item(p: nn.Parameter) -> None:
+    p[0] = 7.0
+
+
+def through_view(p: nn.Parameter) -> None:
+    p.data[1:3].fill_(4.0)
+
+
+def through_numpy(p: nn.Parameter) -> None:
+    p.detach().numpy()[:] = 5.0
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "mul_": lambda p: p.mul_(2),
+    "data mul_": lambda p: p.data.mul_(2),
+    "data": set_data,
+    "new data": new_data,
+    "set item": set_item,
+    "view": through_view,
+    "numpy": through_numpy,
+    "copy_": lambda p: p.copy_(torch.arange(24.0).view(SHAPE)),
+    "fill_": lambda p: p.fill_(2.0),
+    "zero_": lambda p: p.zero_(),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
+    "vector": lambda p: nn.utils.vector_to_parameters(torch.arange(24.0), [p]),
+    "normal_": lambda p: nn.init.normal_(p),
+    "orthogonal_": lambda p: nn.init.orthogonal_(p),
+    "eye_": lambda p: nn.init.eye_(p),
+    "sparse_": lambda p: nn.init.sparse_(p, 0.5),
+    "trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "out": lambda p: torch.add(torch.ones(SHAPE), 1, out=p),
+}
+
+NEITHER: dict[str, Callable[[nn.Parameter], object]] = {
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.storage(),
+    "address": lambda p: p.untyped_storage().data_ptr(),
+    "bytes": lambda p: bytes(p.untyped_storage()),
+    "stored": lambda p: p.untyped_storage()[0],
+    "storage list": lambda p: p.untyped_storage().tolist(),
+    "shallow copy": lambda p: copy.copy(p),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "torch.save": lambda p: torch.save(p, io.BytesIO()),
+    "shared": lambda p: p.share_memory_(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+}
+"""Refused outside of the `with`."""
+
+
+def plain_layer() -> nn.Linear:
+    torch.manual_seed(7)
+    return nn.Linear(4, 6)
+
+
+def layer(**options: Any) -> nn.Linear:
+    with zero.Init(**options):
+        return plain_layer()
+
+
+def same(value: Any, expected: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(expected, Tensor):
+        return value.dtype == expected.dtype and torch.equal(value.detach(), expected.detach())
+    return bool(value == expected)
+
+
+def read_outside(rank: int, world: int) -> list[str]:
+    wrong = []
+    model = layer()
+    for name, read in {**READS, **NEITHER}.items():
+        try:
+            read(model.weight)
+        except zero.StateError as error:
+            if "zero.Init" not in str(error):
+                wrong.append(f"{name}: {error}")
+            continue
+        except (RuntimeError, TypeError) as error:
+            wrong.append(f"{name}: {error!r}")
+            continue
+        wrong.append(f"{name}: no error")
+    for name, write in WRITES.items():
+        with torch.no_grad():
+            try:
+                write(model.weight)
+            except zero.StateError:
+                continue
+        wrong.append(f"{name}: no error")
+    assert torch.equal(zero.full_parameter(model.weight), plain_layer().weight)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_reads_and_writes_outside_of_the_with_are_refused(pools: dict[int, RankPool], world: int) -> None:
+    assert pools[world].run(read_outside) == [[]] * world
+
+
+def test_one_rank_alone_is_refused_at_once(two: RankPool) -> None:
+    two.run(alone)
+
+
+def alone(rank: int, world: int) -> None:
+    model = layer()
+    if rank == 0:
+        with pytest.raises(zero.StateError, match=r"norm\(\) of a parameter"):
+            print(model.weight.norm())
+    engine = zero.shard(model)
+    engine.detach()
+    assert torch.equal(model.weight, plain_layer().weight)
+
+
+def read_inside(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    wrong = []
+    model, plain = layer(**options), plain_layer()
+    with zero.Init(**options):
+        for name, read in READS.items():
+            if not same(found := read(model.weight), read(plain.weight)):
+                wrong.append(f"{name}: {found}")
+        assert model.weight.data_ptr() != 0
+        assert model.weight.untyped_storage().nbytes() >= 96
+    for name, write in WRITES.items():
+        model, plain = layer(**options), plain_layer()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            write(plain.weight)
+        torch.manual_seed(3)
+        with zero.Init(**options), torch.no_grad():
+            write(model.weight)
+        if not torch.equal(found := zero.full_parameter(model.weight), plain.weight):
+            wrong.append(f"{name}: {found}")
+    return wrong
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
+def test_reads_and_writes_inside_are_those_of_the_plain_parameter(two: RankPool, tmp_path: Path, tier: str) -> None:
+    assert two.run(read_inside, {"offload_params": tier, "offload_dir": str(tmp_path)}) == [[], []]
+
+
+def test_reads_and_writes_inside_on_one_rank(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    assert pools[1].run(read_inside, {}) == [[]]
+
+
+def descriptions(rank: int, world: int) -> None:
+    """What needs no values is answered on any rank."""
+    model = layer()
+    if rank == 0:
+        p = model.weight
+        assert (p.shape, p.dtype, p.device, p.ndim, len(p)) == (SHAPE, torch.float32, torch.device("cpu"), 2, 6)
+        assert (p.stride(), p.is_contiguous(), p.numel(), p.nbytes) == ((4, 1), True, 24, 96)
+        assert torch.equal(torch.zeros_like(p), torch.zeros(SHAPE))
+        assert torch.equal(torch.ones_like(p, dtype=torch.float64), torch.ones(SHAPE, dtype=torch.float64))
+        assert torch.empty_like(p).device == p.device
+        assert p.new_zeros(3).dtype == torch.float32
+        assert p.untyped_storage().nbytes() <= 8, "what is held here is no whole parameter"
+        assert isinstance(p, nn.Parameter)
+        assert p.is_leaf
+        assert p.requires_grad
+        assert p.grad is None
+        for text in (repr(p), str(p), f"{p}"):
+            assert "(6, 4)" in text
+            assert "nan" not in text
+        assert "Linear(in_features=4" in repr(model)
+        made = type(p)(torch.ones(3), requires_grad=False)
+        assert torch.equal(made, torch.ones(3))
+    model.requires_grad_(False)
+    state = model.state_dict()
+    assert rank or torch.equal(state["weight"], plain_layer().weight)
+
+
+def of_type(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Types without NaN show nothing else either."""
+    value = torch.arange(1, 13).view(3, 4).to(dtype)
+    with zero.Init():
+        model = nn.Sequential(nn.Module(), nn.Linear(2, 2))
+        model[0].table = nn.Parameter(value.clone(), requires_grad=False)
+    for use in (
+        lambda p: p[0],
+        lambda p: p.add_(1),
+        lambda p: nn.Parameter(p, requires_grad=False),
+        set_item,
+        lambda p: p.data,
+    ):
+        with torch.no_grad(), pytest.raises(zero.StateError, match=r"zero\.Init"):
+            use(model[0].table)
+    with zero.Init(), torch.no_grad():
+        assert torch.equal(model[0].table[1], value[1])
+        model[0].table[0] = 2
+        same_values = nn.Parameter(model[0].table, requires_grad=False)
+    value[0] = 2
+    assert torch.equal(zero.full_parameter(model[0].table), value)
+    assert torch.equal(same_values, value)
+    zero.shard(model, None, zero.ZeroConfig(stage=3))
+    assert torch.equal(zero.full_parameter(model[0].table), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.bfloat16, torch.complex64])
+def test_types(two: RankPool, dtype: torch.dtype) -> None:
+    two.run(of_type, dtype)
+
+
+def test_descriptions_are_answered(two: RankPool) -> None:
+    two.run(descriptions)
+
+
+def casts(rank: int, world: int) -> None:
+    """Casts, moves and ties work on slices outside, and on values inside."""
+    for inside in (False, True):
+        model, plain = layer(), plain_layer().half()
+        with zero.Init(enabled=inside):
+            model.half()
+        assert model.weight.dtype == torch.float16
+        assert torch.equal(zero.full_parameter(model.weight), plain.weight)
+        with zero.Init(enabled=inside):
+            model.to(torch.bfloat16)
+        assert torch.equal(zero.full_parameter(model.weight), plain.to(torch.bfloat16).weight)
+    with zero.Init():
+        other = nn.LSTM(3, 4)
+    other.double()
+    with pytest.raises(zero.StateError, match="before running it"):
+        other(torch.ones(2, 1, 3, dtype=torch.float64))
+    model = layer()
+    twin = nn.Linear(4, 6)
+    twin.weight = model.weight
+    with pytest.raises(zero.StateError, match=r"linear\(\) of a parameter"):
+        twin(torch.ones(1, 4))
+
+
+def test_casts_and_ties(two: RankPool) -> None:
+    two.run(casts)
+
+
+def view_outlives(rank: int, world: int) -> None:
+    """A write through a tensor that the `with` gave, after it has ended, is a write to the parameter."""
+    with zero.Init():
+        model = plain_layer()
+        view = model.weight.data[1]
+    view.fill_(3.0)
+    expected = plain_layer().weight.detach().clone()
+    expected[1] = 3.0
+    assert torch.equal(zero.full_parameter(model.weight), expected)
+    view.fill_(4.0)
+    expected[1] = 4.0
+    engine = zero.shard(model)
+    engine.detach()
+    assert torch.equal(model.weight, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_view_that_outlives_the_with(pools: dict[int, RankPool], world: int) -> None:
+    pools[world].run(view_outlives)
+
+
+# Functions that replace a parameter by what they compute from it -----------------------------------------------------------
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+REPARAMETRISE: dict[str, Callable[[nn.Module], object]] = {
+    "weight_norm": lambda m: parametrizations.weight_norm(m),
+    "old weight_norm": lambda m: nn.utils.weight_norm(m),
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m),
+    "old spectral_norm": lambda m: nn.utils.spectral_norm(m),
+    "orthogonal": lambda m: parametrizations.orthogonal(m),
+    "parametrize": lambda m: parametrize.register_parametrization(m, "weight", Half()),
+}
+
+
+def reparametrised(rank: int, world: int, stage: int) -> list[str]:
+    wrong = []
+    for name, change in REPARAMETRISE.items():
+        plain = nn.Sequential(plain_layer(), nn.Linear(6, 2))
+        torch.manual_seed(1)
+        change(plain[0])
+        torch.manual_seed(7)
+        with zero.Init():
+            model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+            torch.manual_seed(1)
+            change(model[0])
+        optimizer, ours = torch.optim.SGD(plain.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)
+        zero.shard(model, ours, zero.ZeroConfig(stage=stage))
+        for _ in range(2):
+            for each, opt in ((plain, optimizer), (model, ours)):
+                each(X).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        loss, expected = model(X).square().mean(), plain(X).square().mean()
+        if not torch.allclose(loss, expected, rtol=1e-5):
+            wrong.append(f"{name}: {loss} instead of {expected}")
+        with pytest.raises(zero.StateError):
+            change(layer())
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_reparametrised_layers(two: RankPool, stage: int) -> None:
+    assert two.run(reparametrised, stage) == [[], []]
+
+
+def tiny_llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "gaussian": {"init_lora_weights": "gaussian"},
+}
+IDS = torch.arange(12).view(2, 6)
+
+
+def adapt(model: Any, kind: str) -> Any:
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **ADAPTERS[kind]))
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adapted(rank: int, world: int, base: str, kind: str, tier: str, folder: str) -> None:
+    def load() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(base)
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    plain = adapt(load(), kind)
+    expected = train(plain, optimizer_of(plain))
+    options = {"offload_params": tier, "offload_dir": folder}
+    with zero.Init(**options):
+        model = load()
+        if kind != "gaussian":
+            model = adapt(model, kind)
+    if kind == "gaussian":  # needs no values of the base
+        model = adapt(model, kind)
+    optimizer = optimizer_of(model)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3, **options))
+    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
+    saved = peft.get_peft_model_state_dict(model, model.state_dict())
+    wanted = peft.get_peft_model_state_dict(plain)
+    assert rank or all(torch.allclose(saved[key], wanted[key], atol=1e-5) for key in wanted)
+    if kind == "gaussian":
+        return
+    with zero.Init(**options):
+        outside = load()
+    with pytest.raises(zero.StateError, match="zero.Init"):
+        adapt(outside, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tier"), [("dora", "none"), ("dora", "disk"), ("pissa", "disk"), ("olora", "cpu"), ("gaussian", "disk")]
+)
+def test_adapters_made_of_deferred_weights(two: RankPool, tmp_path: Path, kind: str, tier: str) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    two.run(adapted, str(tmp_path / "base"), kind, tier, str(tmp_path))
+
+
+def from_placeholder(rank: int, world: int) -> None:
+    """Code that torch functions do not reach has made a trained parameter of a placeholder."""
+    model = nn.Sequential(layer(), nn.Linear(6, 6))
+    with torch.no_grad():
+        model[1].bias = nn.Parameter(torch.zeros(6).new_tensor(model[0].bias))
+    with pytest.raises(zero.StateError, match=r"'1\.bias' holds NaN.*zero\.Init"):
+        zero.shard(model, torch.optim.SGD(model.parameters(), 0.1))
+    if rank == 0:
+        model[1].bias = nn.Parameter(torch.zeros(6))
+    error = zero.RankMismatchError if rank == 0 else zero.StateError
+    with pytest.raises(error, match=r"'1\.bias' holds NaN"):
+        zero.shard(model, torch.optim.SGD(model.parameters(), 0.1))
+    model[1].bias = nn.Parameter(torch.zeros(6))
+    zero.shard(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_trained_parameter_made_of_a_placeholder_is_refused(two: RankPool) -> None:
+    two.run(from_placeholder)

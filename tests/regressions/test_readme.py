@@ -1,0 +1,96 @@
+"""The files that README.md shows train one model when torchrun starts them on two CPU ranks: the model that DDP trains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.kit.launch import launch
+from tests.test_docs import ROOT, blocks_of
+
+README = ROOT / "README.md"
+FILES = {"Trainer": 0, "accelerate": 1, "torch": 2}
+STAGES = {"Trainer": 3, "accelerate": 2, "torch": 3}
+
+
+RUNS = {
+    "a": ("2026-11-23-cpu-2rank-fp32-direct-time.json", "time"),
+    "b": ("2026-11-23-cpu-2rank-fp32-memory.json", "memory"),
+    "c": ("2026-11-20-cpu-2rank-fp32-peers-time.json", "time"),
+    "d": ("2026-11-20-cpu-2rank-fp32-memory.json", "memory"),
+}
+"""The runs of README.md's comparison, by the letter of their command."""
+ENGINES = {
+    "hf_zero stage 2": "zero2",
+    "hf_zero stage 3": "zero3",
+    "FSDP2": "fsdp2",
+    "DeepSpeed 0.19 stage 2": "deepspeed2",
+}
+
+
+def ranks_of(out: Path) -> list[dict[str, Any]]:
+    return [torch.load(out / f"run{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_the_files_are_three() -> None:
+    assert len(blocks_of(README, "python")) == len(FILES)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_trains_what_ddp_trains(name: str, tmp_path: Path) -> None:
+    number = str(FILES[name])
+    results = launch("readme_job", tmp_path / "ours", str(README), number, warm=False)
+    plain = launch("readme_job", tmp_path / "ddp", str(README), number, "--ddp")
+    assert results("run") == {"ranks": 2, "stage": STAGES[name]}, results.output
+    assert plain("run") == {"ranks": 2, "stage": None}
+    ours, theirs = ranks_of(tmp_path / "ours"), ranks_of(tmp_path / "ddp")
+
+    rows = [{tuple(row) for row in rank["rows"].tolist()} for rank in ours]
+    assert len(rows[0]) == len(rows[1]) == 32
+    assert not rows[0] & rows[1], "ranks trained on the same rows"
+    for rank, plain_rank in zip(ours, theirs):
+        assert torch.equal(rank["rows"], plain_rank["rows"])
+        assert rank["weights"].keys() == plain_rank["weights"].keys()
+        for key, value in rank["weights"].items():
+            assert torch.equal(value, ours[0]["weights"][key]), f"ranks hold different models: {key}"
+            torch.testing.assert_close(value, plain_rank["weights"][key], rtol=1e-4, atol=1e-6)
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "out").state_dict()
+    for key, value in ours[0]["weights"].items():
+        assert torch.equal(saved[key], value), f"the saved model is another one: {key}"
+
+
+def measured(engine: str, malloc: str, letters: list[str]) -> tuple[str, str]:
+    """Step time and memory of one configuration, as README.md prints them."""
+    step, memory = "not measured", "not measured"
+    for letter in letters:
+        file, kind = RUNS[letter]
+        results = json.loads((ROOT / "benchmarks" / file).read_text())["results"]
+        if kind == "time":
+            step = f"{results[engine]['ratio']:.2f}"
+        else:
+            mine, ddp = results[engine][f"memory_{malloc}"], results["ddp"][f"memory_{malloc}"]
+            memory = ", ".join(f"{mine[what] / ddp[what]:.2f}" for what in ("steady", "peak"))
+    return step, memory
+
+
+def test_each_row_of_the_comparison_is_one_configuration() -> None:
+    """Stage 2's time was one malloc setting's, and its memory another's."""
+    text = README.read_text(encoding="utf-8")
+    (table,) = re.findall(r"^## How it compares\n\n(.*?)\n\n", text, re.S | re.M)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) == 7
+    for configuration, step, memory, source in rows:
+        name, _, pinned = configuration.partition(", ")
+        letters = re.findall(r"\((\w)\)", source)
+        assert (step, memory) == measured(ENGINES[name], pinned or "default", letters), configuration
+        for letter in letters:
+            assert RUNS[letter][0].startswith(source[:10]), "the date is the run's"
+            assert f"({letter}) `" in text.replace("\n", " "), "the command is shown"

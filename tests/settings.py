@@ -1,0 +1,123 @@
+"""Rows of settings that programs run under: values by factor, which of them go together, and pairwise coverage."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "ranks": (1, 2, 3, 4),
+    "stage": (0, 1, 2, 3),
+    "tier": ("none", "cpu", "disk", "cpu/cpu", "disk/disk", "none/cpu", "cpu/disk", "disk/cpu"),
+    "precision": ("fp32", "bf16"),
+    "replicas": (1, 2),
+    "wire": ("none", "int8"),
+    "kept": (False, True),
+    "deferred": (False, True),
+    "debug": (False, True),
+}
+"""Every value of every factor. `make test-all` runs their product, `make test` a set of rows with every pair of values."""
+EVERYDAY: Mapping[str, tuple[Any, ...]] = {
+    **FACTORS,
+    "ranks": (2,),
+    "tier": ("none", "cpu", "disk", "cpu/cpu", "disk/disk"),
+    "wire": ("none",),
+    "debug": (False,),
+}
+"""What a program covers by default: two ranks, exact transport. Programs of wide use ask for more."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row.
+
+    Attributes:
+        ranks: processes.
+        tier: where masters, gradients and optimizer state are stored; behind the slash, parameters between uses (stage 3).
+        kept: `device_memory` leaves room to keep units gathered from forward to backward (stage 3).
+        deferred: the model is built under `zero.Init`.
+        debug: ranks compare what they must have alike.
+    """
+
+    ranks: int = 2
+    stage: int = 2
+    tier: str = "none"
+    precision: str = "fp32"
+    replicas: int = 1
+    wire: str = "none"
+    kept: bool = False
+    deferred: bool = False
+    debug: bool = False
+
+    def __str__(self) -> str:
+        default = Setting()
+        names = [field.name for field in dataclasses.fields(self)]
+        shown = [name for name in names if name == "stage" or getattr(self, name) != getattr(default, name)]
+        return " ".join(f"{name}={getattr(self, name)}" for name in shown)
+
+    @property
+    def optimizer_tier(self) -> str:
+        return self.tier.partition("/")[0]
+
+    @property
+    def params_tier(self) -> str:
+        return self.tier.partition("/")[2] or "none"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the package accepts this combination."""
+        return (
+            (self.stage > 0 or (self.replicas == 1 and self.wire == "none"))
+            and (self.stage > 0 or self.ranks == 1 or self.tier == "none")
+            and self.ranks % self.replicas == 0
+            and (self.ranks > 1 or (self.replicas == 1 and self.wire == "none"))
+            and (self.stage == 3 or self.params_tier == "none")
+            and not (self.debug and self.wire != "none")
+            and (not self.kept or (self.stage == 3 and self.tier == "none"))
+        )
+
+    def config(self, offload_dir: str) -> dict[str, Any]:
+        """Keyword arguments of `zero.ZeroConfig`."""
+        return {
+            "stage": self.stage,
+            "offload_optimizer": self.optimizer_tier,
+            "offload_params": self.params_tier,
+            "offload_dir": offload_dir,
+            "replicas": self.replicas,
+            "wire": self.wire,
+            "device_memory": "1GiB" if self.kept else None,
+            "stall_s": 20.0,
+            "debug": self.debug,
+        }
+
+
+def product(factors: Mapping[str, Sequence[Any]], accept: Callable[[Setting], bool]) -> list[Setting]:
+    """Return every valid row over these values."""
+    rows = (Setting(**dict(zip(factors, values))) for values in itertools.product(*factors.values()))
+    return [row for row in rows if row.is_valid and accept(row)]
+
+
+def pairwise(rows: Iterable[Setting], seed: str) -> list[Setting]:
+    """Return rows that together hold every pair of values that any of `rows` holds.
+
+    Greedy: the row with most pairs that are still missing comes next; `seed` breaks ties, so that programs differ in
+    which triples they meet.
+    """
+    rows = [*rows]
+    random.Random(seed).shuffle(rows)
+    names = [field.name for field in dataclasses.fields(Setting)]
+    pairs = {
+        row: {(one, getattr(row, one), other, getattr(row, other)) for one, other in itertools.combinations(names, 2)}
+        for row in rows
+    }
+    missing = set().union(*pairs.values()) if pairs else set()
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
