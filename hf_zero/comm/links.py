@@ -140,7 +140,7 @@ class Links:
     def __init__(self) -> None:
         self.hosts: list[str] = []
         self.healed = 0.0
-        self.has_guessed = False
+        self.has_clients = False
         self._links: dict[Link, list[int]] = {}
         self._listener: socket.socket | None = None
         self._taken: list[socket.socket] = []
@@ -179,14 +179,16 @@ class Links:
         self._links = links
         self.hosts = [card.host for card in cards]
 
-    def guess(self) -> None:
-        """Before the ranks' cards are known: watch the hosts that this process has connections to, as gloo's.
+    def connect_to_clients(self, port: int) -> None:
+        """Before all cards are known, on the host of the store: watch the hosts of the ranks that are connected to it.
 
-        Only private addresses: others are a program's own, to servers elsewhere.
+        Args:
+            port: the store's.
         """
-        self.has_guessed = True
-        # A port that nobody listens on is refused: an answer, too.
-        self._links = {Link(there, port, is_known=True): [] for there, (_, port) in _connections().items()}
+        self.has_clients = True
+        # A port without a listener is refused. That is an answer, too.
+        found = {there: there_port for (_, here_port), (there, there_port) in _connections() if here_port == port}
+        self._links = {Link(there, there_port, is_known=True): [] for there, there_port in found.items()}
 
     @property
     def are_known(self) -> bool:
@@ -247,28 +249,32 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _connections() -> dict[str, tuple[str, int]]:
-    """This process's TCP connections to private addresses of other hosts, as gloo's: its own address and the port there."""
-    found = {}
+def _connections() -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Return this process's TCP connections to private addresses of other hosts: address and port here and there."""
+    found = []
     with suppress(psutil.Error, OSError, ValueError):
         for each in psutil.Process().net_connections("tcp"):
             if each.status == psutil.CONN_ESTABLISHED and each.raddr:
                 here, there = (end.ip.removeprefix("::ffff:") for end in (each.laddr, each.raddr))
                 if here != there and not _is_loopback(there) and ip_address(there).is_private:
-                    found[there] = (here, int(each.raddr.port))
+                    found.append(((here, int(each.laddr.port)), (there, int(each.raddr.port))))
     return found
 
 
 def _own_address(store: tuple[str, int] | None) -> str:
-    """Under which other hosts reach this one: the address that gloo uses, or that of the route to the store."""
-    for here, _ in _connections().values():
-        return here
+    """Return the address under which other hosts reach this one: gloo's interface, or the route to the store."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for each in psutil.net_if_addrs().get(interface, ()):
+        if each.family == socket.AF_INET:
+            return each.address
     if store is None:
         return socket.gethostbyname(socket.gethostname())
     family, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
         route.connect(address)  # sends nothing
-        return str(route.getsockname()[0]).removeprefix("::ffff:")
+        found = str(route.getsockname()[0]).removeprefix("::ffff:")
+    # The host of the store may know its own name as a loopback address only.
+    return next((here for (here, _), _ in _connections()), found) if _is_loopback(found) else found
 
 
 def _is_loopback(address: str) -> bool:

@@ -111,14 +111,14 @@ class Mail:
             time.sleep(0.01)
 
     def close(self, within_s: float) -> None:
-        """Post what is left to post, and end the thread; without an answer, by closing its connection."""
+        """Post what is left to post and end the thread. Without an answer within `within_s`, close its connection."""
         self._stop.set()
         self._wake.set()
         if self._thread is threading.current_thread():
             return
         self._thread.join(within_s)
         if self._thread.is_alive():
-            # The call must return before Python ends: a thread that comes out of it then would abort the process.
+            # The call must return before Python ends, or its return would abort the process (SIGABRT).
             _shut(self._store or self._given)
             self._thread.join(1)
 

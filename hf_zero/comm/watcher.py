@@ -50,8 +50,8 @@ _TICKS = 12
 """Looks per `stall_s`."""
 _ENDED_S = 3.0
 """A wait this long asks where the others are. What a rank sent before it ended has arrived by then."""
-_GUESS_S = 1.0
-"""So long the ranks' cards may take."""
+_CARDS_S = 1.0
+"""For how long the ranks' cards are waited for, before the store's connections are used."""
 _SILENT = 0.7
 """A host that does not answer for this part of `stall_s` cannot be reached."""
 _POST_S = 2.0
@@ -202,8 +202,8 @@ class Watcher:
     def _look(self, now: float) -> None:
         if self.mail.cards and not self.links.hosts:
             self.links.connect(self.mail.cards, self.rank)
-        elif not self.mail.cards and not self.links.has_guessed and now - self._began > _GUESS_S:
-            self.links.guess()
+        elif not (self.mail.cards or self.links.has_clients) and self.endpoint and now - self._began > _CARDS_S:
+            self.links.connect_to_clients(self.endpoint[1])
         self.links.look(now, self.stall_s)
         if self.store_silent_s(now) == 0 or self._store_address is None:
             if self._store_link is not None:
@@ -227,7 +227,7 @@ class Watcher:
         for lane in lanes:
             lane.adopt(verdict)
         if is_cut:
-            self.mail.close(2 * self.tick_s)  # before the error, for torch may print a warning of its own here
+            self.mail.close(2 * self.tick_s)  # other ranks on this side of the cut raise the same verdict
         elif any(lane.waited_s() for lane in lanes):
             self.stop.wait(2 * self.tick_s)  # others read the verdict before this rank's connections break
         for lane in lanes:

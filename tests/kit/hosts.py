@@ -6,6 +6,7 @@ All of it, and every process in it, is gone after the `with` block. Processes ha
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,23 @@ def _ip(*words: str) -> None:
         raise NoNamespaces(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+def _remove(name: str) -> None:
+    """End all processes in a namespace and delete it. Its devices are deleted with it."""
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for process in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _remove_stale() -> None:
+    """Remove namespaces of test runs that were killed: their names have the number of the process."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name, process in re.findall(r"^(hfz(\d+)[ab])\b", listed, re.M):
+        if not Path(f"/proc/{process}").exists():
+            _remove(name)
+
+
 class Link:
     """The two hosts, by number 0 and 1, and what is between them."""
 
@@ -46,6 +64,7 @@ class Link:
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if not sys.platform.startswith("linux") or os.geteuid() != 0 or missing:
             raise NoNamespaces(f"needs Linux, root and {', '.join(TOOLS)}; missing: {', '.join(missing) or 'root'}")
+        _remove_stale()
         table = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS))
         (self._folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
         for name in self._names:
@@ -61,14 +80,9 @@ class Link:
 
     def close(self) -> None:
         for name in self._names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for process in found.stdout.split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGKILL)
+            _remove(name)
         for process in self._started:
             process.wait(10)
-        for name in self._names:  # the devices go with it
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def _inside(self, host: int, words: Sequence[str], limit_s: float) -> list[str]:
         begin = f'mount --bind "{self._folder}/hosts" /etc/hosts && hostname {HOSTS[host]} && exec "$@"'

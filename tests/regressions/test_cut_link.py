@@ -49,8 +49,15 @@ def begin(link: Link, out: Path, cases: list[str], limit_s: float = 120) -> None
 
 def paused(out: Path, cases: list[str], ranks: int = 2) -> None:
     """Return when every rank is at its place."""
-    wanted = [out / case / f"at.{rank}" for case in cases for rank in range(ranks)]
-    wait_until(lambda: all(path.exists() for path in wanted), 100, "ranks at their places")
+    wanted = {out / case / f"at.{rank}": out / case / f"rank{rank}.json" for case in cases for rank in range(ranks)}
+
+    def are_there() -> bool:
+        missing = [path for path in wanted if not path.exists()]
+        early = [end.with_suffix(".txt").read_text() for path in missing if (end := wanted[path]).exists()]
+        assert not early, "\n".join(early)
+        return not missing
+
+    wait_until(are_there, 100, "ranks at their places")
 
 
 class End(NamedTuple):
@@ -152,10 +159,11 @@ def test_both_sides_raise_and_a_restart_resumes(link: Link, tmp_path: Path) -> N
         assert "as DDP" in end.text, (key, end.text)
 
 
+@pytest.mark.slow
 def test_a_rank_with_the_store_is_stopped_or_killed(tmp_path: Path) -> None:
     """Needs no namespaces. A stopped process is given ten times `stall_s`, also where nothing can be asked about it."""
     out, cases, stall_s = tmp_path, ["forward", "backward"], 1.0
-    port = free_port()  # and the next one
+    port = free_port()  # the second case uses the next one
     with ExitStack() as processes:
         for host in range(2):
             words = [str(out), str(host), "127.0.0.1", str(port), str(stall_s), "100", *cases]
