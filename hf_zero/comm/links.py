@@ -1,7 +1,8 @@
-"""Which hosts can be reached, as their kernels answer: also for processes that are stopped or hold the interpreter.
+"""Find out which hosts can be reached.
 
-Every rank listens on one TCP socket and keeps one idle connection to each other host. Nothing is sent over it but TCP's own
-keepalive probes. Hosts that are never reached this way (a firewall) count as unknown, not as unreachable.
+Every rank listens on one TCP socket and keeps one idle connection to each other host. It carries TCP's keepalive probes only.
+The kernel of the other host answers them, even for a process that is stopped or holds the interpreter. A host that was never
+reached (a firewall) counts as unknown, not as unreachable.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EN
 
 @dataclass(frozen=True)
 class Card:
-    """Where a rank is, as it publishes it."""
+    """Address of a rank, published through the store."""
 
     host: str
     machine: str
-    """The same where no network is between two ranks."""
+    """Equal for two ranks without a network between them."""
     address: str = ""
     port: int = 0
 
@@ -47,8 +48,8 @@ class Link:
     """One connection to another host.
 
     Attributes:
-        is_known: that host has answered before.
-        lost: since when it has not answered; None: it answers.
+        is_known: the host has answered before.
+        lost: since when the host has not answered; None: it answers.
     """
 
     def __init__(self, address: str, port: int, *, is_known: bool = False) -> None:
@@ -60,7 +61,7 @@ class Link:
         self._began = self._next = 0.0
 
     def look(self, now: float, stall_s: float) -> None:
-        """Find out, without waiting, whether the host still answers. Call it about once a second."""
+        """Check without waiting that the host still answers. Called about once a second."""
         try:
             if self._socket is None:
                 if now >= self._next:
@@ -68,7 +69,7 @@ class Link:
             elif self._is_connected:
                 with suppress(BlockingIOError):
                     self._socket.recv(1)
-                    self._answered(is_open=False)  # the process has ended; its kernel says so
+                    self._answered(is_open=False)  # the process has ended; its kernel reports it
             elif failed := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(failed, os.strerror(failed))  # Python picks the subclass by the number
             elif self._has_peer():
@@ -77,13 +78,13 @@ class Link:
                 raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         except (ConnectionRefusedError, ConnectionResetError):
             self._answered(is_open=False)
-        except OSError as error:  # other numbers say nothing of that host: no descriptor is left, say
+        except OSError as error:  # other numbers do not concern that host, such as EMFILE
             if error.errno in _UNREACHABLE and self.lost is None:
                 self.lost = now - _silence_s(stall_s) if self._is_connected else self._began
             self.close()
 
     def silent_s(self, now: float) -> float:
-        """For how long the host has not answered; 0 where it does, or never did."""
+        """Return for how long the host has not answered; 0 if it answers or never did."""
         return now - self.lost if self.is_known and self.lost is not None else 0.0
 
     def close(self) -> None:
@@ -125,12 +126,12 @@ def _probe_s(stall_s: float) -> int:
 
 
 def _silence_s(stall_s: float) -> int:
-    """How long a connection is silent before the kernel closes it: half of `stall_s`, or 4 s."""
+    """Return after how much silence the kernel closes a connection: half of `stall_s`, at least 4 s."""
     return (1 + _PROBES) * _probe_s(stall_s)
 
 
 class Links:
-    """This rank's connections to the other hosts, and the socket on which it takes theirs.
+    """Connections of this rank to the other hosts, and the socket that accepts theirs.
 
     Attributes:
         hosts: names by rank; empty: not all ranks are known yet.
@@ -146,7 +147,7 @@ class Links:
         self._taken: list[socket.socket] = []
 
     def listen(self, store: tuple[str, int] | None) -> Card:
-        """Open this rank's socket, where other hosts may be in the job.
+        """Open the socket of this rank, unless the job has one host only.
 
         Args:
             store: host name and port of the process group's store, if it has them.
@@ -165,7 +166,7 @@ class Links:
         return card
 
     def connect(self, cards: Sequence[Card], rank: int) -> None:
-        """Keep a connection to each other host: to the rank there that has this one's place among the ranks of a host."""
+        """Connect to one rank of each other host: the one with this rank's position among the ranks of its host."""
         by_machine: dict[str, list[int]] = {}
         for each, card in enumerate(cards):
             by_machine.setdefault(card.machine, []).append(each)
@@ -192,7 +193,7 @@ class Links:
 
     @property
     def are_known(self) -> bool:
-        """Whether each host has been reached once."""
+        """True if each host has been reached once."""
         return bool(self.hosts) and all(link.is_known for link in self._links)
 
     def look(self, now: float, stall_s: float) -> None:
@@ -204,7 +205,7 @@ class Links:
         self._take(stall_s)
 
     def lost(self, now: float) -> list[tuple[str, Sequence[int], float]]:
-        """Hosts that do not answer: name, the ranks there, and for how many seconds."""
+        """Return the hosts that do not answer: name, ranks, seconds of silence."""
         return [
             (self.hosts[ranks[0]] if ranks else link.address, ranks, silent_s)
             for link, ranks in self._links.items()
@@ -223,7 +224,7 @@ class Links:
         self._links = {}
 
     def _take(self, stall_s: float) -> None:
-        """Accept connections, and let go of those that have ended: the queue of the socket must not fill up."""
+        """Accept connections and close ended ones: the queue of the socket must not fill up."""
         with suppress(OSError):
             while self._listener is not None:
                 connection, _ = self._listener.accept()

@@ -1,6 +1,6 @@
-"""What ranks tell each other through the process group's store: where they stand, and why they cannot continue.
+"""Exchange positions and verdicts of ranks through the process group's store.
 
-All calls of the store are made in one thread that no other waits for without a limit: a store behind a cut link never answers.
+One thread makes all calls of the store. Other threads wait for it with a limit only: a store behind a cut link never answers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .places import Place, Work
 FIRST_S = 0.1
 """Between rounds, until all ranks have published their cards."""
 _ASK_S = 1.0
-"""For how long an error waits for what the other ranks have published."""
+"""For how long an error waits for the positions of other ranks."""
 
 
 class Box:
-    """What the store holds for one lane, as of the last round.
+    """Contents of the store for one lane, as of the last round.
 
     Attributes:
         posted: the verdict.
@@ -48,7 +48,7 @@ class Correspondent(Protocol):
     box: Box
 
     def asks(self) -> bool:
-        """Whether this rank has waited long enough to ask where the others are."""
+        """Return True if this rank has waited long enough to ask for positions."""
 
     def answer(self, work: Work) -> Place: ...
 
@@ -103,7 +103,7 @@ class Mail:
             self.prefix, self.asked = prefix, 0
 
     def fresh(self) -> None:
-        """Return when a round has ended that began after this call, or after a second."""
+        """Wait for a round that began after this call, for at most a second."""
         until = (now := time.perf_counter()) + _ASK_S
         while self.answered <= now and self._thread.is_alive() and time.perf_counter() < until:
             self._is_wanted = True
@@ -147,7 +147,7 @@ class Mail:
                     self._round()
             except RuntimeError:  # the store is gone with its process
                 return
-            except Exception:  # a round needs descriptors and /proc; without this thread the rank would seem dead
+            except Exception:  # no descriptor is left, say; without this thread the rank would seem to have ended
                 continue
         with suppress(RuntimeError):
             self._post()

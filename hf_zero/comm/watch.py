@@ -39,15 +39,15 @@ class Lane(Protocol):
     """All waits of one thread of the program. Each call returns within seconds, also where nothing can be reached."""
 
     def ask_for_verdict(self) -> str | None:
-        """Why this rank cannot continue, if it is known."""
+        """Return why this rank cannot continue, if that is known."""
 
     def place(self) -> Place: ...
 
     def ended(self, engine: int) -> Sequence[Place]:
-        """Ranks that will not answer for an engine any more."""
+        """Return ranks that have released an engine."""
 
     def unreachable(self) -> str:
-        """Which hosts cannot be reached; empty: none is known."""
+        """Return which hosts cannot be reached; empty: none is known."""
 
 
 class Wait:

@@ -1,4 +1,4 @@
-"""Waits for other ranks that will not come: noticed by a thread, named, and ended on every rank.
+"""Find waits for other ranks that will not end, and end them on every rank with the same error.
 
 One daemon thread per process group, the `Watcher`, looks at the watches of all wires once a tick. Where a wait gets long, its
 rank asks through the process group's store (`mail`); then every rank publishes what it waits for, where its program stands, and
@@ -7,8 +7,8 @@ A rank makes progress while its waits end, while it or its children use the proc
 stopped it. Where all wait for others, and none has made any for `stall_s`, the ranks have diverged: the first rank to find that
 posts a verdict, and every rank raises it as a `StallError`.
 
-The watcher's thread never calls the store, which may be behind a cut link. It knows from connections of its own (`links`) which
-hosts can be reached. Where one does not answer for most of `stall_s`, waits of `stall_s` end on both sides.
+The watcher's thread never calls the store, which may be behind a cut link. Connections of its own (`links`) show which hosts can
+be reached. Where a host does not answer for most of `stall_s`, waits of `stall_s` end on both sides.
 
 Waits are told apart by the thread that makes them, for a program's thread is in one place at a time: those of all wires over
 the program's process group are one *lane*, and what writes a checkpoint behind training has a lane, and a group, of its own.
@@ -163,7 +163,7 @@ class Watcher:
         return f" at {self.endpoint[0]}:{self.endpoint[1]}" if self.endpoint else ""
 
     def unreachable(self, at_least_s: float) -> str:
-        """Which ranks, or the store, cannot be reached for so long; empty: all can be, as far as is known."""
+        """Return which hosts have not been reached for so long; empty: none is known."""
         now = time.perf_counter()
         lost = self.links.lost(now)
         store_s = 0.0 if self._store_link is None else self._store_link.silent_s(now)
@@ -185,7 +185,7 @@ class Watcher:
             try:
                 if self.stall_s > 0 and self.fault is None:
                     self._look(time.perf_counter())
-            except Exception:  # a look needs descriptors and /proc; without this thread no wait would end
+            except Exception:  # no descriptor is left, say; without this thread no wait would end
                 continue
         self.links.close()
         if self._store_link is not None:
@@ -221,7 +221,7 @@ class Watcher:
         """Raise `verdict` in the threads of the program.
 
         Args:
-            is_cut: the other ranks, or the store, cannot be reached: nothing more is to be heard from them.
+            is_cut: other ranks or the store cannot be reached.
         """
         # On all wires before one wait is broken: the error of that wait, and of any that begins next, is this one.
         for lane in lanes:
