@@ -7,8 +7,8 @@ A rank makes progress while its waits end, while it or its children use the proc
 stopped it. Where all wait for others, and none has made any for `stall_s`, the ranks have diverged: the first rank to find that
 posts a verdict, and every rank raises it as a `StallError`.
 
-The watcher's thread never calls the store, which may be behind a cut link. Connections of its own (`links`) show which hosts can
-be reached. Where a host does not answer for most of `stall_s`, waits of `stall_s` end on both sides.
+The watcher's thread never calls the store, which may be behind a cut link. Connections of its own (`links`) show which hosts
+can be reached. Where a host does not answer for most of `stall_s`, waits of `stall_s` end on both sides.
 
 Waits are told apart by the thread that makes them, for a program's thread is in one place at a time: those of all wires over
 the program's process group are one *lane*, and what writes a checkpoint behind training has a lane, and a group, of its own.

@@ -61,9 +61,6 @@ class Link:
         """Raises:
         NoNamespaces: this machine does not permit them.
         """
-        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-        if not sys.platform.startswith("linux") or os.geteuid() != 0 or missing:
-            raise NoNamespaces(f"needs Linux, root and {', '.join(TOOLS)}; missing: {', '.join(missing) or 'root'}")
         _remove_stale()
         table = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS))
         (self._folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
@@ -133,6 +130,9 @@ class Link:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Link]:
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or missing:
+        raise NoNamespaces(f"needs Linux, root and {', '.join(TOOLS)}; missing: {', '.join(missing) or 'root'}")
     link = Link(folder)
     try:
         link.open()
