@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
+from threading import Thread
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -26,14 +27,16 @@ from torch import Tensor
 from ..errors import ConfigError, RankMismatchError
 from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
-from .inflight import DONE, Inflight
-from .watch import Wait, Watch, Watcher
+from .inflight import DONE, Inflight, Latch
+from .mail import server_of
+from .watch import Wait, Watch
+from .watcher import Watcher
 from .wire import Cuts, SoloWire, average_in_order, land
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
-_ENGINES, _WATCH = "hf_zero/engines", "hf_zero/watch"
+_WATCH = "hf_zero/watch"
 _STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
 _INTERRUPT_TAG = (1 << 31) - 1
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
@@ -59,7 +62,7 @@ class GroupWire(SoloWire):
         self.group: dist.ProcessGroup = group or home
         self.rank, self.size = self.group.rank(), self.group.size()
         self.gather_kind, self.reduce_kind = "gather", "reduce"
-        self.watch = Watch(partial(_interrupt, ref(self.group), device, (self.rank + 1) % self.size))
+        self.watch = Watch(partial(_interrupt, ref(self.group), device))
         self.watcher = _watcher(home)
         self.watcher.join(self.watch, lane)
 
@@ -72,8 +75,8 @@ class GroupWire(SoloWire):
         known, key = self.watcher.groups, str(groups)
         if key not in known:
             with self.watch.doing("opening process groups"):
-                self.barrier()  # torch's own waiting for a new group is not watched
-                known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+                self.barrier()
+                known[key], _ = self._open(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
         part = type(self)(self.device, known[key])
         self.watch.interrupts += part.watch.interrupts
         part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
@@ -132,6 +135,28 @@ class GroupWire(SoloWire):
     def _call(self, call: Callable[..., object], *arguments: Any) -> None:
         """Make a synchronous call that waits for other ranks."""
         Wait(partial(call, *arguments), self.traffic, self.watch, "other", -1).wait()
+
+    def _open(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Open process groups in another thread: torch waits there for other ranks, and nothing can break that."""
+        over, found, failed = Latch(), [], []
+
+        def run() -> None:
+            try:
+                found.append(call(*arguments))
+            except Exception as error:
+                failed.append(error)
+            finally:
+                over.set()
+
+        Thread(target=run, name="hf_zero opens a group", daemon=True).start()
+        self.watch.interrupts.append(over.set)
+        try:
+            self._call(over.wait)
+        finally:
+            self.watch.interrupts.remove(over.set)
+        if found:
+            return found[0]
+        raise failed[0] if failed else self.watch.error()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.element_size() * (self.size - 1))
@@ -200,8 +225,8 @@ class GroupWire(SoloWire):
 
     def side(self) -> SoloWire:
         with self.watch.doing("opening a process group"):
-            self.barrier()  # torch's own waiting in `new_group` is not watched
-            group = dist.new_group(backend="gloo")
+            self.barrier()
+            group = self._open(partial(dist.new_group, backend="gloo"))
         beside = PairWire(torch.device("cpu"), group, lane=f"beside {self.watch.engine}")
         beside.watch.engine = self.watch.engine
         return beside
@@ -216,10 +241,9 @@ class GroupWire(SoloWire):
 
     def start(self, stall_s: float) -> None:
         watcher = self.watcher
-        watcher.stall_s = stall_s
-        # One rank draws it, for `add` gives every caller another one.
-        number = dist.distributed_c10d._get_default_store().add(_ENGINES, 1) if self.rank == 0 else 0
-        told = self.exchange((number, watcher.prefix, watcher.fault))
+        watcher.open(stall_s)
+        watcher.engines += 1
+        told = self.exchange((watcher.engines, watcher.mail.prefix, watcher.fault))
         faults = [fault for _, _, fault in told if fault is not None]
         self.watch.engine, prefix, _ = told[0]
         watcher.settle(stall_s, prefix, faults)
@@ -496,17 +520,20 @@ def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
         )
     if ranks == 1:
         return SoloWire()
-    wire = PairWire(device) if device.type == "cpu" else CollectiveWire(device)
-    if stall_s is not None:
-        wire.watcher.stall_s = stall_s
-    return wire
+    _watcher(dist.distributed_c10d._get_default_group(), stall_s)
+    return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
 
 
-def _watcher(home: dist.ProcessGroup) -> Watcher:
+def _watcher(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
     found = _WATCHERS.get(home)
     if found is None:
         store: Any = dist.distributed_c10d._get_default_store()
-        found = _WATCHERS[home] = Watcher(home, store, _WATCH, dist.get_rank(), dist.get_world_size())
+        server = server_of(store)
+        endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
+        found = Watcher(home, store, endpoint, _WATCH, dist.get_rank(), dist.get_world_size(), stall_s)
+        _WATCHERS[home] = found
+    elif stall_s is not None:
+        found.stall_s = stall_s
     return found
 
 
@@ -518,7 +545,7 @@ def _reader() -> Reader:
     return found
 
 
-def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> None:
+def _interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
     """Break every wait over a group, in whichever thread."""
     group = of()
     if group is None:
@@ -526,9 +553,12 @@ def _interrupt(of: ref[dist.ProcessGroup], device: torch.device, peer: int) -> N
     if device.type != "cpu":
         group.abort()
         return
-    # gloo has no abort, but a receive that runs out of time closes all connections of its group.
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+    # gloo has no abort, but a receive that runs out of time closes all connections of its group. One from a rank whose
+    # connection is closed already fails at once, and closes no other.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
 
 def home_device() -> torch.device:

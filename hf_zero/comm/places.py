@@ -1,4 +1,4 @@
-"""Where a rank stands, as it tells the others; and what the places of all ranks say together.
+"""Where a rank stands, as it tells the others.
 
 What is said of user code comes from the stack of the main thread: the innermost frame outside of this package, PyTorch, and
 what is built on them.
@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -26,6 +26,18 @@ _DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
 NO_GRAD = "a forward without gradients"
 AFTER_STEP = "what follows the step"
 SAME_STEPS = "Every rank needs the same number of batches, and an exception on one rank ends all"
+DIVERGED = (
+    "Every rank makes the same calls in the same order. Look for a collective inside `if rank == 0`, and for a batch, a step "
+    "or a layer that one rank left out"
+)
+SILENT = (
+    "The process with the store is stopped or overloaded. Find out why, then start all ranks again from the last "
+    "checkpoint"
+)
+NETWORK = (
+    "The network between the hosts is cut, or a host is down. Restore it, then start all ranks again from the last "
+    "checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -86,90 +98,31 @@ class Place:
         return cls(**found)
 
 
-def explain(places: Sequence[Place | None], waited_s: float) -> str:
-    """The verdict: where each rank stands, what is the likely cause, and what to do.
+def explain(
+    what: str,
+    places: Sequence[Place | None],
+    advice: str,
+    hosts: Sequence[str] = (),
+    silent: Mapping[int, float] | None = None,
+) -> str:
+    """Join what happened, where each rank stands, and what to do.
 
     Args:
         places: by rank; None: nothing was ever heard of it.
+        hosts: names by rank; left out where all are the same.
+        silent: seconds since ranks could be reached, of those that cannot be.
     """
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
-        groups.setdefault("has not come this far" if place is None else str(place), []).append(rank)
-    lines = [f"{_ranks(ranks)}: {text}" for text, ranks in groups.items()]
-    return (
-        f"ranks have diverged: for {waited_s:.0f} s no rank got further.\n  "
-        + "\n  ".join(lines)
-        + f"\n{_cause(places)}"
-    )
-
-
-def _cause(places: Sequence[Place | None]) -> str:
-    known = [place for place in places if place is not None]
-    silent = [rank for rank, place in enumerate(places) if place is None]
-    if silent:
-        return (
-            f"{_ranks(silent)} has not called what the others have: every rank makes the same calls in the same order"
-        )
-    ended = [place.rank for place in known if place.ended]
-    if ended:
-        return f"{_ranks(ended)} has ended before the others. {SAME_STEPS}"
-    if len({place.engine for place in known}) == 1 and len(steps := {place.step for place in known}) > 1:
-        fewer = max(steps) - min(steps)
-        behind = _ranks([place.rank for place in known if place.step == min(steps)])
-        return (
-            f"{behind} has made {fewer} optimizer step{'s' if fewer > 1 else ''} fewer: fewer "
-            "batches, or a batch left out after an exception or a `continue`. Give every rank the same number, "
-            "and leave one out on all or on none"
-        )
-    purposes = {place.purpose for place in known}
-    if len(purposes) > 1:
-        called = " and ".join(
-            f"{_ranks([place.rank for place in known if place.purpose == purpose])} called {purpose}"
-            for purpose in sorted(purposes - {""})
-        )
-        others = ", the others did not" if "" in purposes else ""
-        return (
-            f"{called}{others}: it is a collective. Call it on every rank, outside of `if rank == 0` and "
-            "`if trainer.is_world_process_zero()`. Where every rank calls it, they have had different numbers of batches"
-        )
-    engines = {place.engine for place in known if place.engine}
-    if len(engines) > 1:
-        where = ", ".join(
-            f"{_ranks([place.rank for place in known if place.engine == engine])} in number {engine}"
-            for engine in sorted(engines)
-        )
-        return (
-            f"ranks are in different models: {where} in the order in which they were sharded. Every rank runs the same models "
-            "in the same order"
-        )
-    if any(not place.waits_for for place in known):
-        idle = _ranks([place.rank for place in known if not place.waits_for])
-        return f"{idle} stands still at the line above, where the others wait for it"
-    phases = {place.phase for place in known}
-    if len(phases) > 1 and NO_GRAD in phases:
-        evaluates = _ranks([place.rank for place in known if place.phase == NO_GRAD])
-        return (
-            f"{evaluates} runs the model without gradients (generate, an evaluation), the others do not: with stage 3 a "
-            "forward is a collective. Run it on every rank"
-        )
-    if len(phases) > 1 and AFTER_STEP in phases:
-        ahead = _ranks([place.rank for place in known if place.phase == AFTER_STEP])
-        return (
-            f"{ahead} has gone on where the others have begun another step: fewer batches, one left out after an exception or "
-            "a `continue`, or a collective that is called there alone. Give every rank the same number of batches"
-        )
-    if len(phases) > 1:
-        return (
-            "ranks are in different parts of one step: one may have left a pass by an exception, skipped a layer (stage 3), "
-            "clipped or stepped alone, or disagree in no_sync. Every rank makes the same calls in the same order"
-        )
-    if len({place.waits_for for place in known if place.waits_for}) > 1:
-        return (
-            "ranks run different parts of the model in one pass: one may have skipped a layer, chosen other experts, or begun "
-            "again after an exception. With stage 3 every rank runs the same units in the same order (stages 1 and 2 have no "
-            "such limit)"
-        )
-    return "every rank makes the same calls in the same order"
+        host = f" on {hosts[rank]}" if len({*hosts}) > 1 else ""
+        text = "nothing heard of it" if place is None else str(place)
+        if silent and rank in silent:
+            text = f"cannot be reached for {silent[rank]:.0f} s" + (
+                f"; last known: {text}" if place is not None else ""
+            )
+        groups.setdefault((host, text), []).append(rank)
+    lines = [f"{ranks_text(ranks)}{host}: {text}" for (host, text), ranks in groups.items()]
+    return f"{what}.\n  " + "\n  ".join(lines) + f"\n{advice}"
 
 
 def _main_frames() -> Iterator[FrameType]:
@@ -257,7 +210,7 @@ _JIFFIES_S = 0.02  # times of children come in steps of this length
 _MOVED_BYTES = 1 << 20  # log lines and the like are no progress
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
