@@ -71,10 +71,15 @@ def in_a_limit(folder: Path, layers: int, width: int, params: str, limit: int, t
         assert gradients >= 2 * layers * width * width
 
 
-@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 340), ("none", 535)])
-def test_gradients_take_no_host_memory(tmp_path: Path, params: str, limit_mib: int) -> None:
-    """48 MiB of gradients on each of two ranks: with parameters on disk, and with 48 MiB of them in memory."""
-    in_a_limit(tmp_path, 24, 1024, params, -limit_mib * MIB, 120)
+@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 430), ("none", 490)])
+def test_gradients_take_no_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, limit_mib: int
+) -> None:
+    """96 MiB of gradients on each of two ranks: with parameters on disk, and with 96 MiB of them in memory."""
+    if params == "none":  # holes in malloc's heap differ from run to run
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))
+    in_a_limit(tmp_path, 48, 1024, params, -limit_mib * MIB, 300)
 
 
 @pytest.mark.slow
