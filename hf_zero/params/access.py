@@ -94,7 +94,7 @@ def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -
             case "gradient":
                 if whole:
                     engine.training.flush([place.flat])
-                if not place.flat.grads() or not place.flat.present[place.at]:
+                if not place.flat.is_reduced or not place.flat.present[place.at]:
                     return None
                 of = gradient_of
             case "optimizer_state":
@@ -151,7 +151,8 @@ def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, na
             case "gradient":
                 if whole:
                     engine.training.flush([place.flat])
-                engine.training.give_grad(place.flat, place.at, partial(place.write, gradient_of, part))
+                give = partial(engine.training.give_grad, place.flat, place.at, partial(place.write, gradient_of, part))
+                read(holder.wire, give, may_fail=whole and place.flat.storage.uses_disk)
             case "optimizer_state":
                 _set_state(holder, name, part)
 

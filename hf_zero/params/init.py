@@ -47,7 +47,7 @@ from ..runtime.values.deferred_parameter import (
 from ..runtime.values.deferred_spans import check_equal, seen
 from ..runtime.values.ownership import OWNERS, adopt
 from ..tiers.disk import Disk
-from ..tiers.host import free_at_once
+from ..tiers.host import free_at_once, freeing_at_once
 from ..tiers.tier import Meter
 from . import EXTENSIONS
 
@@ -169,7 +169,7 @@ class Init:
         if self._stores:
             with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
                 self._store = Disk(self._folder, self.wire.rank, Meter())
-            free_at_once()
+            free_at_once()  # in training, too: most of such a model is on disk
         self._own_random = None
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -177,6 +177,7 @@ class Init:
             self._seed = int(torch.randint(0, 2**62, ()).item())
             self._generators.clear()
         with ExitStack() as stack:
+            stack.enter_context(freeing_at_once())
             stack.callback(self._leave)
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)

@@ -221,6 +221,11 @@ def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
     return itemsize(span.spec.master_dtype)
 
 
+def stores_gradients(tier: Tier, setup: Setup) -> bool:
+    """Whether gradients of what rests in `tier` are on disk. Stepped in backward, they stay in host memory until then."""
+    return tier is Tier.DISK and not setup.step_in_backward
+
+
 def stored_itemsize(span: Span, placement: Placement, setup: Setup) -> int:
     """Of parameters on disk."""
     return itemsize(span.spec.master_dtype if is_in_files(span, placement, setup) else span.spec.compute_dtype)
@@ -238,6 +243,9 @@ def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Ti
     for tier in TIERS:
         out[tier, "optimizer"] = optimizer_bytes(span, placement, tier, setup)
     for tier, numel in placement.optimizer:
-        home = Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST
-        out[home, "gradients"] += numel * gradient_itemsize(span, tier, setup)
+        nbytes = numel * gradient_itemsize(span, tier, setup)
+        if stores_gradients(tier, setup):
+            out[tier, "gradients"] += padded(nbytes)
+        else:
+            out[Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, "gradients"] += nbytes
     return out

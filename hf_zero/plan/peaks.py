@@ -21,6 +21,7 @@ from .costs import (
     state_bytes,
     stays,
     stored_itemsize,
+    stores_gradients,
     wire_dtype,
 )
 
@@ -267,15 +268,17 @@ def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
 
 
 def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
-    """Buffers for gradients on their way to host memory, by shard below the device; none where they land where they rest."""
+    """Buffers for gradients on their way to host memory or disk, by shard below the device; none where they land where they
+    rest."""
     arriving = itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
     below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
     adds = setup.backward_per_step > 1 and not setup.reduces_once
     return [
-        numel * arriving
+        # What is on its way to disk and what it is added to, which was read.
+        numel * (arriving + (gradient_itemsize(span, tier, setup) if adds and stores_gradients(tier, setup) else 0))
         for tier, numel in below
-        if steps_at_once or adds or arriving < gradient_itemsize(span, tier, setup)
+        if steps_at_once or adds or stores_gradients(tier, setup) or arriving < gradient_itemsize(span, tier, setup)
     ]
 
 
@@ -290,11 +293,14 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
         for tier, numel in placement.optimizer:
             if tier is Tier.DISK and not span.is_whole:
                 records += -(-numel // sizes.slab_numel)
-                largest = max(largest, disk_bytes(span, min(numel, sizes.slab_numel), setup.optimizer_tensors))
+                slab = min(numel, sizes.slab_numel)
+                gradient = padded(slab * gradient_itemsize(span, tier, setup)) if stores_gradients(tier, setup) else 0
+                largest = max(largest, disk_bytes(span, slab, setup.optimizer_tensors) + gradient)
             elif tier is Tier.DISK and numel:
                 for slot in span.wholes:
                     records += 1
-                    arrays = slot.spec.numel * master, *slot.spec.state_bytes
+                    gradient = gradient_itemsize(span, tier, setup) if stores_gradients(tier, setup) else 0
+                    arrays = slot.spec.numel * master, slot.spec.numel * gradient, *slot.spec.state_bytes
                     largest = max(largest, sum(padded(each) for each in arrays))
         below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
         if span.spec.compute_dtype == span.spec.master_dtype or not below:

@@ -17,6 +17,7 @@ from .costs import (
     shares_memory,
     stays,
     stored_itemsize,
+    stores_gradients,
     tensors_bytes,
     wire_dtype,
 )
@@ -172,6 +173,10 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         if tier is Tier.DISK:
             add(STEP, "read", numel, master + states)
             add(STEP, "write", numel, master + states)
+        if stores_gradients(tier, setup):
+            add(PASSES, "write", arrivals * numel, gradient)
+            add(PASSES, "read", (arrivals - 1) * numel, gradient)
+            add(STEP, "read", numel, gradient)
         if own is Tier.DISK and not (same and tier is own):
             add(STEP, "write", numel, compute)
     return work

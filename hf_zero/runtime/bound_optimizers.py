@@ -83,7 +83,7 @@ class BoundOptimizers:
             self._assembly.agree(specs, originals)
         self._quiesce()
         cuts_otherwise = self._assembly.cuts_otherwise(specs)
-        if cuts_otherwise and any(flat.grads() for flat in self._sharded.trained):
+        if cuts_otherwise and any(flat.is_reduced for flat in self._sharded.trained):
             raise LayoutError("an optimizer's groups may change only between steps: call zero_grad() first")
         kept = []
         for binding in self.bindings:

@@ -207,7 +207,7 @@ class Engine(EngineNames):
         self.offload.refuse_clipping("clip_grad_value_")
         self.training.flush()
         self.training.gradients.wrote()
-        clip_values(self.sharded.trained, self.sharded.names, clip_value, parameters)
+        clip_values(self.sharded.trained, self.sharded.names, self.wire, clip_value, parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, local and reduced. Also what `model.zero_grad` and `optimizer.zero_grad` do.

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..comm.agree import read
 from ..errors import StateError
 from ..tiers.tier import Tier
 from .offload import Offload
-from .optimizers.clipping import grad_to_read, grads_to_read, over_ranks, overflowed, power_sum, root
+from .optimizers.clipping import over_ranks, overflowed, power_sum, power_sum_of, root
 from .saved_tensors import in_backward_of_any
 from .values.flat_param import Flat
 from .values.gradients import Gradient, Handles, is_of
@@ -87,7 +88,7 @@ class Gradients:
     def show_slices(self) -> None:
         """After a backward, and after a step: the optimizer's groups show stand-ins for what they have not as it is.
 
-        That is where other ranks have slices, and in host memory, where gradients may be narrower than their masters.
+        That is where other ranks have slices, in host memory, where gradients may be narrower than their masters, and on disk.
         """
         self._slice_norms.clear()
         self._overflowed = self._parts = None
@@ -219,8 +220,9 @@ class Gradients:
         self._writes += 1
         for flat in flats:
             flat.drop_grads(local=flat.is_reduced)
-            for _, grad in flat.grads():
-                grad.zero_()
+            for shard in flat.shards:
+                if shard.has_grad:
+                    shard.zero_grad()
 
     def hide(self) -> None:
         """Before a backward that reduces: autograd need not ask stand-ins to add to them. They come back after it."""
@@ -349,8 +351,8 @@ class Gradients:
         self.settle([flats[place]])
         if place not in self._slice_norms or self._slice_norms_of != (order, self._writes):
             self._flush()
-            local = torch.stack(
-                [power_sum(grads_to_read(flat), order, flat.device).to(sharded.device) for flat in flats]
+            local = self._power_sums(
+                lambda: torch.stack([power_sum_of(flat, order, flat.device).to(sharded.device) for flat in flats])
             )
             norms = self._over_ranks(local, order)
             self._slice_norms = dict(enumerate(norms.unbind()))
@@ -369,11 +371,19 @@ class Gradients:
         local = power_sum([part] if part.numel() else [], order, part.device).to(sharded.device)
         return self._over_ranks(local, order).to(part.device)
 
+    def _power_sums(self, of: Callable[[], Tensor]) -> Tensor:
+        """`of()`, on its way into a collective; a gradient that one rank cannot read from disk is an error on all."""
+        return read(self.sharded.wire, of, may_fail=self.sharded.storage.uses_disk)
+
     @torch.no_grad()
     def norms(self, grads: Sequence[tuple[Handles[Flat], int]], order: float) -> list[Tensor]:
         """One collective."""
         sharded = self.sharded
-        local = torch.stack([_local_norm(handles.flat, index, order).to(sharded.device) for handles, index in grads])
+        local = self._power_sums(
+            lambda: torch.stack(
+                [_local_norm(handles.flat, index, order).to(sharded.device) for handles, index in grads]
+            )
+        )
         alone = [handles.flat.waits for handles, _ in grads]
         norms = local
         if sharded.layout.shards > 1 and not all(alone):
@@ -392,11 +402,7 @@ def _there(reference: Callable[[], T | None]) -> T:
 
 def _version(flat: Flat) -> int:
     """Moves with every write to a gradient of the span, also past the stand-ins."""
-    found = 0
-    for shard in flat.shards:
-        grad = shard.grad
-        found += 0 if grad is None else grad._version
-    return found
+    return sum(shard.grad_version for shard in flat.shards)
 
 
 def _slicer(part: slice, device: torch.device) -> Callable[[Any], Any]:
@@ -410,7 +416,7 @@ def _local_norm(flat: Flat, index: int, order: float) -> Tensor:
     else:
         parts = []
         for shard, piece in flat.pieces(index):
-            grad = grad_to_read(shard)
+            grad = shard.grad_to_read()
             if grad is not None:
                 parts.append(grad[piece.here])
     return power_sum([part for part in parts if part.numel()], order, flat.device)

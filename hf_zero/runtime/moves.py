@@ -219,7 +219,7 @@ class Monitor:
                     total += flat.full_bytes if flat.resident else flat.span.slice_numel * flat.compute_dtype.itemsize
                 for index, shard in enumerate(flat.shards):
                     total += Movable(unit, flat, index).nbytes(self._states) if shard.tier is tier else 0
-                    if flat.span.trainable and (shard.tier is tier or (tier is Tier.HOST and shard.tier is Tier.DISK)):
+                    if flat.span.trainable and shard.tier is tier:
                         total += shard.numel * shard.dtype.itemsize
         return total
 

@@ -207,8 +207,9 @@ class Offload:
         self._before = unit.stepping
 
     def land(self) -> None:
-        """Gradients that are on their way to the host are there afterwards, and shown: whoever looks at the groups' gradients
-        after a backward sees them whole. The step would wait for the first forward's units anyway, which come last."""
+        """Gradients that are on their way to host memory or to disk have arrived afterwards, and are shown: user code that
+        reads the groups' gradients after a backward finds all of them. The step would wait for the first forward's units
+        anyway, which come last."""
         if self._config.offloads:
             for unit in self._units:
                 for flat in unit.trained:
@@ -262,20 +263,32 @@ class Offload:
         if self.stepper is not None:
             self.stepper.recover()
 
-    def agree_on_reads(self) -> None:
-        """Parameters that one rank could not read from disk are an error on all of them. A collective where some rest there.
+    def agree_on_disk(self, *, reduced: bool = False) -> None:
+        """Raise on every rank what one of them could not move to or from disk in a pass. A collective where parameters are
+        there; and with `reduced`, after a backward that sent gradients to their owners, where gradients are.
 
         Raises:
             TierError: on every rank.
         """
-        if not self.reads or not self._on_any_rank(any(unit.failure for unit in self._units)):
+        if not self.reads and not (reduced and self._stores_gradients):
             return
-        with agree.on_all_ranks(self._wire, "reading parameters from disk", kind=TierError):
-            failures = [unit.failure for unit in self._units if unit.failure is not None]
+        storage = self.storage
+        failed = storage.failure is not None or any(unit.failure for unit in self._units)
+        if not self._on_any_rank(failed):
+            return
+        with agree.on_all_ranks(self._wire, "moving parameters and gradients from and to disk", kind=TierError):
+            failures: list[ZeroError] = [unit.failure for unit in self._units if unit.failure is not None]
+            failures += [] if storage.failure is None else [storage.failure]
             for unit in self._units:
                 unit.failure = None
+            storage.failure = None
             if failures:
                 raise failures[0]
+
+    @property
+    def _stores_gradients(self) -> bool:
+        """Whether gradients may be on disk. The same on every rank."""
+        return self.storage.uses_disk and self._config.offload_optimizer != "none" and not self.storage.transient
 
     def _on_any_rank(self, mine: bool) -> bool:
         return bool(self._wire.max_scalar(torch.tensor(float(mine), device=self._device)))

@@ -17,7 +17,7 @@ from ..errors import ConfigError, RankMismatchError
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, keeps
 from ..tiers.fingerprint import fingerprint
-from ..tiers.host import keep_freed
+from ..tiers.host import freeing_at_once, keep_freed
 from ..tiers.tier import Tier
 from . import FIRST_FORWARD
 from . import instance_methods as overrides
@@ -144,7 +144,8 @@ def _shard(
         keep_freed()  # not where memory counts most: the heap's holes are a sixth of stage 3's peak
 
     # From here on the model changes.
-    assembly.build(specs, sharded.plan.placements)
+    with freeing_at_once():
+        assembly.build(specs, sharded.plan.placements)
     overrides.end_birth(model)
     overrides.move_buffers(model, lambda buffer: buffer.to(where))
     training = Training(sharded, assembly, offload, patches)

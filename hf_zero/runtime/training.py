@@ -235,7 +235,7 @@ class Training:
         self.buffers.after_forward(self.schedule.backward.sync, alone=self._may_run_alone)
         # Not after a recomputation; something may have been read.
         if not in_backward_of_any() and not self.sharded.is_unsharded:
-            self.offload.agree_on_reads()
+            self.offload.agree_on_disk()
 
     def _before_backward(self) -> None:
         self.sharded.refuse_unsharded("a backward")
@@ -251,11 +251,11 @@ class Training:
             self.buffers.agree(changed=self.schedule.backward.order.answered)
             if self.policy.keep_full:
                 self.buffers.make_ready()
-        self.offload.agree_on_reads()
         if self.schedule.backward.sync:
             self.offload.land()
         if not self.optimizers.bindings and self._trains_unbound is False:
-            self._trains_unbound = any(flat.grads() for flat in self.sharded.trained)
+            self._trains_unbound = any(flat.is_reduced for flat in self.sharded.trained)
+        self.offload.agree_on_disk(reduced=self.schedule.backward.sync)
         self.gradients.show()
         self.show_grads()
         if self._checks is not None:

@@ -81,6 +81,7 @@ def at_rest(sharded: Sharded) -> Table:
                     tally.add(shard.tier, "optimizer", values)
                 own = values.numel() * values.element_size() if shard.aliased else 0
                 tally.add_bytes(Tier.DISK, "optimizer", max(0, shard.disk_bytes - own))
+                tally.add_bytes(Tier.DISK, "gradients", shard.gradient_bytes)
                 if optimizer is not None:
                     _tally_states(tally, shard.entries(optimizer), shard.tier, sharded.device)
             for entries in () if optimizer is None else flat.whole_entries(optimizer).values():

@@ -42,9 +42,42 @@ def free_at_once(above_bytes: int = 1 << 20) -> None:
     For models that are mostly on disk: in malloc's heap every whole parameter, and in training every gradient, leaves a hole in
     which the next one does not fit, and the heap grows to the size of what rests on disk.
     """
-    if _mallopt is not None:
-        _mallopt(_MMAP_THRESHOLD, above_bytes)
-        _mallopt(_TRIM_THRESHOLD, above_bytes)  # a process may have asked for the other before
+    _set_thresholds((above_bytes, above_bytes))  # a process may have called `keep_freed` before
+
+
+@contextlib.contextmanager
+def freeing_at_once(above_bytes: int = 1 << 20) -> Iterator[None]:
+    """As `free_at_once`, inside: memory that stays is not allocated in malloc's heap, between the holes of what is freed."""
+    before, within = _thresholds, (above_bytes, above_bytes)
+    if not _is_chosen():
+        _set_thresholds(within)
+    try:
+        yield
+    finally:
+        if _thresholds == within and not _is_chosen():
+            _set_thresholds(before)
+
+
+_thresholds = 32 << 20, 64 << 20  # of mmap and trim: the highest that glibc sets by itself, as large memory is freed
+_lock = threading.Lock()
+
+
+def _set_thresholds(found: tuple[int, int]) -> None:
+    global _thresholds
+    with _lock:
+        if _mallopt is not None:
+            _mallopt(_MMAP_THRESHOLD, found[0])
+            _mallopt(_TRIM_THRESHOLD, found[1])
+        _thresholds = found
+
+
+def _is_chosen() -> bool:
+    """malloc's thresholds are set in the environment."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(
+        f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
+        for name in ("MMAP", "TRIM")
+    )
 
 
 def keep_freed(most_bytes: int = 1 << 30) -> None:
@@ -54,14 +87,8 @@ def keep_freed(most_bytes: int = 1 << 30) -> None:
     times as much to fill (a page fault for every 4 KiB). Whoever sets malloc's thresholds in the environment keeps them: its
     price is resident memory, the holes in the heap among it.
     """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    chosen = any(
-        f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
-        for name in ("MMAP", "TRIM")
-    )
-    if _mallopt is not None and not chosen:
-        _mallopt(_MMAP_THRESHOLD, most_bytes)
-        _mallopt(_TRIM_THRESHOLD, most_bytes)
+    if not _is_chosen():
+        _set_thresholds((most_bytes, most_bytes))
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:

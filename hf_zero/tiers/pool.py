@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, ZeroError
 from .disk import Disk
 from .host import HUGE_BYTES, Link, use_huge_pages
 from .tier import SIZES, Meter, Sizes, Tier
@@ -26,9 +26,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Landing(Protocol):
-    """A shard whose gradient is on its way into scratch memory."""
+    """A gradient on its way to where it is stored, through scratch memory."""
 
-    def land(self) -> None: ...
+    def advance(self) -> None:
+        """Begin what can begin without waiting."""
+
+    def land(self) -> None:
+        """Return when it has arrived."""
+
+
+class LookedAt(Protocol):
+    """A gradient on disk that is in memory because it was read."""
+
+    def put_back(self) -> bool:
+        """Give the memory up; False while a caller still holds it."""
 
 
 KINDS = ("gathered", "communication", "gradients", "staging")
@@ -131,7 +142,13 @@ class Storage:
         self._rank = rank
         self._folder = offload_dir
         self._disk: Disk | None = None
-        self._landing: Landing | None = None
+        self._landing: list[Landing] = []
+        self._looked_at: list[LookedAt] = []
+        self.failure: ZeroError | None = None
+        """A gradient could not be moved to or from disk: all ranks raise it at the end of the backward."""
+        self.gradient_numbers: dict[Hashable, Callable[[Tensor], Tensor]] = {}
+        """What is computed of each gradient as it goes to disk, by key: what a step has asked for before. Clipping by a norm
+        then reads no gradient back."""
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
         self.make_room: Callable[[int], None] = lambda bytes_: None
@@ -184,11 +201,19 @@ class Storage:
         account.look()
         return made
 
-    def land(self, shard: Landing) -> None:
-        """At most one shard's gradient is on its way into a landing buffer: the one before it is added now."""
-        before, self._landing = self._landing, shard
-        if before is not None and before is not shard:
-            before.land()
+    def land(self, gradient: Landing, most: int = 1) -> None:
+        """Count `gradient` among those on their way. Wait for the oldest, so that at most `most` are."""
+        others = [other for other in self._landing if other is not gradient]
+        while len(others) >= most:
+            others.pop(0).land()
+        for other in others:
+            other.advance()
+        self._landing = [*others, gradient]
+
+    def look_at(self, gradient: LookedAt) -> None:
+        """`gradient` is in memory, being read or written. All others that no caller holds go back to disk."""
+        others = [other for other in self._looked_at if other is not gradient and not other.put_back()]
+        self._looked_at = [*others, gradient]
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory to hand back with `give_back`."""
@@ -211,8 +236,14 @@ class Storage:
         for memory in free[KEPT_BUFFERS:]:
             self.ledger.host.add("staging", -memory.numel())
 
+    def forget(self, memory: Tensor) -> None:
+        """Scratch memory that does not come back: a caller keeps it."""
+        self.ledger.host.add("staging", -memory.untyped_storage().nbytes())
+
     def close(self) -> None:
         """The file goes away. What rests in it is lost."""
+        self._landing.clear()
+        self._looked_at.clear()
         if self._disk is not None:
             self._disk.close()
             self._disk = None

@@ -99,7 +99,7 @@ def in_small_blocks(rank: int, world: int, folder: str) -> None:
     assert {shard.slabs.step for shard in long} == {SMALL.slab_numel}
     assert max(len(shard.slabs) for shard in shards) > 2
     assert any(shard.numel % SMALL.slab_numel for shard in long)
-    slab = 3 * padded(4 * SMALL.slab_numel)
+    slab = 4 * padded(4 * SMALL.slab_numel)  # master, gradient and two states
     casts = 4 * SMALL.block_numel  # gradients come in bfloat16, so do parameters go up
     assert engine.offload.stepper.memory_bytes == SMALL.slabs * slab + casts + 2 * SMALL.block_numel
     assert engine.plan.memory.rest[Tier.HOST]["staging"] >= SMALL.slabs * slab + casts

@@ -415,7 +415,10 @@ def asked(rank: int, world: int, folder: Path) -> list[tuple[str, str]]:
         with disk("preadv", None, fails(errno.EIO)) if rank == 1 else contextlib.nullcontext():
             out.append((name, refusal(work)))
     assert all(a.is_meta or bool((a == b).all()) for a, b in zip(run.values(), before))
-    with disk("pwritev", 0, fails(errno.EIO)) if rank == 1 else contextlib.nullcontext():
+    with disk("pwritev") as writes:
+        run.train(1)
+    run.load(folder / "saved")
+    with disk("pwritev", writes[0] * 9 // 10, fails(errno.EIO)) if rank == 1 else contextlib.nullcontext():
         assert attempt(run, 1) is not None
     out.append(("state_dict of half a step", refusal(run.model.state_dict)))
     run.load(folder / "saved")

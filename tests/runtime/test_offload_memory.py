@@ -86,14 +86,20 @@ def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
         # Alone, gradients go down as they come; else as reduced, in float32.
         grad = compute if world == 1 else 4
         tier = {"cpu": Tier.HOST, "disk": Tier.DISK}.get(case.offload_optimizer)
-        for place, numel in split(span) if tier is None else ((tier, span.slice_numel),):
+        stored = compute if world == 1 and reduces == 1 else 4
+        stretches = split(span) if tier is None else ((tier, span.slice_numel),)
+        for place, numel in stretches:
             if place is Tier.DEVICE:
                 continue
             moved["down"] += reduces * grad * numel
             moved["up"] += compute * numel
             if place is Tier.DISK:
-                moved["read"] += 3 * 4 * numel
-                moved["write"] += 3 * 4 * numel
+                # The gradient: written as it arrives, read by the step, and read for each that is added to it. The norm of
+                # a span that is split between tiers is taken from its whole gradient, which is read for it.
+                moved["read"] += (3 * 4 + reduces * stored) * numel
+                moved["write"] += (3 * 4 + reduces * stored) * numel
+                if case.clip is not None and sum(numel > 0 for _, numel in stretches) > 1:
+                    moved["read"] += stored * numel
     return moved
 
 
@@ -180,8 +186,8 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
             if optimizer != "none":
                 wanted["down"] += 4 * span.slice_numel
             if optimizer == "disk":
-                wanted["read"] += 3 * 4 * span.slice_numel
-                wanted["write"] += 3 * 4 * span.slice_numel
+                wanted["read"] += 4 * 4 * span.slice_numel
+                wanted["write"] += 4 * 4 * span.slice_numel
             if rest == "disk":
                 wanted["read"] += own * gathers[span.index]
                 if not one_type:
@@ -212,6 +218,19 @@ def unpadded_bytes(engine: zero.Engine) -> int:
 def clipping_bytes(case: Case) -> int:
     """A step that clips casts gradients of offloaded state block by block; whether one does, a plan cannot know."""
     return 0 if case.clip is None else 4 * SMALL.block_numel
+
+
+def read_for_norms_bytes(engine: zero.Engine, case: Case, world: int) -> int:
+    """The norm of a span that is split between tiers reads its whole gradient; whether one clips, a plan cannot know."""
+    if case.clip is None:
+        return 0
+    total = 0
+    for flat in (flat for unit in engine.units for flat in unit.trained):
+        compute = itemsize(flat.span.spec.compute_dtype)
+        stored = compute if world == 1 and case.accumulation == 1 else 4
+        shards = [shard for shard in flat.shards if shard.numel]
+        total += sum(stored * shard.numel for shard in shards if shard.tier is Tier.DISK and len(shards) > 1)
+    return total
 
 
 def llama(**changes: Any) -> torch.nn.Module:
@@ -256,6 +275,9 @@ def off_plan(rank: int, world: int, cases: list[Case], folder: str) -> list[str]
         for shard in shards:
             allowed["device" if shard.tier is Tier.DEVICE else "host"] += SCALAR_BYTES
         unit = max(unit.gathered_bytes for unit in engine.layout.units)
+        # How many gradients wait for a disk at a time is not known beforehand: as many as are planned, or fewer.
+        fewer = 3 * max(sum(4 * span.slice_numel for span in unit.spans) for unit in engine.layout.units)
+        fewer = fewer if any(shard.tier is Tier.DISK for shard in shards) else 0
         wrong += [
             f"rank {rank}: {case}: rest {row.tier} {row.kind}: planned {row.predicted}, found {row.measured}"
             for row in resting.tiers
@@ -266,13 +288,17 @@ def off_plan(rank: int, world: int, cases: list[Case], folder: str) -> list[str]
             f"rank {rank}: {case}: peak {row.tier} {row.kind}: planned {row.predicted_peak}, found {row.measured_peak}"
             for row in last.tiers
             if not is_on_the_bar(row.kind, row.predicted_peak, row.measured_peak, unit, allowed[row.tier])
+            and not (row.tier == "host" and 0 <= row.predicted_peak - row.measured_peak <= fewer)
         ]
         spared = unpadded_bytes(engine) * case.accumulation
+        again = read_for_norms_bytes(engine, case, world)
         wrong += [
             f"rank {rank}: {case}: {road.road}: planned {road.predicted_bytes} bytes, found {road.measured_bytes}"
             for road in last.roads
             if road.road in ROADS
-            and not 0 <= road.predicted_bytes - road.measured_bytes <= spared * (road.road == "reduce")
+            and not -again * (road.road == "read")
+            <= road.predicted_bytes - road.measured_bytes
+            <= spared * (road.road == "reduce")
         ]
         engine.detach()
     return wrong

@@ -16,9 +16,9 @@ from hf_zero.errors import StateError, TierError
 from hf_zero.runtime.values.offloaded_shard import SHARDS, DiskShard, new_shard
 from hf_zero.runtime.values.state_shard import MASTER, Shard
 from hf_zero.tiers.array import OnDisk, fetch
-from hf_zero.tiers.pool import Storage
+from hf_zero.tiers.pool import KEPT_BUFFERS, Storage
 from hf_zero.tiers.tier import Sizes, Tier, padded
-from tests.kit.injection import instead
+from tests.kit.injection import fails, instead
 from tests.kit.offloading import same
 
 NUMEL = 5000
@@ -99,11 +99,15 @@ def test_gradients(storage: Storage, tier: Tier) -> None:
     assert torch.equal(shard.whole_grad(), (random(5) + random(6)) * 0.5 * 0.5)
     assert shard.coefficient is None
     shard.show_grad()
-    assert torch.equal(shard.master.grad, shard.grad)
+    if tier is Tier.DISK:  # groups of an engine show a stand-in
+        assert shard.master.grad is None
+    else:
+        assert torch.equal(shard.master.grad, shard.grad)
     claim = shard.claim()
     assert (claim is None) == (tier is Tier.DEVICE)
     if claim is not None:
-        assert torch.equal(claim[0], shard.whole_grad())
+        assert isinstance(claim[0], OnDisk) == (tier is Tier.DISK)
+        assert torch.equal(fetch(claim[0]), shard.whole_grad())
         shard.hide_grad()
         assert shard.master.grad is None
     shard.drop_grad()
@@ -117,12 +121,65 @@ def test_gradients_of_a_narrow_type_stay_so_until_they_add_up(storage: Storage, 
     first, second = random(5, dtype=torch.bfloat16), random(6, dtype=torch.bfloat16)
     shard.add(first)
     assert shard.grad.dtype == torch.bfloat16
-    assert shard.grad_bytes == 2 * NUMEL
+    assert stored_bytes(shard) == ((2 * NUMEL, 0) if tier is Tier.HOST else (0, padded(2 * NUMEL)))
     shard.scale(torch.tensor(0.25))
     assert torch.equal(shard.grad, first)  # the factor is applied by the step
     shard.add(second)
     assert torch.equal(shard.grad, first.float() * 0.25 + second.float())
-    assert shard.grad_bytes == 4 * NUMEL
+    assert stored_bytes(shard) == ((4 * NUMEL, 0) if tier is Tier.HOST else (0, padded(4 * NUMEL)))
+
+
+def stored_bytes(shard: Shard) -> tuple[int, int]:
+    """What a gradient takes in host memory and on disk."""
+    shard.land()
+    return shard.grad_bytes, shard.gradient_bytes
+
+
+def test_a_gradient_on_disk_is_in_memory_while_it_is_looked_at(storage: Storage) -> None:
+    """One at a time; what is written to it is kept, and what a caller holds is not taken away."""
+    shards = [made(storage, Tier.DISK)[0] for _ in range(4)]
+    for index, shard in enumerate(shards):
+        shard.add(random(index))
+    for shard in shards:
+        shard.land()
+    kept = storage.ledger.host.now["staging"]
+    assert kept <= KEPT_BUFFERS * padded(4 * NUMEL)
+    for shard in shards:
+        grad = shard.whole_grad()
+        assert grad is not None
+        grad.mul_(2.0)
+        del grad
+    for index, shard in enumerate(shards):
+        assert torch.equal(shard.grad, 2.0 * random(index))
+    assert storage.ledger.host.now["staging"] <= (KEPT_BUFFERS + 1) * padded(4 * NUMEL)
+    held = [shard.whole_grad() for shard in shards]
+    for grad in held:
+        grad.add_(1.0)
+    assert [torch.equal(shard.grad, 2.0 * random(i) + 1.0) for i, shard in enumerate(shards)] == [True] * 4
+    held.clear()
+    for index, shard in enumerate(shards):
+        claim = shard.claim()
+        assert isinstance(claim[0], OnDisk)
+        assert torch.equal(fetch(claim[0]), 2.0 * random(index) + 1.0)
+
+
+@pytest.mark.parametrize("kind", ["pwritev", "preadv"])
+def test_a_gradient_that_the_disk_does_not_take(storage: Storage, kind: str) -> None:
+    """What cannot be written stays in memory, and the failure is noted for all ranks."""
+    shard, _ = made(storage, Tier.DISK)
+    shard.add(random(5))
+    shard.land()
+    with instead(os, **{kind: fails(errno.EIO)}):
+        shard.add(random(6))
+        shard.land()
+    assert isinstance(storage.failure, TierError)
+    assert "the disk failed" in str(storage.failure)
+    if kind == "pwritev":
+        assert torch.equal(shard.grad, random(5) + random(6))
+        claim = shard.claim()
+        assert torch.equal(fetch(claim[0]), random(5) + random(6))
+    shard.drop_grad()
+    assert not shard.has_grad
 
 
 @pytest.mark.parametrize("origin", TIERS)
@@ -142,7 +199,8 @@ def test_moves(storage: Storage, origin: Tier, tier: Tier) -> None:
         assert shard.edited() == edited
         taken = 2 * padded(4 * NUMEL) + padded(2 * NUMEL) if target is Tier.DISK else 0
         assert shard.disk_bytes == taken
-        assert taken == 0 if not storage.has_disk else storage.disk.nbytes == taken
+        shard.land()
+        assert taken == 0 if not storage.has_disk else storage.disk.nbytes == taken + shard.gradient_bytes
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
@@ -196,17 +254,17 @@ def test_slabs(storage: Storage) -> None:
     shard, optimizer = made(storage, Tier.DISK)
     assert isinstance(shard, DiskShard)
     assert list(shard.slabs) == [0, 2048, 4096]
-    assert shard.slab_bytes == 2 * padded(4 * 2048) + padded(2 * 2048)
-    memory = storage.link.empty(shard.slab_bytes, torch.uint8)
+    assert shard.slab_bytes(None) == 2 * padded(4 * 2048) + padded(2 * 2048)
+    memory = storage.link.empty(shard.slab_bytes(None), torch.uint8)
     before = shard.disk_bytes
     for start in shard.slabs:
-        shard.read(start, memory).wait()
-        views = shard.views(start, memory)
+        shard.read(start, memory, None).wait()
+        views = shard.views(start, memory, None)
         assert list(views) == [MASTER, "exp_avg", "exp_avg_sq"]
         views[MASTER].add_(views["exp_avg"])
         new = views[MASTER] * 2
         shard.write(start, {MASTER: views[MASTER], "exp_avg": views["exp_avg"], "new": new}).wait()
-        assert list(shard.views(start, memory)) == [MASTER, "exp_avg", "exp_avg_sq"]
+        assert list(shard.views(start, memory, None)) == [MASTER, "exp_avg", "exp_avg_sq"]
     assert shard.disk_bytes == before + padded(4 * NUMEL)
     optimizer.state[shard.master] = {**shard.keep_states(shard.master, ["exp_avg", "new"])}
     assert shard.disk_bytes == 3 * padded(4 * NUMEL)

@@ -9,9 +9,10 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...comm.agree import on_all_ranks, read
 from ...comm.wire import SoloWire
 from ...core.precision import Precision
-from ...errors import LayoutError
+from ...errors import LayoutError, TierError
 from ..values.flat_param import Flat
 from ..values.state_shard import Shard, extents
 
@@ -45,18 +46,7 @@ def clip_norm(
     """
     pieces = _pieces(parameters, flats, known)
     device = flats[0].device if flats else torch.device("cpu")
-    spans = [
-        grads_to_read(flat) if pieces is None else [piece for shard in flat.shards for piece in pieces[shard]]
-        for flat in flats
-    ]
-    if math.isinf(norm_type):
-        local = power_sum([part for parts in spans for part in parts], norm_type, device)
-    else:  # span by span: the last bit of the norm, and so of a clipped run, follows the order of these sums
-        sums = [power_sum(parts, norm_type, device) for parts in spans if parts]
-        local = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    if any(flat.span.shards > 1 for flat in flats):
-        local = over_ranks(wire, local, norm_type)
-    norm = root(local, norm_type)
+    norm = root(_sum_over_ranks(flats, pieces, wire, norm_type, device), norm_type)
     if not any(flat.master_dtype in (torch.float64, torch.complex128) for flat in flats):
         norm = norm.float()
     if max_norm == float("inf"):
@@ -72,30 +62,94 @@ def clip_norm(
         for shard in flat.shards:
             if pieces is None:
                 shard.scale(coefficient)
-            else:
-                for grad in pieces[shard]:
-                    grad.mul_(coefficient.to(device=grad.device, dtype=grad.dtype))
+            elif pieces[shard] and (whole := shard.whole_grad()) is not None:
+                for piece in pieces[shard]:
+                    whole[piece].mul_(coefficient.to(device=whole.device, dtype=whole.dtype))
     return norm
+
+
+def _sum_over_ranks(
+    flats: Sequence[Flat], pieces: Pieces | None, wire: SoloWire, order: float, device: torch.device
+) -> Tensor:
+    """`power_sum` of all gradients, or of these pieces of them, over all ranks.
+
+    Raises:
+        TierError: on every rank, where one cannot read a gradient from disk.
+    """
+    failure: TierError | None = None
+    sums = []
+    try:
+        # Span by span: the last bit of the norm, and so of a clipped run, follows the order of these sums.
+        for flat in flats:
+            found = _power_sum_of(flat, order, device) if pieces is None else _of_pieces(flat, pieces, order, device)
+            if found is not None:
+                sums.append(found)
+    except TierError as error:
+        failure = error
+    if math.isinf(order):
+        local = _extreme(sums, order) if sums else power_sum([], order, device)
+    else:
+        local = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    may_fail = any(flat.storage.uses_disk for flat in flats)
+    if may_fail and wire.size > 1:  # in the same collective: whether every rank has a sum
+        failed = torch.full_like(local, 0.0 if failure is None else 1.0)
+        if any(flat.span.shards > 1 for flat in flats):
+            both = over_ranks(wire, torch.stack([local, failed if order >= 0 else -failed]), order)
+            local, failed = both.unbind()
+        else:
+            failed = wire.max_scalar(failed)
+        if bool(failed != 0):
+            with on_all_ranks(wire, "reading gradients from disk", kind=TierError):
+                if failure is not None:
+                    raise failure
+    elif failure is not None:
+        raise failure
+    elif any(flat.span.shards > 1 for flat in flats):
+        local = over_ranks(wire, local, order)
+    return local
+
+
+def _of_pieces(flat: Flat, pieces: Pieces, order: float, device: torch.device) -> Tensor | None:
+    """`power_sum` of pieces of a span's gradient."""
+    parts = []
+    for shard in flat.shards:
+        whole = shard.whole_grad() if pieces[shard] else None
+        if whole is not None:
+            parts += [whole[piece] for piece in pieces[shard]]
+    return power_sum(parts, order, device) if parts else None
+
+
+def _extreme(sums: Sequence[Tensor], order: float) -> Tensor:
+    return torch.stack(list(sums)).max() if order > 0 else torch.stack(list(sums)).min()
 
 
 def clip_values(
     flats: Sequence[Flat],
     known: Container[nn.Parameter],
+    wire: SoloWire,
     clip_value: float,
     parameters: Iterable[nn.Parameter] | None,
 ) -> None:
     """See `Engine.clip_grad_value_`. `known` are the model's parameters."""
     pieces = _pieces(parameters, flats, known)
-    for flat in flats:
-        for shard, whole in flat.grads():
-            for grad in pieces[shard] if pieces is not None else [whole]:
-                grad.clamp_(-clip_value, clip_value)
+
+    def clip() -> None:
+        for flat in flats:
+            for shard, whole in flat.grads():
+                for piece in pieces[shard] if pieces is not None else [slice(None)]:
+                    whole[piece].clamp_(-clip_value, clip_value)
+
+    read(wire, clip, may_fail=any(flat.storage.uses_disk for flat in flats))
+
+
+Pieces = dict[Shard, list[slice]]
+"""Elements of shards."""
 
 
 def _pieces(
     parameters: Iterable[nn.Parameter] | None, flats: Sequence[Flat], known: Container[nn.Parameter]
-) -> dict[Shard, list[Tensor]] | None:
-    """Views of each shard's gradient that belong to `parameters`; None when those are all of them."""
+) -> Pieces | None:
+    """Of each shard that has a gradient, what belongs to `parameters`; None when those are all of them."""
     if parameters is None:
         return None
     wanted: set[Tensor] = {parameters} if isinstance(parameters, Tensor) else set(parameters)
@@ -110,29 +164,42 @@ def _pieces(
             f"{len(unknown)} of the parameters to clip (the first of shape {tuple(unknown[0].shape)}) are not of the "
             "sharded model; clip those with torch.nn.utils"
         )
-    out: dict[Shard, list[Tensor]] = {shard: [] for flat in flats for shard in flat.shards}
+    out: Pieces = {shard: [] for flat in flats for shard in flat.shards}
     for flat in flats:
         chosen = {id(slot) for slot, p in zip(flat.span.slots, flat.params) if p in wanted}
-        for shard, grad in flat.grads():
+        for shard in flat.shards:
+            if not shard.has_grad:
+                continue
             if shard.master in wanted:
-                out[shard] = [grad]
+                out[shard] = [slice(0, shard.numel)]
                 continue
             for _, piece in extents(flat.span.overlaps(flat.rank), [shard]):
                 if id(piece.source) in chosen:
-                    out[shard].append(grad[piece.here])
+                    out[shard].append(piece.here)
     return out
 
 
 # Norms --------------------------------------------------------------------------------------------------------------
 
 
-def grads_to_read(flat: Flat) -> list[Tensor]:
-    """This rank's gradient of the span, shard by shard. A narrow one on the host is not widened for it."""
-    return [grad for shard in flat.shards if (grad := grad_to_read(shard)) is not None and grad.numel()]
+def power_sum_of(flat: Flat, order: float, device: torch.device) -> Tensor:
+    """`power_sum` of this rank's gradient of the span. A narrow one on the host is not widened for it.
+
+    Raises:
+        TierError: it cannot be read from disk.
+    """
+    found = _power_sum_of(flat, order, device)
+    return power_sum([], order, device) if found is None else found
 
 
-def grad_to_read(shard: Shard) -> Tensor | None:
-    return shard.grad if shard.coefficient is None else shard.whole_grad()
+def _power_sum_of(flat: Flat, order: float, device: torch.device) -> Tensor | None:
+    """None where there is no gradient."""
+    shards = [shard for shard in flat.shards if shard.numel]
+    if len(shards) == 1:
+        found = shards[0].number(("norm", order), lambda grad: power_sum([grad], order, grad.device))
+        return None if found is None else found.to(device)
+    parts = [grad for shard in shards if (grad := shard.grad_to_read()) is not None]
+    return power_sum(parts, order, device) if parts else None
 
 
 def power_sum(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
@@ -235,14 +302,28 @@ def may_overflow(model: nn.Module, precision: Precision) -> bool:
 
 
 def overflowed(flats: Sequence[Flat], optimizers: int, wire: SoloWire, device: torch.device) -> Tensor:
-    """Return by optimizer whether a gradient is not finite on any rank: 1-D float32 of 0.0 and 1.0. A collective."""
-    found = torch.zeros(optimizers, device=device)
-    for flat in flats:
-        if flat.span.is_updated:
+    """Return by optimizer whether a gradient is not finite on any rank: 1-D float32 of 0.0 and 1.0. A collective.
+
+    Raises:
+        TierError: on every rank, where one cannot read a gradient from disk.
+    """
+
+    def local() -> Tensor:
+        found = torch.zeros(optimizers, device=device)
+        for flat in flats:
+            if not flat.span.is_updated:
+                continue
             flag = found[flat.span.optimizer]
-            for grad in grads_to_read(flat):
-                flag.copy_(torch.maximum(flag, any_infinite([grad]).to(device)))
-    return wire.max_scalar(found)
+            for shard in flat.shards:
+                if shard.numel and (here := shard.number("infinite", _is_infinite)) is not None:
+                    flag.copy_(torch.maximum(flag, here.to(device)))
+        return found
+
+    return wire.max_scalar(read(wire, local, may_fail=any(flat.storage.uses_disk for flat in flats)))
+
+
+def _is_infinite(grad: Tensor) -> Tensor:
+    return any_infinite([grad])
 
 
 def any_infinite(tensors: Sequence[Tensor]) -> Tensor:

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from ...comm.inflight import DONE, Inflight, Latch
 from ...errors import StateError, TierError, ZeroError
-from ...tiers.array import OnDisk, OnDone, in_memory
+from ...tiers.array import OnDisk, OnDone, fetch, in_memory
 from ...tiers.host import Link
 from ...tiers.pool import Storage
 from ..values.flat_param import Flat
 from ..values.offloaded_shard import DiskShard
-from ..values.state_shard import MASTER, is_elementwise
+from ..values.state_shard import GRADIENT, MASTER, is_elementwise
 from ..values.unit import Unit
 from .shadow_optimizer import Twin, copied
 from .whole_step import Claimed, Whole, wholes_of
@@ -45,14 +45,23 @@ class Slab(NamedTuple):
     shard: DiskShard
     start: int
     """Its first element."""
+    grad: OnDisk | None
+    """None: it is in memory."""
+
+    @staticmethod
+    def of(claim: Claimed, shard: DiskShard, start: int) -> Slab:
+        return Slab(shard, start, claim.grad if isinstance(claim.grad, OnDisk) else None)
 
     @property
     def nbytes(self) -> int:
         """Of the buffer that it is read to."""
-        return self.shard.slab_bytes
+        return self.shard.slab_bytes(self.grad)
 
     def read(self, buffer: Tensor, on_done: OnDone) -> Inflight:
-        return self.shard.read(self.start, buffer, on_done)
+        return self.shard.read(self.start, buffer, self.grad, on_done)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        return self.shard.views(self.start, buffer, self.grad)
 
 
 class Buffers:
@@ -193,7 +202,7 @@ class Stepper:
                         if claim.flat.wholes is not None:
                             self._ahead.extend(wholes_of(claim, twin, step.states))
                         else:
-                            self._ahead.extend(Slab(claim.shard, start) for start in claim.shard.slabs)
+                            self._ahead.extend(Slab.of(claim, claim.shard, start) for start in claim.shard.slabs)
             self._pool.submit(self._run, step)
 
     def check(self) -> None:
@@ -263,20 +272,23 @@ class Stepper:
         if not shard.numel:  # there is nothing to move, but its steps are counted as any other's
             entries = {key: in_memory(value) for key, value in shard.entries(step.optimizer).items()}
             group = flat.span.spec.group
-            shard.put(step.optimizer, shard.master, step.twin.step(group, claim.grad.new_empty(0), claim.grad, entries))
+            grad = fetch(claim.grad)
+            shard.put(step.optimizer, shard.master, step.twin.step(group, grad.new_empty(0), grad, entries))
             return
 
         if not isinstance(shard, DiskShard):
-            entries = self._blocks(step, claim, shard.plain, 0, dict(state.get(shard.master, {})))
+            entries = self._blocks(step, claim, shard.plain, fetch(claim.grad), 0, dict(state.get(shard.master, {})))
             if entries:
                 state[shard.master] = entries
             return
         scalars = {key: value for key, value in state.get(shard.master, {}).items() if not isinstance(value, OnDisk)}
         for start in shard.slabs:
-            buffer = self._next(Slab(shard, start))
-            views = shard.views(start, buffer)
+            slab = Slab.of(claim, shard, start)
+            buffer = self._next(slab)
+            views = slab.views(buffer)
             master = views.pop(MASTER)
-            entries = self._blocks(step, claim, master, start, {**scalars, **views})
+            grad = views.pop(GRADIENT) if slab.grad is not None else fetch(claim.grad[start : start + master.numel()])
+            entries = self._blocks(step, claim, master, grad, start, {**scalars, **views})
             states = {key: value for key, value in entries.items() if is_elementwise(key, value, master.numel())}
             written = shard.write(start, {MASTER: master, **states}, self._woken.set)
             self._leave(step, written, buffer, self._records)
@@ -286,13 +298,12 @@ class Stepper:
             state[shard.master] = kept
 
     def _blocks(
-        self, step: Step, claim: Claimed, master: Tensor, start: int, entries: dict[str, Any]
+        self, step: Step, claim: Claimed, master: Tensor, grad: Tensor, start: int, entries: dict[str, Any]
     ) -> dict[str, Any]:
-        """Update `master`, elements `start` and on of the shard, and carry it to where the parameters rest: block by block,
-        while it is in the cache."""
+        """Update `master`, elements `start` and on of the shard, by `grad`, and carry it to where the parameters rest: block by
+        block, while it is in the cache."""
         shard, group, numel = claim.shard, claim.flat.span.spec.group, master.numel()
         goes_out, on_disk = not shard.aliased, isinstance(shard, DiskShard)
-        grad = claim.grad[start : start + numel]
         plain = grad.dtype == master.dtype and claim.coefficient is None
         if not step.twin.fused[group]:
             width = self._sizes.loop_numel

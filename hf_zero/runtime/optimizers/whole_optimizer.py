@@ -15,7 +15,7 @@ from ...comm.wire import SoloWire, wire_device
 from ...tiers.array import in_memory
 from ..values.flat_param import Flat, sent
 from ..values.reads import AsTheyAre
-from ..values.stand_in import Keeper, OwnGradient
+from ..values.stand_in import Keeper, OwnGradient, PagedGradient
 from .optimizer import Binding, load_plainly, on_cpu
 from .supported_optimizers import moves_without_gradient
 
@@ -28,7 +28,7 @@ class WholeBinding(Binding):
     which they held the model's parameters; where ranks share the model out, those that this rank owns, maybe none.
 
     What does not rest on the device the optimizer's own step does not see: `whole_step` steps over it afterwards. A whole in
-    host memory shows its values and its gradient there, one on disk NaN and its gradient.
+    host memory shows its values and its gradient there, one on disk NaN and a stand-in for its gradient.
     """
 
     one_gradient = False
@@ -85,13 +85,13 @@ class WholeBinding(Binding):
         for flat in self.flats:
             shard, wholes, keeper = flat.shards[0], flat.wholes or {}, flat.handles.keeper
             grad = None if is_step and shard.is_offloaded else shard.grad_of_wholes()
-            # In host memory, in the compute type: not widened before user code reads it.
+            # On disk, or in host memory in the compute type: not read or widened before user code needs it.
             is_narrow = grad is None and not is_step and shard.has_grad and not shard.storage.transient
             parts = {} if grad is None else dict(flat.own_wholes(grad))
             for index, whole in wholes.items():
                 shown: Tensor | None = None
                 if flat.present[index] and keeper is not None and is_narrow:
-                    shown = self._narrow(keeper, flat, index)
+                    shown = self._paged(keeper, flat, index) if shard.is_paged else self._narrow(keeper, flat, index)
                 elif flat.present[index] and index in parts:
                     shown = parts[index]
                     if not plainly and keeper is not None:
@@ -113,6 +113,19 @@ class WholeBinding(Binding):
         with AsTheyAre():
             like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
         return OwnGradient.of_whole(keeper, like, self.index, is_shared_out=self._shared_out, widen=widen)
+
+    def _paged(self, keeper: Keeper, flat: Flat, index: int) -> Tensor:
+        whole = (flat.wholes or {})[index]
+        at = flat.span.slots[index].offset - flat.span.bounds(flat.rank)[0]
+        with AsTheyAre():
+            return PagedGradient.of_part(
+                keeper,
+                whole,
+                weakref.ref(flat.shards[0]),
+                slice(at, at + whole.numel()),
+                self.index,
+                is_shared_out=self._shared_out,
+            )
 
     def stepped(self) -> None:
         """An optimizer that gave a whole other memory: its values go where they belong."""

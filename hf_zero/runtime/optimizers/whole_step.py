@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.inflight import DONE, Inflight, together
-from ...tiers.array import OnDisk, OnDone, Values, is_array
+from ...tiers.array import OnDisk, OnDone, Values, fetch, is_array
 from ...tiers.host import Link
 from ...tiers.pool import Storage
 from ...tiers.tier import padded
 from ..values.flat_param import Flat
 from ..values.offloaded_shard import DiskShard
-from ..values.state_shard import MASTER, Shard
+from ..values.state_shard import GRADIENT, MASTER, Shard
 from .shadow_optimizer import Twin
 
 
@@ -33,7 +33,7 @@ class Claimed:
 
     flat: Flat
     shard: Shard
-    grad: Tensor
+    grad: Values
     coefficient: Tensor | None
     move: Inflight | None
     present: list[bool]
@@ -67,9 +67,11 @@ class Whole:
 
     @cached_property
     def _at_rest(self) -> dict[str, Values]:
-        """Master (`MASTER`) and arrays of its state."""
+        """Master (`MASTER`), arrays of its state, and the gradient (`GRADIENT`) if that is on disk."""
+        grad = self.claim.grad
+        stored = {GRADIENT: grad[self.part]} if isinstance(grad, OnDisk) and self.claim.present[self.index] else {}
         arrays = {key: value for key, value in self._entries.items() if is_array(value)}
-        return {MASTER: self.claim.shard.values[self.part], **arrays}
+        return {MASTER: self.claim.shard.values[self.part], **arrays, **stored}
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,7 @@ class Whole:
         """Master and arrays of its state in host memory, in their shapes; of what rests on disk the places in `buffer`."""
         out, start = {}, 0
         for key, value in self._at_rest.items():
-            shape = self.param.shape if key == MASTER else value.shape
+            shape = self.param.shape if key in (MASTER, GRADIENT) else value.shape
             if isinstance(value, Tensor):
                 out[key] = value.view(shape) if key == MASTER else value
             elif buffer is not None:
@@ -108,25 +110,34 @@ class Whole:
         single = {key: value for key, value in self._entries.items() if key not in values}
         with link.computing(after):
             here = values if link.is_one_memory else {key: _up(value, storage) for key, value in values.items()}
-            grad, lent = self._gradient(storage)
-            state = {key: value for key, value in here.items() if key != MASTER}
+            grad, lent = self._gradient(storage, here.get(GRADIENT))
+            state = {key: value for key, value in here.items() if key not in (MASTER, GRADIENT)}
             state |= {key: twin.single_state(group, key, value, flat.device) for key, value in single.items()}
             found = twin.step(group, here[MASTER], grad, state)
             if lent is not None:
                 storage.give_back(lent)
             return found if link.is_one_memory else _down(here[MASTER], found, values, link)
 
-    def _gradient(self, storage: Storage) -> tuple[Tensor | None, Tensor | None]:
+    def _gradient(self, storage: Storage, read: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Where the step is made: in the master's type, multiplied, in the parameter's shape; and scratch memory to be given
-        back."""
+        back.
+
+        Args:
+            read: the gradient, if it was on disk.
+        """
         claim, dtype = self.claim, self.claim.flat.master_dtype
         lent: Tensor | None = None
         if not claim.present[self.index]:
             return None, None
-        grad = claim.grad[self.part]
+        is_shared = read is None and storage.link.is_one_memory  # others still read it
+        if read is not None:
+            grad = read.view(-1)
+        else:
+            grad = fetch(claim.grad[self.part])
+            grad = grad if storage.link.is_one_memory else _up(grad, storage)
         if not storage.link.is_one_memory:
-            grad = _up(grad, storage).to(dtype)
-        elif grad.dtype != dtype or claim.coefficient is not None:
+            grad = grad.to(dtype)
+        elif grad.dtype != dtype or (claim.coefficient is not None and is_shared):
             grad = lent = storage.scratch(grad.numel(), dtype).copy_(grad)
         if claim.coefficient is not None:
             grad.mul_(claim.coefficient.to(grad.device, grad.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from ...errors import StateError
 from ...tiers.array import DiskArray, OnDisk, OnDone, Source, Values, is_array
 from ...tiers.pool import Storage
 from ...tiers.tier import Tier, padded
+from .disk_gradient import DiskGradient
 from .masters import RAW_GRAD
 from .reads import AsTheyAre
 from .stand_in import Slice
-from .state_shard import MASTER, B, Claim, Shard, is_elementwise
+from .state_shard import GRADIENT, MASTER, B, Claim, Shard, is_elementwise
 
 
 class HostShard(Shard):
@@ -74,7 +75,7 @@ class HostShard(Shard):
         return new
 
     def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
-        if not isinstance(former, HostShard):
+        if type(former) is not HostShard:
             super()._take_grad(former, grad)
             return
         self._grad, self._buffer = grad, former._buffer
@@ -95,6 +96,9 @@ class HostShard(Shard):
         self._landing = self.storage.scratch(piece.numel(), piece.dtype)
         self._move = link.down(piece, self._landing)
         self.storage.land(self)
+
+    def advance(self) -> None:
+        """Nothing begins before it has landed."""
 
     def land(self) -> None:
         move, self._move = self._move, None
@@ -207,16 +211,19 @@ class HostShard(Shard):
 
 
 class DiskShard(HostShard):
-    """Values and element-wise states in this rank's file, the gradient in host memory.
+    """Values, gradient and element-wise states in this rank's file.
 
     A step reads, updates and writes `Sizes.slab_numel` elements of every array at a time. A state takes space when the
-    optimizer has made it.
+    optimizer has made it, the gradient when there is one. With `step_in_backward` the gradient is not stored: it stays in
+    host memory, as a `HostShard`'s, until it is used.
     """
 
     tier = Tier.DISK
+    is_paged = True
 
     def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
         super().__init__(storage, start, numel, dtype, travels)
+        self._gradient = None if storage.transient or not numel else DiskGradient(storage, numel, dtype)
         self._array: DiskArray | None = None
         self._states: dict[nn.Parameter, dict[str, OnDisk]] = {}
         self._new: dict[nn.Parameter, dict[str, OnDisk]] = {}  # that the optimizer does not have yet
@@ -254,6 +261,11 @@ class DiskShard(HostShard):
         states = [*self._states.values(), *self._new.values()]
         return [*values, *(_array(shaped) for arrays in states for shaped in arrays.values())]
 
+    def _close_arrays(self) -> None:
+        if self._gradient is not None:
+            self._gradient.close()
+        super()._close_arrays()
+
     @property
     def in_files(self) -> bool:
         return self.array.base is not None
@@ -264,6 +276,106 @@ class DiskShard(HostShard):
     def rest_on(self, alias: Tensor | None) -> None:
         """What was read from the array rests elsewhere now."""
         self.aliased = False
+
+    # The gradient -----------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor | None:
+        return super().grad if self._gradient is None else self._gradient.look()
+
+    @property
+    def has_grad(self) -> bool:
+        return super().has_grad if self._gradient is None else self._gradient.is_there
+
+    @property
+    def grad_version(self) -> int:
+        return super().grad_version if self._gradient is None else self._gradient.version
+
+    def number(self, key: Hashable, of: Callable[[Tensor], Tensor]) -> Tensor | None:
+        if self._gradient is None or self.coefficient is not None:
+            return super().number(key, of)
+        self.storage.gradient_numbers[key] = of
+        known = self._gradient.number(key)
+        return super().number(key, of) if known is None else known
+
+    def whole_grad(self) -> Tensor | None:
+        if self._gradient is None:
+            return super().whole_grad()
+        grad = self._gradient.look(writes=True)
+        if grad is not None:
+            self._apply_coefficient(grad)
+        return grad
+
+    def _new_grad(self, grad: Tensor | None) -> Tensor:
+        if self._gradient is None:
+            return super()._new_grad(grad)
+        self._gradient.fill(grad)
+        self.show_grad()
+        return self.some_grad()
+
+    def _take_grad(self, former: Shard, grad: Tensor | None) -> None:
+        Shard._take_grad(self, former, grad)
+
+    def zero_grad(self) -> None:
+        if self._gradient is None:
+            super().zero_grad()
+        else:  # not read for it
+            self.coefficient = None
+            self._gradient.fill(None)
+
+    def add(self, piece: Tensor) -> None:
+        if self._gradient is None:
+            super().add(piece)
+            return
+        if self.coefficient is not None:
+            self.whole_grad()
+        self._gradient.add(piece)
+
+    def land(self) -> None:
+        if self._gradient is None:
+            super().land()
+        else:
+            self._gradient.land()
+
+    def scale(self, coefficient: Tensor) -> None:
+        if self._gradient is None:
+            super().scale(coefficient)
+        elif self.has_grad:
+            if self.coefficient is not None:
+                self.whole_grad()
+            self.coefficient = coefficient.to("cpu", self.dtype, copy=True)
+
+    def follow_grad(self) -> bool:
+        is_changed = super().follow_grad()
+        if is_changed and self._gradient is not None and type(self._offered) is not Slice:
+            self.hide_grad()  # groups show a stand-in or nothing: a tensor would keep all of it in memory
+        return is_changed
+
+    def drop_grad(self) -> None:
+        super().drop_grad()
+        if self._gradient is not None:
+            self._gradient.drop()
+
+    def grad_of_wholes(self) -> Tensor | None:
+        return super().grad_of_wholes() if self._gradient is None else None
+
+    def claim(self) -> Claim | None:
+        if self._gradient is None:
+            return super().claim()
+        found = self._gradient.claim()
+        return None if found is None else (found, self.coefficient, None)
+
+    def show_grad(self) -> None:
+        if self._gradient is None:
+            super().show_grad()
+        elif self.shown is not None and self.has_grad:
+            with AsTheyAre():
+                self.master.grad = self._offered = self.shown
+
+    @property
+    def gradient_bytes(self) -> int:
+        """On disk."""
+        return 0 if self._gradient is None else sum(array.nbytes for array in self._gradient.arrays)
 
     # The optimizer's state: each array of numbers is one on disk, whatever its shape; single values are in host memory -------
 
@@ -319,30 +431,31 @@ class DiskShard(HostShard):
     def slabs(self) -> range:
         return range(0, self.numel, self.storage.sizes.slab_numel)
 
-    @property
-    def slab_bytes(self) -> int:
-        """Host memory for a slab of values and states, each from a page's start."""
-        return sum(padded(nbytes) for _, _, nbytes in self._parts(0))
+    def slab_bytes(self, grad: OnDisk | None) -> int:
+        """Host memory for a slab of values, states and the gradient if it is on disk, each from a page's start."""
+        return sum(padded(nbytes) for _, _, nbytes in self._parts(0, grad))
 
-    def _parts(self, start: int) -> list[tuple[str, Source, int]]:
+    def _parts(self, start: int, grad: OnDisk | None) -> list[tuple[str, Source, int]]:
         """Of the slab from element `start` on: name, array and bytes."""
         numel = min(self.storage.sizes.slab_numel, self.numel - start)
         states = self._states.get(self.master, {})
         arrays: dict[str, Source] = {MASTER: self.array, **{name: state.source for name, state in states.items()}}
+        if grad is not None:
+            arrays[GRADIENT] = grad.source
         return [(name, array, numel * array.dtype.itemsize) for name, array in arrays.items()]
 
-    def views(self, start: int, memory: Tensor) -> dict[str, Tensor]:
-        """Values (`MASTER`) and states in memory that holds the slab from element `start` on."""
+    def views(self, start: int, memory: Tensor, grad: OnDisk | None) -> dict[str, Tensor]:
+        """Values (`MASTER`), states and the gradient (`GRADIENT`) in memory that holds the slab from element `start` on."""
         out, at = {}, 0
-        for name, array, nbytes in self._parts(start):
+        for name, array, nbytes in self._parts(start, grad):
             out[name] = memory[at : at + nbytes].view(array.dtype)
             at += padded(nbytes)
         return out
 
-    def read(self, start: int, memory: Tensor, on_done: OnDone = None) -> Inflight:
+    def read(self, start: int, memory: Tensor, grad: OnDisk | None, on_done: OnDone = None) -> Inflight:
         """The slab from element `start` on into `memory`: uint8, of `slab_bytes`."""
-        views = self.views(start, memory)
-        return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start)])
+        views = self.views(start, memory, grad)
+        return together([a.read(start, views[name], on_done) for name, a, _ in self._parts(start, grad)])
 
     def write(self, start: int, parts: dict[str, Tensor], on_done: OnDone = None) -> Inflight:
         """Values (`MASTER`) and states from element `start` on, which must not change until waited for.

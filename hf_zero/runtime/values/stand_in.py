@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...errors import StateError
 from ..saved_tensors import in_backward_of_any
+from .reads import AsTheyAre
 
 T = TypeVar("T", bound=Tensor)
 
@@ -311,7 +312,7 @@ class Slice(StandIn):
         local: Tensor | None = None,
         device: torch.device | None = None,
     ) -> Slice:
-        strides = (1,) * like.dim() if cls.is_flat else like.stride()
+        strides = torch.empty(like.shape, device="meta").stride()
         made: Slice = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=strides, dtype=like.dtype, device=device or like.device
         )
@@ -322,6 +323,8 @@ class Slice(StandIn):
     @classmethod
     def run(cls, call: Call, kind: Kind | None) -> Any:
         first = call.first
+        if "foreach_" in call.name and len(first) > 1 and any(isinstance(g, Slice) and g.is_paged for g in first):
+            return one_by_one(call)
         if call.is_collective:
             raise StateError(
                 f"{call.name}: a gradient of the optimizer's groups is this rank's slice, and other ranks have others. "
@@ -373,6 +376,12 @@ class Slice(StandIn):
         origin = self.origin
         shard = None if origin.shard is None else origin.shard()
         return shard if shard is not None and shard.shown is origin else None
+
+    @property
+    def is_paged(self) -> bool:
+        """It is brought into memory for each use."""
+        shard = self.owner
+        return shard is not None and bool(shard.is_paged)
 
     @property
     def offloaded(self) -> Any:
@@ -490,6 +499,68 @@ class OwnGradient(Slice):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OwnGradient({self.plain()!r}; its norm is another rank's business, too)"
+
+
+class PagedGradient(OwnGradient):
+    """The same for a whole whose gradient is on disk: a part of its shard's, in memory while it is used."""
+
+    part: slice
+    whole: weakref.ref[Tensor]
+
+    @classmethod
+    def of_part(
+        cls,
+        keeper: Keeper,
+        whole: Tensor,
+        shard: weakref.ref[Any],
+        part: slice,
+        optimizer: int,
+        *,
+        is_shared_out: bool,
+    ) -> PagedGradient:
+        made = cast(PagedGradient, cls.of_whole(keeper, whole, optimizer, is_shared_out=is_shared_out))
+        made.shard, made.part, made.whole = shard, part, weakref.ref(whole)
+        return made
+
+    @property
+    def owner(self) -> Any:
+        """The shard, until the gradient is cleared or a later backward shows another."""
+        origin = cast(PagedGradient, self.origin)
+        whole = origin.whole()
+        with AsTheyAre():
+            now = None if whole is None else whole.grad
+        is_shown = isinstance(now, Slice) and now.origin is origin
+        return origin.shard() if is_shown and origin.shard is not None else None
+
+    @property
+    def offloaded(self) -> Any:
+        """A factor for the shard would be one for other wholes, too."""
+        return None
+
+    def plain(self) -> Tensor:
+        origin, shard = cast(PagedGradient, self.origin), self.owner
+        origin.keeper.settle_step()
+        found: Tensor | None = None if shard is None else shard.whole_grad()
+        if found is None:
+            raise StateError(
+                "this gradient of the optimizer's groups was kept from an earlier backward and is no longer shown: read "
+                "`p.grad` again, or keep `p.grad.clone()`"
+            )
+        return found[origin.part].view(self.shape)
+
+
+def one_by_one(call: Call) -> Any:
+    """A foreach operation on one element of its lists after the other."""
+    count = len(call.args[0])
+
+    def one(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    out: list[Any] = []
+    for at in range(count):
+        args = tuple(one(value, at) for value in call.args)
+        out += call.func(*args, **{key: one(value, at) for key, value in call.kwargs.items()}) or []
+    return out if call.func._schema.returns else None
 
 
 def _is_number(value: Any) -> bool:

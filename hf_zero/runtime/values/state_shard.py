@@ -4,21 +4,21 @@ A slice is one shard, or a few where the plan splits it between tiers. The optim
 
 * `Shard`, on the device: `master` is the values, `master.grad` the gradient, `optimizer.state[master]` the state: plain torch.
 * `HostShard`: the same in host memory. The gradient comes down the link as it is reduced; `host_step` runs the optimizer.
-* `DiskShard`: values and element-wise states are arrays in this rank's file; `master` is one NaN expanded to the length, so
-  that groups, hooks and gradient scalers have a parameter to look at. The gradient rests in host memory.
+* `DiskShard`: values, gradient and element-wise states are arrays in this rank's file; `master` is one NaN expanded to the
+  length, so that groups, hooks and gradient scalers have a parameter to look at.
 
 `Shard.move` makes the one of another tier, with the same master. The last two, each of which is the one before with what is
 otherwise there, and `SHARDS`, which has the class of each tier, are in `offloaded_shard`.
 
-On several ranks a master shows a `stand_in.Slice` between a backward and the optimizer's own step. Code of this package asks
-for `grad` or `device_grad`, which are never one.
+On several ranks, and where the gradient is on disk, a master shows a `stand_in.Slice` between a backward and the optimizer's
+own step. Code of this package asks for `grad` or `device_grad`, which are never one.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -38,8 +38,11 @@ from .stand_in import Keeper, Slice
 MASTER = "master"
 """What the values themselves are called among a shard's arrays on disk, and in checkpoints."""
 
+GRADIENT = ".gradient"
+"""What a gradient on disk is called in what a step reads."""
+
 B = TypeVar("B", Tensor, None)
-Claim = tuple[Tensor, Tensor | None, Inflight | None]
+Claim = tuple[Values, Tensor | None, Inflight | None]
 """A gradient for a step: its values, a factor they are still to be multiplied by, and what to wait for before."""
 
 
@@ -63,6 +66,8 @@ class Shard:
 
     tier: ClassVar[Tier] = Tier.DEVICE
     is_offloaded: ClassVar[bool] = False
+    is_paged: ClassVar[bool] = False
+    """The gradient is brought into memory while it is used."""
     master: nn.Parameter
 
     def __init__(self, storage: Storage, start: int, numel: int, dtype: torch.dtype, travels: bool = True) -> None:
@@ -112,6 +117,11 @@ class Shard:
     @property
     def disk_bytes(self) -> int:
         return sum(array.nbytes for array in self._arrays())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What a gradient takes on disk."""
+        return 0
 
     @property
     def in_files(self) -> bool:
@@ -246,6 +256,28 @@ class Shard:
         """In the master's type, with the coefficient applied; to read and to write."""
         return self.device_grad
 
+    def grad_to_read(self) -> Tensor | None:
+        """With the coefficient applied, in any type."""
+        return self.grad if self.coefficient is None else self.whole_grad()
+
+    @property
+    def grad_version(self) -> int:
+        """Another number after every write to the gradient."""
+        grad = self.grad
+        return 0 if grad is None else grad._version
+
+    def number(self, key: Hashable, of: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """`of` the gradient; None where there is none.
+
+        Args:
+            key: names what `of` computes, so that it is known of gradients on disk without reading them back.
+
+        Raises:
+            TierError: a gradient cannot be read from disk.
+        """
+        grad = self.grad_to_read()
+        return None if grad is None else of(grad)
+
     def _new_grad(self, grad: Tensor | None) -> Tensor:
         """From now on the gradient is a copy of this, in the master's type; None: zeros."""
         self.device_grad = new = torch.zeros_like(self.master) if grad is None else grad.to(self._device)
@@ -255,6 +287,10 @@ class Shard:
         """`whole_grad`; zeros, from now on, where there was none."""
         grad = self.whole_grad()
         return self._new_grad(None) if grad is None else grad
+
+    def zero_grad(self) -> None:
+        """Set the gradient to zeros; there is one."""
+        self.some_grad().zero_()
 
     def add(self, piece: Tensor) -> None:
         """One reduce's result, 1-D on the device; the memory may be used again at once (in stream order)."""

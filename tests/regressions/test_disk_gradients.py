@@ -1,0 +1,367 @@
+"""With `offload_optimizer="disk"` gradients are on disk: a rank's memory, and the numbers of a run in memory."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.kit.injection import fails, instead
+from tests.kit.pool import RankPool
+
+pytestmark = pytest.mark.gloo
+MIB = 1 << 20
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def data_bytes() -> int:
+    """This process's data segment, which `RLIMIT_DATA` limits."""
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+
+
+def limited(rank: int, world: int, folder: str, layers: int, width: int, params: str, limit: int) -> tuple[float, int]:
+    """Train two steps in `limit` bytes of data segment beside what the imports take; positive: in all. Returns the last loss
+    and the bytes of gradients that the report has in host memory and on disk."""
+    most = limit if limit > 0 else data_bytes() - limit
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    torch.manual_seed(0)
+    with zero.Init(init="fast", offload_params=params, offload_dir=folder):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = zero.ZeroConfig(stage=3, offload_optimizer="disk", offload_params=params, offload_dir=folder)
+    engine = zero.shard(model, optimizer, config)
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+    told = 0
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        rows = {(r["tier"], r["kind"]): r for r in engine.report().to_dict()["tiers"]}
+        host, disk = rows.get(("host", "gradients")), rows["disk", "gradients"]
+        assert host is None or not host["measured"]
+        told = disk["measured"]
+        assert disk["measured"] == disk["predicted"]
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.finish_step()
+    return loss.item(), told
+
+
+def in_a_limit(folder: Path, layers: int, width: int, params: str, limit: int, timeout_s: float) -> None:
+    pool = RankPool(2, executed=True)
+    try:
+        answers = pool.run(limited, str(folder), layers, width, params, limit, timeout_s=timeout_s)
+    finally:
+        pool.stop()
+    for loss, gradients in answers:
+        assert 0 < loss < 10
+        assert gradients >= 2 * layers * width * width
+
+
+@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 430), ("none", 490)])
+def test_gradients_take_no_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, limit_mib: int
+) -> None:
+    """96 MiB of gradients on each of two ranks: with parameters on disk, and with 96 MiB of them in memory."""
+    if params == "none":  # holes in malloc's heap differ from run to run
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))
+    in_a_limit(tmp_path, 48, 1024, params, -limit_mib * MIB, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 1536), ("none", 3072)])
+def test_671_million_parameters_in_little_memory(tmp_path: Path, params: str, limit_mib: int) -> None:
+    in_a_limit(tmp_path, 160, 2048, params, limit_mib * MIB, 1200)
+
+
+# Numbers ------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Three blocks of which one is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(24, 24) for _ in range(3))
+        self.spare = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, with_spare: bool = False) -> Tensor:
+        x = self.third(self.second(self.first(x).tanh()).tanh())
+        return self.spare(x) if with_spare else x
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+Loop = Callable[[Net, torch.optim.Optimizer, zero.Engine, int], list[Any]]
+
+
+def clipped(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine, rank: int) -> list[Any]:
+    """The engine's clipping; the spare block has a gradient in every other step only."""
+    out = []
+    for step in range(4):
+        model(batch(rank, step), step % 2 == 1).square().sum().backward()
+        out.append(engine.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return out
+
+
+def clipped_otherwise(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine, rank: int) -> list[Any]:
+    """torch's clipping of the model's and of the groups' parameters, by value, by the largest element, of a part, and twice."""
+    out = []
+    for step in range(6):
+        model(batch(rank, step), True).square().sum().backward()
+        if step == 0:
+            out.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        elif step == 1:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            out.append(torch.nn.utils.clip_grad_norm_(params, 0.5).item())
+        elif step == 2:
+            engine.clip_grad_value_(0.01)
+        elif step == 3:
+            out.append(engine.clip_grad_norm_(0.1, float("inf")).item())
+        elif step == 4:
+            out.append(engine.clip_grad_norm_(0.3, parameters=[*model.first.parameters()]).item())
+        else:
+            out += [engine.clip_grad_norm_(5.0).item(), engine.clip_grad_norm_(1.0).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return out
+
+
+def accumulated(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine, rank: int) -> list[Any]:
+    """Several backwards to a step: each reduced, inside `no_sync`, after a clipping, with `zero_grad` to zeros."""
+    out = []
+    for step in range(3):
+        for micro in range(3):
+            model(batch(rank, 3 * step + micro), micro == 1).square().sum().backward()
+            if step == 1 and micro == 0:
+                engine.clip_grad_norm_(0.5)
+        out.append(engine.clip_grad_norm_(1.0).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+    for step in range(2):
+        with engine.no_sync():
+            model(batch(rank, 20 + step)).square().sum().backward()
+        model(batch(rank, 30 + step), True).square().sum().backward()
+        out.append(engine.clip_grad_norm_(1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return out
+
+
+def looked_at(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine, rank: int) -> list[Any]:
+    """Gradients that user code reads, writes, replaces and clears, by every way there is."""
+    out: list[Any] = []
+    for step in range(4):
+        model(batch(rank, step), True).square().sum().backward()
+        out += [zero.full_gradient(param).clone() for param in model.parameters()]
+        out += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        if step == 0:
+            zero.set_full_gradient(model.first.weight, torch.ones(24, 24))
+        elif step == 1:
+            for param in model.parameters():
+                found = zero.local_gradient(param)
+                if found is not None:
+                    zero.set_local_gradient(param, 2.0 * found)
+        elif step == 2:
+            model.second.weight.grad.mul_(3.0)
+            model.first.weight.grad = torch.full_like(model.first.weight, 0.5)
+            model.spare.weight.grad = None
+            model.spare.bias.grad = None
+        else:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.add_(0.25)
+        out.append(engine.clip_grad_norm_(1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return out
+
+
+def scaled(model: Net, optimizer: torch.optim.Optimizer, engine: zero.Engine, rank: int) -> list[Any]:
+    """A gradient scaler whose first scale overflows on one rank alone."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+    out = []
+    for step in range(5):
+        loss = model(batch(rank, step), True).square().sum()
+        if step == 1 and rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        out.append(engine.clip_grad_norm_(0.5).item() if step != 1 else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        out.append(scaler.get_scale())
+        optimizer.zero_grad()
+    return out
+
+
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (clipped, clipped_otherwise, accumulated, looked_at, scaled)}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+}
+
+
+def trained(
+    rank: int, folder: str, stage: int, precision: str, which: str, loop: str, settings: dict[str, Any]
+) -> list[Any]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS[which](model.parameters())
+    config = zero.ZeroConfig(stage=stage, offload_dir=folder, **settings)
+    engine = zero.shard(model, optimizer, config, mixed_precision=precision)
+    out = LOOPS[loop](model, optimizer, engine, rank)
+    engine.finish_step()
+    out += [zero.full_parameter(param) for param in model.parameters()]
+    engine.detach()
+    return out
+
+
+def compared(rank: int, world: int, folder: str, cases: list[tuple[int, str, str, str]]) -> list[str]:
+    wrong = []
+    for stage, precision, which, loop in cases:
+        offloads: list[dict[str, Any]] = [{"offload_optimizer": "disk"}]
+        offloads += [{"offload_optimizer": "disk", "offload_params": "disk"}] if stage == 3 else []
+        offloads += [{"offload_optimizer": "disk", "replicas": 2}] if stage == 3 and world == 2 else []
+        for offload in offloads:
+            told = stage, precision, which, loop
+            plain = {key: value for key, value in offload.items() if key == "replicas"}
+            expected = trained(rank, folder, *told, plain)
+            found = trained(rank, folder, *told, offload)
+            same = [torch.equal(a, b) if isinstance(a, Tensor) else (a == b or a != a) for a, b in zip(found, expected)]
+            if len(found) != len(expected) or not all(same):
+                wrong.append(f"{told} {offload}: {same.count(False)} of {len(same)} differ, first {same.index(False)}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("loop", [*LOOPS])
+def test_numbers_are_those_of_gradients_in_memory(
+    pools: dict[int, RankPool], tmp_path: Path, world: int, loop: str
+) -> None:
+    cases = [(2, "bf16", "adamw", loop), (3, "no", "adamw", loop), (1, "no", "adamw", loop)]
+    if loop == "scaled":
+        cases = [(stage, precision, "adamw", loop) for stage, precision in ((3, "no"), (2, "no"))]
+    elif loop != "clipped_otherwise":
+        cases.append((2, "no", "adafactor", loop))
+    wrong = [line for lines in pools[world].run(compared, str(tmp_path), cases, timeout_s=120) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+# A disk that fails --------------------------------------------------------------------------------------------------
+
+
+def broken(rank: int, world: int, folder: str, kind: str, parameters: bool) -> list[str]:
+    """In a backward rank 1's disk fails for gradients: every rank raises, nothing was updated, and training continues."""
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    tiers = {"offload_optimizer": "disk", "offload_params": "disk" if parameters else "none"}
+    ways: list[tuple[Net, torch.optim.Optimizer, zero.Engine]] = []
+    for each, settings in ((model, tiers), (twin, {})):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        ways.append(
+            (each, optimizer, zero.shard(each, optimizer, zero.ZeroConfig(stage=3, offload_dir=folder, **settings)))
+        )
+
+    def step(number: int, way: int) -> None:
+        net, optimizer, engine = ways[way]
+        for micro in range(2):
+            net(batch(rank, 2 * number + micro)).square().sum().backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.finish_step()
+
+    lock = threading.Lock()
+    failing = [False]
+
+    def call(real: Any, fd: int, *args: Any) -> int:
+        with lock:
+            if failing[0] and not os.fstat(fd).st_nlink:  # the file of the disk tier has no name
+                return int(fails(errno.EIO)(real, fd, *args))
+        return int(real(fd, *args))
+
+    step(0, 0), step(0, 1)
+    told = []
+    with instead(os, **{kind: call}):
+        net, optimizer, _ = ways[0]
+        net(batch(rank, 8)).square().sum().backward()
+        loss = net(batch(rank, 9)).square().sum()
+        failing[0] = rank == 1
+        try:
+            loss.backward()
+        except zero.TierError as error:
+            told.append(str(error))
+        failing[0] = False
+        try:
+            optimizer.step()
+        except zero.StateError as error:
+            told.append(str(error))
+        optimizer.zero_grad()
+    step(1, 0), step(1, 1)
+    for mine, theirs in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(zero.full_parameter(mine), zero.full_parameter(theirs))
+    for _, _, engine in ways:
+        engine.detach()
+    return told
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("kind", ["pwritev", "preadv"])
+def test_a_disk_that_fails_in_a_backward(two: RankPool, tmp_path: Path, kind: str, parameters: bool) -> None:
+    for told in two.run(broken, str(tmp_path), kind, parameters):
+        assert len(told) == 2, told
+        assert "rank 1" in told[0]
+        assert "the disk failed" in told[0]
+        assert "zero_grad()" in told[1]
+
+
+def refused_norm(rank: int, world: int, folder: str) -> list[str]:
+    """The first clipping reads gradients back: where one rank cannot, all raise."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, offload_optimizer="disk", offload_dir=folder))
+    told = []
+    for work in (
+        lambda: engine.clip_grad_norm_(1.0, 3.0),
+        lambda: engine.clip_grad_value_(1.0),
+        lambda: zero.full_gradient(model.first.weight),
+    ):
+        model(batch(rank, 0)).square().sum().backward()
+        with instead(os, **({"preadv": fails(errno.EIO)} if rank == 1 else {})):
+            try:
+                work()
+            except zero.TierError as error:
+                told.append(str(error))
+        work()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+    return told
+
+
+def test_a_disk_that_fails_for_a_norm(two: RankPool, tmp_path: Path) -> None:
+    for told in two.run(refused_norm, str(tmp_path)):
+        assert len(told) == 3, told
+        assert all("rank 1" in each and "the disk failed" in each for each in told)
