@@ -29,7 +29,7 @@ PACKAGE = str(Path(zero.__file__).parent)
 # They may be lowered at any time. They may be raised only by a change that makes a program right that was wrong before, and
 # that says in its commit which calls it adds and why once for all steps is not enough. Moving, renaming and splitting files
 # is no such change.
-CALLS = {(2, "none"): (3202, -2234), (3, "none"): (4457, -940), (3, "cpu"): (5612, 63)}
+CALLS = {(2, "none"): (3202, -2234), (3, "none"): (4457, -940), (3, "cpu"): (5680, 63)}
 
 # stage -> kind -> (collectives, bytes that this rank sends). Exact: a change that alters them alters what is sent.
 TRAFFIC = {
