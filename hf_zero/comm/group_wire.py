@@ -159,7 +159,7 @@ class GroupWire(SoloWire):
         raise failed[0] if failed else self.watch.error()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.nbytes * (self.size - 1))
         parts = [torch.empty_like(value) for _ in range(self.size)]
         self._wait_for(dist.all_gather(parts, value, group=self.group, async_op=True), "scalar").wait()
         total = parts[0]
@@ -168,7 +168,7 @@ class GroupWire(SoloWire):
         return total
 
     def max_scalar(self, value: Tensor) -> Tensor:
-        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
+        self.traffic.moved("scalar", value.nbytes * (self.size - 1))
         value = value.clone()
         self._wait_for(dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group, async_op=True), "scalar").wait()
         return value
@@ -442,10 +442,12 @@ class CollectiveWire(GroupWire):
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
-        self.traffic.moved("scalar", value.element_size() * (self.size - 1))
-        parts = value.new_empty(self.size)
-        self._wait_for(self._all_gather(parts, value.reshape(1), group=self.group, async_op=True), "scalar").wait()
-        return parts.sum(dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
+        self.traffic.moved("scalar", value.nbytes * (self.size - 1))
+        parts = value.new_empty((self.size, *value.shape))
+        self._wait_for(
+            self._all_gather(parts.view(-1), value.reshape(-1), group=self.group, async_op=True), "scalar"
+        ).wait()
+        return parts.sum(0, dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         if own.numel() == 0 and not cuts:

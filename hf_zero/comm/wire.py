@@ -110,11 +110,11 @@ class SoloWire:
         """
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        """Sum of a 0-dim tensor over the ranks, in rank order."""
+        """Sum of a tensor (any shape, a few elements) over the ranks, in rank order."""
         return value
 
     def max_scalar(self, value: Tensor) -> Tensor:
-        """Maximum of a 0-dim tensor over the ranks."""
+        """Maximum over the ranks of each element of a tensor (any shape, a few elements)."""
         return value
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:

@@ -157,7 +157,7 @@ def refused(rank: int, world: int, folder: str, params: str, after: int) -> None
     engine.detach()
 
 
-@pytest.mark.parametrize(("params", "after"), [("none", 0), ("none", 1), ("none", 7), ("auto", 0), ("auto", 2)])
+@pytest.mark.parametrize(("params", "after"), [("none", 0), ("none", 1), ("none", 3), ("auto", 0), ("auto", 2)])
 def test_a_disk_that_refuses_what_the_monitor_moves(two, tmp_path, params, after):
     two.run(refused, str(tmp_path), params, after)
 
