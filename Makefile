@@ -19,7 +19,7 @@ SOURCES := benchmarks hf_zero scripts tests
 
 .PHONY: help
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Made once; installed again only when what is installed has changed. pip goes first: an old one cannot install this.
 $(READY): pyproject.toml constraints.txt
@@ -56,6 +56,10 @@ torture: $(READY) ## ranks lost and killed, long runs: hours (STEPS=2000 and ROU
 programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kit.random_programs --seeds 0:$(N) $(ARGS)
 
+.PHONY: mutants
+mutants: $(READY) ## plant bugs in copies of the package, one at a time; the default tests must fail (ARGS='--only …' for some)
+	$(BIN)/python -m tests.mutants $(ARGS)
+
 .PHONY: lint
 lint: $(READY) ## look for mistakes and for unformatted files
 	$(BIN)/ruff check $(SOURCES)
@@ -87,6 +91,10 @@ quality: lint types ## lint and types
 benchmark: $(READY) ## compare with peers on a small model, in minutes; JSON in runs/ (benchmarks/compare.py does more)
 	$(BIN)/python benchmarks/compare.py --model-size 7m --engines ddp zero1 zero2 zero3 fsdp2 --blocks 4 \
 	--output runs/benchmark.json $(ARGS)
+
+.PHONY: benchmark-counts
+benchmark-counts: $(READY) ## count the Python calls, collectives and bytes of a step, beside their bounds
+	$(BIN)/python benchmarks/counts.py $(ARGS)
 
 .PHONY: peers
 peers: $(READY) ## add DeepSpeed to the environment, without compiled operators, for benchmarks/
