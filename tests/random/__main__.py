@@ -9,7 +9,7 @@ from collections import Counter
 
 import tests.random
 from tests.random.check import Checker
-from tests.random.draw import FEATURES, KINDS, draw
+from tests.random.draw import KINDS, draw
 from tests.random.models import Arch
 from tests.random.user import Case
 from tests.settings import Setting
@@ -21,18 +21,16 @@ def main() -> int:
     )
     parser.add_argument("--seeds", default="0:100", help="one, or from:to")
     parser.add_argument("--kinds", default="", help="only these, comma-separated; training steps are always drawn")
-    parser.add_argument("--without", default="", help="all but these")
     parser.add_argument("--ranks", default="1,2,2,3")
     parser.add_argument("--stages", default="0,1,2,3,3")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for one program; then it is a hang")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making a failure smaller")
     parser.add_argument("--case", help="a program to run instead of seeds, as a failure prints it")
     args = parser.parse_args()
-    names = {*KINDS, *FEATURES}
-    chosen, dropped = ({*filter(None, text.split(","))} for text in (args.kinds, args.without))
-    if unknown := (chosen | dropped) - names:
-        parser.error(f"unknown kinds: {', '.join(sorted(unknown))}. Choose from {', '.join(sorted(names))}")
-    off = frozenset((names - chosen - {"step"} if chosen else set()) | dropped)
+    chosen = {*filter(None, args.kinds.split(","))}
+    if unknown := chosen - {*KINDS}:
+        parser.error(f"unknown kinds: {', '.join(sorted(unknown))}. Choose from {', '.join(sorted(KINDS))}")
+    off = frozenset({*KINDS} - chosen - {"step"} if chosen else ())
     ranks, stages = (tuple(int(n) for n in text.split(",")) for text in (args.ranks, args.stages))
     first, _, last = args.seeds.partition(":")
     cases = (draw(seed, off, ranks, stages) for seed in range(int(first), int(last or int(first) + 1)))
@@ -54,8 +52,7 @@ def main() -> int:
                 print(f"{count} programs, {len(failed)} failed, {time.monotonic() - began:.0f} s", flush=True)
     finally:
         checker.close()
-    print("refused:", *(f"\n  {n} × {reason}" for reason, n in checker.refusals.most_common()))
-    print("kinds:", ", ".join(f"{name} {seen[name]}" for name in sorted(names)))
+    print("kinds:", ", ".join(f"{name} {seen[name]}" for name in sorted(seen)))
     print(f"{count} programs in {time.monotonic() - began:.0f} s, {len(failed)} failed", *failed, sep="\n  ")
     return 1 if failed else 0
 

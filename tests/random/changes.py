@@ -2,28 +2,90 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hf_zero as zero
 from tests.random.models import unwrap
 from tests.random.user import User
 
+Act = Callable[[User], None]
+
 # Gradients --------------------------------------------------------------------------------------------------------------
 
 
-def _with_gradients(u: User, body: Callable[[], Any]) -> None:
-    """A backward, an action on gradients that may be refused, and the step."""
-    u.backward(u.forward_loss())
-    u.attempt(body)
-    u.update()
+def _before_step(act: Act) -> Act:
+    """The action comes between a backward and its step."""
+
+    @functools.wraps(act)
+    def call(u: User) -> None:
+        u.backward(u.forward_loss())
+        act(u)
+        u.update()
+
+    return call
+
+
+@_before_step
+def clip_norm(u: User) -> None:
+    u.run.clip_grad_norm_(u.model, 0.3)
+
+
+@_before_step
+def clip_value(u: User) -> None:
+    if u.run.is_plain:
+        nn.utils.clip_grad_value_(u.model.parameters(), 0.02)
+    else:
+        u.engine.clip_grad_value_(0.02)
+
+
+@_before_step
+def torch_clip_norm(u: User) -> None:
+    u.see("norm", nn.utils.clip_grad_norm_(u.model.parameters(), 0.3))
+
+
+@_before_step
+def torch_clip_value(u: User) -> None:
+    nn.utils.clip_grad_value_(u.model.parameters(), 0.02)
+
+
+@_before_step
+def grad_none(u: User) -> None:
+    """`p.grad = None`, for all or for some."""
+    names = sorted(u.params(trained=True))
+    for name in names if u.rng.random() < 0.5 else names[: len(names) // 2]:
+        u.params()[name].grad = None
+    if u.rng.random() < 0.5:
+        u.backward(u.forward_loss(1))
+
+
+@_before_step
+def part_zero_grad(u: User) -> None:
+    u.some_piece(*u.model.heads).zero_grad()
+
+
+@_before_step
+def read_grad(u: User) -> None:
+    u.see("norms", *(p.grad.norm() for p in u.model.parameters() if p.grad is not None))
+
+
+@_before_step
+def edit_grad(u: User) -> None:
+    for p in u.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+@_before_step
+def full_gradient(u: User) -> None:
+    params = u.params(trained=True)
+    chosen = [params[name] for name in u.rng.sample(sorted(params), min(2, len(params)))]
+    grads = [p.grad if u.run.is_plain else zero.full_gradient(p) for p in chosen]
+    u.see("gradients", *(torch.zeros(p.shape) if grad is None else grad for p, grad in zip(chosen, grads)))
 
 
 def hooked(u: User) -> None:
@@ -35,87 +97,19 @@ def hooked(u: User) -> None:
         u.update()
 
 
-def clip_norm(u: User) -> None:
-    _with_gradients(u, lambda: u.run.clip_grad_norm_(u.model, 0.3))
-
-
-def clip_value(u: User) -> None:
-    def body() -> None:
-        if u.run.is_plain:
-            nn.utils.clip_grad_value_(u.model.parameters(), 0.02)
-        else:
-            u.engine.clip_grad_value_(0.02)
-
-    _with_gradients(u, body)
-
-
-def torch_clip_norm(u: User) -> None:
-    _with_gradients(u, lambda: u.see("norm", nn.utils.clip_grad_norm_(u.model.parameters(), 0.3)))
-
-
-def torch_clip_value(u: User) -> None:
-    _with_gradients(u, lambda: nn.utils.clip_grad_value_(u.model.parameters(), 0.02))
-
-
-def grad_none(u: User) -> None:
-    """`p.grad = None`, for all or for some."""
-    names = sorted(u.params(trained=True))
-    chosen = names if u.rng.random() < 0.5 else names[: len(names) // 2]
-    u.backward(u.forward_loss())
-
-    def body() -> None:
-        for name in chosen:
-            u.params()[name].grad = None
-
-    u.attempt(body)
-    if u.rng.random() < 0.5:
-        u.backward(u.forward_loss(1))
-    u.update()
-
-
-def part_zero_grad(u: User) -> None:
-    _with_gradients(u, u.some_piece(*u.model.heads).zero_grad)
-
-
-def read_grad(u: User) -> None:
-    def body() -> None:
-        norms = [p.grad.norm().float() for p in u.model.parameters() if p.grad is not None]
-        u.see("norm", torch.stack(norms).norm() if norms else 0.0)
-
-    _with_gradients(u, body)
-
-
-def edit_grad(u: User) -> None:
-    def body() -> None:
-        for p in u.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-
-    _with_gradients(u, body)
-
-
-def full_gradient(u: User) -> None:
-    params = u.params(trained=True)
-    u.backward(u.forward_loss())
-    chosen = [params[name] for name in u.rng.sample(sorted(params), min(2, len(params)))]
-    grads = [p.grad if u.run.is_plain else zero.full_gradient(p) for p in chosen]
-    u.see("gradients", *(torch.zeros(p.shape) if grad is None else grad for p, grad in zip(chosen, grads)))
-    u.update()
-
-
 # Weights ----------------------------------------------------------------------------------------------------------------
 
 
-def _written(u: User, write: Callable[[], Any]) -> None:
-    """A write between steps, and a call that reads it first and may refuse it."""
-    # Batch norm: what a step reads depends on what this rank has seen.
-    has_statistics = any(isinstance(module, nn.BatchNorm1d) for module in u.model.modules())
-    follow = u.rng.choice(("eval", "grad", "state_dict", "step" if not has_statistics else "eval"))
+def _written(write: Act) -> Act:
+    """A write between steps, and a call that reads it first."""
 
-    def body() -> None:
+    @functools.wraps(write)
+    def call(u: User) -> None:
         with torch.no_grad():
-            write()
-        match follow:
+            write(u)
+        # Batch norm: what a step reads depends on what this rank has seen.
+        has_statistics = any(isinstance(module, nn.BatchNorm1d) for module in u.model.modules())
+        match u.rng.choice(("eval", "grad", "state_dict", "step" if not has_statistics else "eval")):
             case "eval":
                 u.evaluate()
             case "grad":
@@ -125,58 +119,47 @@ def _written(u: User, write: Callable[[], Any]) -> None:
             case "step":
                 u.train()
 
-    u.attempt(body)
+    return call
 
 
+@_written
 def write_data(u: User) -> None:
     p = u.some_param()
-    value = torch.randn(p.shape, generator=torch.Generator().manual_seed(u.call.seed)) * 0.3
-
-    def write() -> None:
-        p.data = value.clone()
-
-    _written(u, write)
+    p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(u.call.seed)) * 0.3
 
 
+@_written
 def write_inplace(u: User) -> None:
-    p, how = u.some_param(), u.rng.randrange(4)
-
-    def write() -> None:
-        match how:
-            case 0:
-                p.mul_(0.5)
-            case 1 if p.numel() == 1 and u.case.setting.stage == 3:
-                p.clamp_(-0.1, 0.1)  # through `.data` NaN stays NaN, and nothing reports it: docs/LIMITS.md
-            case 1:
-                p.data.clamp_(-0.1, 0.1)
-            case 2:
-                torch.manual_seed(u.call.seed)
-                if u.case.setting.precision == "fp32":
-                    nn.init.normal_(p, std=0.3)
-                else:
-                    nn.init.constant_(p, 0.3)  # torch draws other numbers in bf16 than in fp32
-            case 3:
-                p.copy_(torch.full_like(p, 0.2))
-
-    _written(u, write)
+    p = u.some_param()
+    match u.rng.randrange(4):
+        case 0:
+            p.mul_(0.5)
+        case 1 if p.numel() == 1 and u.case.setting.stage == 3:
+            p.clamp_(-0.1, 0.1)  # through `.data` NaN stays NaN, and nothing reports it: docs/LIMITS.md
+        case 1:
+            p.data.clamp_(-0.1, 0.1)
+        case 2 if u.case.setting.precision == "fp32":
+            torch.manual_seed(u.call.seed)
+            nn.init.normal_(p, std=0.3)
+        case 2:
+            nn.init.constant_(p, 0.3)  # torch draws other numbers in bf16 than in fp32
+        case 3:
+            p.copy_(torch.full_like(p, 0.2))
 
 
+@_written
 def write_block(u: User) -> None:
     """Weight clipping over a block; the write of a swap of averages."""
-    piece = u.some_piece()
-
-    def write() -> None:
-        for p in piece.parameters():
-            p.data.mul_(0.6)
-
-    _written(u, write)
+    for p in u.some_piece().parameters():
+        p.data.mul_(0.6)
 
 
 def swap(u: User) -> None:
-    """`load_state_dict` of changed values: those that each rank's `state_dict` returned, and its own buffers."""
-    state = u.model.state_dict()
-    state = {**state, **{name: value for name, value in u.model.named_buffers() if name in state}}
-    before = {name: value.clone() for name, value in state.items()}
+    """`load_state_dict` of changed values: each rank's weights, rank 0's buffers."""
+    before = {name: value.clone() for name, value in u.model.state_dict().items()}
+    for name, value in u.model.named_buffers(remove_duplicate=False):
+        if name in before:
+            before[name] = u.from_first(value.clone())
     u.model.load_state_dict({k: v * 0.7 if v.is_floating_point() else v for k, v in before.items()})
     u.evaluate()
     if u.rng.random() < 0.5:
@@ -210,14 +193,10 @@ def state_dict(u: User) -> None:
 
 
 def deepcopy(u: User) -> None:
-    """A copy for averages or as a reference model: a plain model that computes the same, or a named error."""
-
-    def body() -> None:
-        twin, batch = copy.deepcopy(u.model).eval(), u.batch(5)
-        with torch.no_grad(), u.autocast():
-            u.see("copy", unwrap(twin(batch.x, batch.ids)))
-
-    u.attempt(body)
+    """A copy for averages or as a reference model: a plain model that computes the same."""
+    twin, batch = copy.deepcopy(u.model).eval(), u.batch(5)
+    with torch.no_grad(), u.autocast():
+        u.see("copy", unwrap(twin(batch.x, batch.ids)))
 
 
 # Optimizers, files, and the engine's own calls --------------------------------------------------------------------------
@@ -237,8 +216,8 @@ def save_load(u: User) -> None:
         return u.engine.load(folder)
     model, optimizer = copy.deepcopy(u.model.state_dict()), copy.deepcopy(u.optimizer.state_dict())
     for name, _ in u.model.named_buffers(remove_duplicate=False):
-        if name in model and u.world > 1:
-            dist.broadcast(model[name], 0)
+        if name in model:
+            u.from_first(model[name])
     u.train()
     u.model.load_state_dict(model)
     u.optimizer.load_state_dict(optimizer)
@@ -280,14 +259,9 @@ def reshard(u: User) -> None:
     first = u.run.trained.pop()
     if not u.run.is_plain:
         u.engine.detach()
-
-    @contextlib.contextmanager
-    def plain() -> Any:
-        with torch.no_grad(), nullcontext() if u.run.is_plain else u.autocast():
-            yield
-
     u.is_parallel = False
-    u.evaluate("plain", mode=plain)
+    with u.autocast():
+        u.evaluate("plain")
     u.is_parallel = True
     u.shard()
     u.run.trained[-1].before = first.before
@@ -295,9 +269,7 @@ def reshard(u: User) -> None:
 
 
 def away(u: User) -> None:
-    def body() -> None:
-        if not u.run.is_plain:
-            u.engine.offload_states()
-            u.engine.reload_states()
-
-    u.attempt(body)
+    """States leave the device while it does something else."""
+    if not u.run.is_plain:
+        u.engine.offload_states()
+        u.engine.reload_states()

@@ -7,7 +7,6 @@ import functools
 import re
 import time
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,41 +16,41 @@ from tests.random.draw import KINDS, simpler
 from tests.random.user import Call, Case, User
 from tests.settings import Setting
 
-LOOSE = 1.0
+LOOSE = {"fp32": 1.0, "bf16": 2.0}
+"""A weight used several times is rounded to bf16 by each read, which the engine and autocast place differently. That carries
+over a dozen steps."""
 
 
-def play(case: Case, refused: dict[str, str], run: Run) -> None:
+def play(case: Case, run: Run) -> None:
     """Run all calls, then look at everything on every rank."""
-    user = User(case, run, refused)
+    user = User(case, run)
     for place, call in enumerate(case.parsed, 1):
         user.begin(place, call)
         KINDS[call.kind](user)
     user.begin(len(case.parsed) + 1, Call("end", 0))
     user.evaluate()
     with run.gathered([*user.model.parameters()]):
-        for name, p in user.params().items():
-            user.see(name, p)
+        user.see("weights", *user.params().values())
     if user.engine is not None:
         user.engine.wait_for_save()
 
 
-def on_rank(
-    rank: int, world: int, case: Case, reference: Case, folder: str, limit_s: float
-) -> tuple[list[str], dict[str, str]]:
-    """Return what differs, and calls that ended in named errors."""
+def on_rank(rank: int, world: int, case: Case, reference: Case, folder: str, limit_s: float) -> list[str]:
+    """Return what differs."""
     warnings.simplefilter("ignore")
-    refused: dict[str, str] = {}
+    program, plain = (
+        Program("random", functools.partial(play, each), "average", loose=LOOSE[case.setting.precision])
+        for each in (case, reference)
+    )
     with open(Path(folder) / f"stack{rank}", "w") as log:
         faulthandler.dump_traceback_later(max(1.0, limit_s - 2.0), file=log)
         try:
-            program = Program("random", functools.partial(play, case, refused), "average", loose=LOOSE)
             ours = train(program, case.setting, rank, world, f"{folder}/engine", False)
-            plain = Setting(ranks=world, precision=case.setting.precision)
-            program = Program("random", functools.partial(play, reference, refused), "average", loose=LOOSE)
-            theirs = train(program, plain, rank, world, f"{folder}/plain", True)
+            setting = Setting(ranks=world, precision=case.setting.precision)
+            theirs = train(plain, setting, rank, world, f"{folder}/plain", True)
         finally:
             faulthandler.cancel_dump_traceback_later()
-    return compare(program, case.setting, ours, theirs), refused
+    return compare(program, case.setting, ours, theirs)
 
 
 def nothing(rank: int, world: int) -> None:
@@ -71,16 +70,10 @@ class Failure:
     text: str
 
     def __str__(self) -> str:
-        calls = [f"  {at:2} {kind} ({seed})" for at, (kind, seed) in enumerate(self.case.parsed, 1)]
-        steps = "\n".join(f"{line:36} {_summary(call.kind)}" for line, call in zip(calls, self.case.parsed))
-        return (
-            f"{self.sort}: {self.text}\nProgram, {self.case.setting}, {self.case.optimizer}, {self.case.arch}:\n{steps}\n"
-            f'Run it again:\n  python -m tests.random --case "{self.case}"'
-        )
-
-
-def _summary(kind: str) -> str:
-    return (KINDS[kind].__doc__ or "").partition("\n")[0]
+        lines = [f"{self.sort}: {self.text}", "Program:", f"  {self.case.arch}", f"  {self.case.setting}"]
+        for at, call in enumerate(self.case.parsed, 1):
+            lines.append(f"  {at:2} {call.kind:24} {(KINDS[call.kind].__doc__ or '').partition(chr(10))[0]}".rstrip())
+        return "\n".join([*lines, "Run it again:", f'  python -m tests.random --case "{self.case}"'])
 
 
 class Checker:
@@ -88,7 +81,6 @@ class Checker:
 
     def __init__(self, pools: dict[int, RankPool] | None = None, limit_s: float = 30.0) -> None:
         self.limit_s = limit_s
-        self.refusals: Counter[str] = Counter()
         self._pools = pools or {world: RankPool(world) for world in (1, 2, 3, 4)}
 
     def check(self, case: Case, reference: Case | None = None) -> Failure | None:
@@ -100,11 +92,7 @@ class Checker:
                 answers = pool.run(on_rank, case, reference or case, folder, self.limit_s, timeout_s=self.limit_s)
             except RankFailure as failure:
                 return self._stopped(case, str(failure), folder)
-        for reason in answers[0][1].values():
-            self.refusals[re.sub(r"'[^']*'|\d+", "…", reason)[:150]] += 1
-        if any(refused != answers[0][1] for _, refused in answers):
-            return Failure(case, "Mismatch", f"ranks refused different calls: {[refused for _, refused in answers]}")
-        lines = [f"rank {rank}, {line}" for rank, (wrong, _) in enumerate(answers) for line in wrong[:5]]
+        lines = [f"rank {rank}, {line}" for rank, wrong in enumerate(answers) for line in wrong[:5]]
         return Failure(case, "Mismatch", "\n".join(lines)) if lines else None
 
     @staticmethod

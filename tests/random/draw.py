@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from types import FunctionType
 
 from tests.random import changes, loops
-from tests.random.models import OUTPUTS, PIECES, Arch, random_arch, without
+from tests.random.models import Arch, random_arch
 from tests.random.user import MORE_OPTIMIZERS, OPTIMIZERS, Case, User
 from tests.settings import Setting
 
@@ -20,7 +20,6 @@ KINDS: dict[str, Callable[[User], None]] = {
     if name != "fits"
 }
 """All calls: the functions of `loops` and `changes`."""
-FEATURES = {*PIECES, *OUTPUTS, "position", "scale", "heads", "tied", "frozen"} - {"mlp", "tensor"}
 
 
 def draw(
@@ -29,7 +28,7 @@ def draw(
     ranks: tuple[int, ...] = (1, 2, 2, 3),
     stages: tuple[int, ...] = (0, 1, 2, 3, 3),
 ) -> Case:
-    """Return the program of a seed; kinds that are `off` leave the others as they are."""
+    """Return the program of a seed; calls that are `off` are replaced, the others stay as they are."""
     rng, later = random.Random(f"{seed}/setting"), random.Random(f"{seed}/extras")
     world, stage = rng.choice(ranks), rng.choice(stages)
     tiers = ("none", "none", "none", "cpu", "disk")
@@ -52,7 +51,7 @@ def draw(
     kept = replace(setting, kept=True)
     if kept.is_valid and later.random() < 0.3:
         setting = kept
-    arch = without(random_arch(random.Random(f"{seed}/arch")), off)
+    arch = random_arch(random.Random(f"{seed}/arch"))
     case = Case(seed, setting, optimizer, groups, left_out, arch)
     rng, names = random.Random(f"{seed}/ops"), sorted(KINDS)
     fitting = [name for name in names if name not in off and getattr(KINDS[name], "fits", lambda case: True)(case)]

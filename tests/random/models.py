@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,21 @@ class Planned(Exception):
     """Raised inside a forward or a backward, and caught by the program."""
 
 
+def short(value: Any) -> str:
+    """Return the `repr` of a dataclass without fields that have their default."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = [(f.name, v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={short(v)}' for name, v in given)})"
+
+
 class Block(NamedTuple):
     piece: str
     out: str = "tensor"
     frozen: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Arch:
     """One model.
 
@@ -49,18 +58,12 @@ class Arch:
     root: str = ""
     out: str = "tensor"
 
+    def __repr__(self) -> str:
+        return short(self)
+
     @property
     def parsed(self) -> list[Block]:
         return [Block(*word.split(":")) for word in self.blocks.split()]
-
-    @property
-    def features(self) -> set[str]:
-        """What `--kinds` can choose, besides calls."""
-        found = {word for block in self.parsed for word in block} | {*self.root.split(), self.out}
-        found |= {"heads"} if self.heads > 1 else set()
-        found |= {"frozen"} if self.front_frozen else set()
-        found |= {"tied"} if self.tied else set()
-        return found - {"", "mlp", "tensor"}
 
 
 def random_arch(rng: random.Random) -> Arch:
@@ -78,24 +81,6 @@ def random_arch(rng: random.Random) -> Arch:
         tied=rng.random() < 0.3,
         root=" ".join(name for name in ("position", "scale", "empty") if rng.random() < 0.25),
         out=rng.choice(OUTPUTS),
-    )
-
-
-def without(arch: Arch, off: frozenset[str]) -> Arch:
-    """Return the model with these features replaced by the plainest."""
-
-    def plain(block: Block) -> str:
-        piece = "mlp" if block.piece in off else block.piece
-        return f"{piece}:{'tensor' if block.out in off else block.out}" + ":frozen" * (block.frozen not in {"", *off})
-
-    return replace(
-        arch,
-        blocks=" ".join(plain(block) for block in arch.parsed),
-        front_frozen=arch.front_frozen and "frozen" not in off,
-        heads=1 if "heads" in off else arch.heads,
-        tied=arch.tied and "tied" not in off,
-        root=" ".join(name for name in arch.root.split() if name not in off),
-        out="tensor" if arch.out in off else arch.out,
     )
 
 
@@ -143,9 +128,13 @@ class Piece(nn.Module):
     """Maps [batch, tokens, width] to the same shape, in some container."""
 
     out = "tensor"
+    make: Callable[..., dict[str, Any]]
+    inner: Callable[[Any, Tensor, int], Tensor]
 
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        raise NotImplementedError
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        for name, value in type(self).make(*args).items():
+            setattr(self, name, value)
 
     def forward(self, x: Tensor, route: int = 0, tape: Tape | None = None, fail: bool = False) -> Any:
         h = self.inner(x, route)
@@ -156,174 +145,104 @@ class Piece(nn.Module):
         return WRAP[self.out](x + 0.5 * h)
 
 
-class Mlp(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(d)
-        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x))))
+def _piece(make: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Tensor]], type[Piece]]:
+    """Return a decorator that makes a class of its own from what a piece has and what it computes."""
+    return lambda inner: type(inner.__name__, (Piece,), {"make": staticmethod(make), "inner": inner})
 
 
-class Attention(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(d)
-        self.attention = nn.MultiheadAttention(d, 2 if d % 2 == 0 else 1, batch_first=True)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        h = self.norm(x)
-        return self.attention(h, h, h, need_weights=True)[0]  # its other kernel cannot be differentiated twice
+@_piece(lambda d: {"norm": nn.LayerNorm(d), "up": nn.Linear(d, 2 * d), "down": nn.Linear(2 * d, d)})
+def Mlp(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Sdpa(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
-        return self.proj(weights @ v)
+@_piece(lambda d: {"norm": nn.LayerNorm(d), "heads": nn.MultiheadAttention(d, 2 - d % 2, batch_first=True)})
+def Attention(self: Any, x: Tensor, route: int) -> Tensor:
+    h = self.norm(x)
+    return self.heads(h, h, h, need_weights=True)[0]  # its other kernel cannot be differentiated twice
 
 
-class Conv(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        # No bias: before a norm its gradient is rounding alone, which bf16 and RMSprop together make large.
-        self.conv, self.norm = nn.Conv1d(d, d, 3, padding=1, bias=False), nn.BatchNorm1d(d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return torch.tanh(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
+@_piece(lambda d: {"qkv": nn.Linear(d, 3 * d, bias=False), "proj": nn.Linear(d, d)})
+def Sdpa(self: Any, x: Tensor, route: int) -> Tensor:
+    q, k, v = self.qkv(x).chunk(3, -1)
+    return self.proj((q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v)
 
 
-class Recurrent(Piece):
-    def __init__(self, d: int, cls: Any) -> None:
-        super().__init__()
-        self.rnn = cls(d, d, batch_first=True)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return self.rnn(x)[0]
+# No bias: before a norm its gradient is rounding alone, which bf16 and RMSprop together make large.
+@_piece(lambda d: {"conv": nn.Conv1d(d, d, 3, padding=1, bias=False), "norm": nn.BatchNorm1d(d)})
+def Conv(self: Any, x: Tensor, route: int) -> Tensor:
+    return torch.tanh(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
 
 
-class ZeroDim(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.gate, self.one = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.full((1,), 0.3))
-        self.lin = nn.Linear(d, d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return torch.tanh(self.lin(x) * self.gate) + self.one
+@_piece(lambda d, cls: {"rnn": cls(d, d, batch_first=True)})
+def Recurrent(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.rnn(x)[0]
 
 
-class Empty(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.zeros(0, d))
-        self.lin = nn.Linear(d, d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return torch.tanh(self.lin(x)) + self.none.sum()
-
-
-class Sequence(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(d, d + 3), nn.Tanh(), nn.Linear(d + 3, d, bias=False))
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return self.body(x)
+@_piece(
+    lambda d: {
+        "gate": nn.Parameter(torch.tensor(0.5)),
+        "one": nn.Parameter(torch.full((1,), 0.3)),
+        "lin": nn.Linear(d, d),
+    }
+)
+def ZeroDim(self: Any, x: Tensor, route: int) -> Tensor:
+    return torch.tanh(self.lin(x) * self.gate) + self.one
 
 
-class Nested(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Mlp(d), Mlp(d)])
-        self.norm = nn.LayerNorm(d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        for layer in self.layers:
-            x = unwrap(layer(x))
-        return self.norm(x)
+@_piece(lambda d: {"none": nn.Parameter(torch.zeros(0, d)), "lin": nn.Linear(d, d)})
+def Empty(self: Any, x: Tensor, route: int) -> Tensor:
+    return torch.tanh(self.lin(x)) + self.none.sum()
 
 
-class InPlace(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(d, d), nn.Linear(d, d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return self.down(self.up(x).mul_(0.5).tanh_()).add_(0.1)
+@_piece(lambda d: {"body": nn.Sequential(nn.Linear(d, d + 3), nn.Tanh(), nn.Linear(d + 3, d, bias=False))})
+def Sequence(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.body(x)
 
 
-class Twice(Piece):
-    """Calls a module twice in one forward, with a view between."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(d, d)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return self.lin(torch.tanh(self.lin(x)).view(-1, x.shape[-1])).view_as(x)
+@_piece(lambda d: {"layers": nn.ModuleList([Mlp(d), Mlp(d)]), "norm": nn.LayerNorm(d)})
+def Nested(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.norm(self.layers[1](self.layers[0](x)))
 
 
-class Reads(Piece):
-    """Reads the weight of a module that it does not hold, with its own operation."""
-
-    def __init__(self, d: int, other: nn.Linear) -> None:
-        super().__init__()
-        self.lin = nn.Linear(d, d)
-        self.others = (other,)  # a tuple: not a submodule
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        h = F.linear(self.lin(x), self.others[0].weight)
-        return torch.tanh(h.sum(-1, keepdim=True)) + x * 0.1
+@_piece(lambda d: {"up": nn.Linear(d, d), "down": nn.Linear(d, d)})
+def InPlace(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.down(self.up(x).mul_(0.5).tanh_()).add_(0.1)
 
 
-class WeightNorm(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.lin = torch.nn.utils.parametrizations.weight_norm(nn.Linear(d, d))
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return torch.tanh(self.lin(x))
+@_piece(lambda d: {"lin": nn.Linear(d, d)})
+def Twice(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.lin(torch.tanh(self.lin(x)).view(-1, x.shape[-1])).view_as(x)
 
 
-class Experts(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(d, d) for _ in range(3)])
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return torch.tanh(self.experts[route % 3](x))
+@_piece(lambda d, other: {"lin": nn.Linear(d, d), "others": (other,)})  # a tuple: not a submodule
+def Reads(self: Any, x: Tensor, route: int) -> Tensor:
+    """Read the weight of a module that it does not hold, with its own operation."""
+    h = F.linear(self.lin(x), self.others[0].weight)
+    return torch.tanh(h.sum(-1, keepdim=True)) + x * 0.1
 
 
-class Counter(Piece):
-    """Buffers: one counts forwards as an integer, one is not saved."""
-
-    calls: Tensor
-    decay: Tensor
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(d, d)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("decay", torch.full((d,), 0.9), persistent=False)
-
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        if self.training:
-            self.calls += 1
-        return torch.tanh(self.lin(x)) * self.decay
+@_piece(lambda d: {"lin": nn.utils.parametrizations.weight_norm(nn.Linear(d, d))})
+def WeightNorm(self: Any, x: Tensor, route: int) -> Tensor:
+    return torch.tanh(self.lin(x))
 
 
-class Dropout(Piece):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.lin, self.drop = nn.Linear(d, d), nn.Dropout(0.3)
+@_piece(lambda d: {"experts": nn.ModuleList([nn.Linear(d, d) for _ in range(3)])})
+def Experts(self: Any, x: Tensor, route: int) -> Tensor:
+    return torch.tanh(self.experts[route % 3](x))
 
-    def inner(self, x: Tensor, route: int) -> Tensor:
-        return self.drop(torch.tanh(self.lin(x)))
+
+@_piece(lambda d: {"lin": nn.Linear(d, d), "calls": nn.Buffer(torch.zeros((), dtype=torch.long)),
+                   "decay": nn.Buffer(torch.full((d,), 0.9), persistent=False)})  # fmt: skip
+def Counter(self: Any, x: Tensor, route: int) -> Tensor:
+    """Count training forwards in an integer buffer; another buffer is not saved."""
+    if self.training:
+        self.calls += 1
+    return torch.tanh(self.lin(x)) * self.decay
+
+
+@_piece(lambda d: {"lin": nn.Linear(d, d), "drop": nn.Dropout(0.3)})
+def Dropout(self: Any, x: Tensor, route: int) -> Tensor:
+    return self.drop(torch.tanh(self.lin(x)))
 
 
 BUILD: dict[str, Callable[[int], Piece]] = {

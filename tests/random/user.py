@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import hf_zero as zero
 from tests.oracle import Run, progress
-from tests.random.models import TOKENS, VOCAB, Arch, Net, unwrap
+from tests.random.models import TOKENS, VOCAB, Arch, Net, short, unwrap
 from tests.settings import Setting
 
 # Cases ------------------------------------------------------------------------------------------------------------------
@@ -41,7 +39,7 @@ class Case:
     calls: str = "step:0"
 
     def __repr__(self) -> str:
-        return _short(self)
+        return short(self)
 
     @property
     def parsed(self) -> list[Call]:
@@ -49,20 +47,13 @@ class Case:
 
     @property
     def kinds(self) -> set[str]:
-        return {call.kind for call in self.parsed} | self.arch.features
+        """What it holds of calls and of pieces of models."""
+        return {call.kind for call in self.parsed} | {block.piece for block in self.arch.parsed}
 
 
 class Call(NamedTuple):
     kind: str
     seed: int
-
-
-def _short(value: Any) -> str:
-    """Return the `repr` of a dataclass without fields that have their default."""
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    given = [(f.name, v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default]
-    return f"{type(value).__name__}({', '.join(f'{name}={_short(v)}' for name, v in given)})"
 
 
 # Optimizers -------------------------------------------------------------------------------------------------------------
@@ -124,14 +115,12 @@ class User:
     """One rank's training loop: what calls share.
 
     Attributes:
-        refused: calls that ended in a named error under the engine; the reference leaves them out.
         syncing: backwards reduce gradients; False under `no_sync`.
         is_parallel: forwards are the engine's; False while the model is plain.
     """
 
     case: Case
     run: Run
-    refused: dict[str, str]
     syncing: bool = True
     is_parallel: bool = True
     kept: list[Any] = field(default_factory=list)
@@ -161,7 +150,7 @@ class User:
         return (OPTIMIZERS | MORE_OPTIMIZERS)[self.case.optimizer]([group for group in groups if group["params"]])
 
     def begin(self, place: int, call: Call) -> None:
-        self.place, self.call, self._tries = place, call, 0
+        self.place, self.call = place, call
         self.rng = random.Random(f"{self.case.seed}/{call.seed}")
         side = "reference" if self.run.is_plain else "engine"
         progress(str(Path(self.run.folder).parent), self.run.rank, f"{side}, call {place}: {call.kind}")
@@ -170,18 +159,6 @@ class User:
         """Compare values, of which the largest gives the scale; None counts as zero."""
         values = tuple(torch.zeros(1) if v is None else torch.as_tensor(v).detach().double().ravel() for v in values)
         self.run.see(torch.cat(values) if values else torch.zeros(0), f"call {self.place}, {self.call.kind}: {what}")
-
-    def attempt(self, body: Callable[[], Any]) -> None:
-        """Run what may end in a named error. The reference leaves it out then."""
-        key, self._tries = f"{self.place}.{self._tries}", self._tries + 1
-        if self.run.is_plain:
-            return None if key in self.refused else body()
-        before = len(self.run.seen)
-        try:
-            body()
-        except zero.ZeroError as error:
-            del self.run.seen[before:]
-            self.refused[key] = f"{self.call.kind}: {type(error).__name__}: {error}"
 
     # Forward, backward, step
 
@@ -202,9 +179,14 @@ class User:
 
     def share_buffers(self) -> None:
         """Send rank 0's buffers, as DDP before a forward that follows one with gradients to reduce."""
-        if self.run.is_plain and self.world > 1:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer.data, 0)  # `.data`: graphs that keep the buffer do not see the write
+        for buffer in self.model.buffers() if self.run.is_plain else ():
+            self.from_first(buffer.data)  # `.data`: graphs that keep the buffer do not see the write
+
+    def from_first(self, value: Tensor) -> Tensor:
+        """Overwrite with rank 0's value."""
+        if self.world > 1:
+            dist.broadcast(value, 0)
+        return value
 
     def loss(self, output: Tensor, batch: Batch, n: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(batch.seed + 7 + n)
