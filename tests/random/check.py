@@ -17,8 +17,8 @@ from tests.random.user import Call, Case, User
 from tests.settings import Setting
 
 LOOSE = {"fp32": 1.0, "bf16": 2.0}
-"""A weight used several times is rounded to bf16 by each read, which the engine and autocast place differently. That carries
-over a dozen steps."""
+"""Factor on the oracle's tolerances. A weight used several times is rounded to bf16 by each read, in other places than under
+autocast; a dozen steps add that up."""
 
 
 def play(case: Case, run: Run) -> None:
@@ -86,9 +86,9 @@ class Checker:
     def check(self, case: Case, reference: Case | None = None) -> Failure | None:
         """Compare a case with plain data parallel training; `reference`: train another case there."""
         pool = self._pools[case.setting.ranks]
-        pool.run(nothing)  # the start of a pool is no part of the case's time
         with fresh_folder() as folder:
             try:
+                pool.run(nothing)  # the start of a pool is no part of the case's time
                 answers = pool.run(on_rank, case, reference or case, folder, self.limit_s, timeout_s=self.limit_s)
             except RankFailure as failure:
                 return self._stopped(case, str(failure), folder)
@@ -101,7 +101,13 @@ class Checker:
         stacks = [path.read_text() for path in sorted(Path(folder).glob("stack*"))]
         first = text.partition("--- rank")[2].partition("\n--- rank")[0]
         error = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception|Interrupt))\b", first, re.MULTILINE)
-        sort = "Crash" if "died" in first else "Hang" if "no answer within" in first else (error or ["Error"])[-1]
+        sort = (
+            "Crash"
+            if "died with exit code" in first
+            else "Hang"
+            if "no answer within" in first
+            else (error or ["Error"])[-1]
+        )
         side = "Reference" if any("at: reference" in place for place in places) else ""
         return Failure(case, side + sort, "\n".join([*places, text, *stacks]))
 

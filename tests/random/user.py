@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +125,7 @@ class User:
     kept: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.begin(0, Call("shard", 0))
         self.world = self.case.setting.ranks
         self.model: Any = self.run.build(lambda: Net(self.case.arch), self.case.seed)
         names = list(self.params(trained=True))
@@ -153,7 +153,7 @@ class User:
         self.place, self.call = place, call
         self.rng = random.Random(f"{self.case.seed}/{call.seed}")
         side = "reference" if self.run.is_plain else "engine"
-        progress(str(Path(self.run.folder).parent), self.run.rank, f"{side}, call {place}: {call.kind}")
+        progress(str(self.run.folder.parent), self.run.rank, f"{side}, call {place}: {call.kind}")
 
     def see(self, what: str, *values: Any) -> None:
         """Compare values, of which the largest gives the scale; None counts as zero."""
