@@ -101,13 +101,8 @@ class Checker:
         stacks = [path.read_text() for path in sorted(Path(folder).glob("stack*"))]
         first = text.partition("--- rank")[2].partition("\n--- rank")[0]
         error = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception|Interrupt))\b", first, re.MULTILINE)
-        sort = (
-            "Crash"
-            if "died with exit code" in first
-            else "Hang"
-            if "no answer within" in first
-            else (error or ["Error"])[-1]
-        )
+        sorts = {"died with exit code": "Crash", "no answer within": "Hang", "": (error or ["Error"])[-1]}
+        sort = next(sort for words, sort in sorts.items() if words in first)
         side = "Reference" if any("at: reference" in place for place in places) else ""
         return Failure(case, side + sort, "\n".join([*places, text, *stacks]))
 

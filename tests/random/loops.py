@@ -129,7 +129,7 @@ def recorded(u: User) -> None:
 
 def part(u: User) -> None:
     """A part of the model called directly, and trained."""
-    piece, batch = u.some_piece(u.model.heads[0]), u.batch(grad=True)
+    piece, batch, u.is_ahead = u.some_piece(u.model.heads[0]), u.batch(grad=True), True
     torch.manual_seed(batch.seed)
     loss = u.loss(unwrap(piece(batch.x)), batch)
     u.see("loss", loss)
@@ -170,8 +170,7 @@ def closure(u: User) -> None:
 
     def run() -> Tensor:
         u.model.zero_grad()
-        loss = u.forward_loss()
-        loss.backward()
+        u.backward(loss := u.forward_loss())
         return loss
 
     u.optimizer.step(run)

@@ -116,12 +116,14 @@ class User:
     Attributes:
         syncing: backwards reduce gradients; False under `no_sync`.
         is_parallel: forwards are the engine's; False while the model is plain.
+        is_ahead: a training forward has changed buffers since the last backward.
     """
 
     case: Case
     run: Run
     syncing: bool = True
     is_parallel: bool = True
+    is_ahead: bool = False
     kept: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -172,6 +174,7 @@ class User:
         torch.manual_seed(batch.seed)
         if self.is_parallel and self._is_due:
             self.share_buffers()
+        self.is_ahead |= self.model.training
         out = unwrap(self.model(batch.x, batch.ids, **options))
         if self.is_parallel:
             self._is_due = self.syncing and torch.is_grad_enabled()
@@ -200,6 +203,7 @@ class User:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
+        self.is_ahead = False
         if self.syncing:
             self.run.forget_gradients()  # as DDP, the reference averages after each backward
             self.run.sync_gradients()
@@ -225,6 +229,10 @@ class User:
         self.descend(self.forward_loss(n, **options))
 
     def evaluate(self, what: str = "eval", mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad) -> None:
+        # At stages 0 to 2 an evaluation has buffers as they were after the last backward (docs/LIMITS.md, "Buffers"), and an
+        # engine that evaluated before a backward does not send them in it. So user code sends later changes.
+        for buffer in self.model.buffers() if self.is_ahead and self.case.setting.stage < 3 else ():
+            self.from_first(buffer.data)
         self.model.eval()
         with mode():
             self.see(what, self.forward(self.batch(99)))
