@@ -54,7 +54,7 @@ torture: $(READY) ## ranks lost and killed, long runs: hours (STEPS=2000 and ROU
 
 .PHONY: programs
 programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kit.random_programs --seeds 0:$(N) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.random --seeds 0:$(N) $(ARGS)
 
 .PHONY: mutants
 mutants: $(READY) ## plant bugs in copies of the package, one at a time; the default tests must fail (ARGS='--only …' for some)

@@ -24,7 +24,7 @@ from tests.kit.pool import RankPool  # noqa: E402
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
-LONG = ("torture", "scripts", "huggingface", "runtime", "checkpoint")
+LONG = ("torture", "scripts", "huggingface", "runtime", "random", "checkpoint")
 """Folders with the longest files. They come first, so that several pytest processes end at about the same time."""
 
 

@@ -374,7 +374,11 @@ def _gap(ours: Any, theirs: Any, scale: float, share: float) -> str:
 def _size(value: Any) -> float:
     if not isinstance(value, Tensor):
         return abs(value) if isinstance(value, float) else 0.0
-    finite = value[value.isfinite()].abs().double() if value.is_floating_point() or value.is_complex() else value[:0]
+    finite = (
+        value[value.isfinite()].abs().double()
+        if value.is_floating_point() or value.is_complex()
+        else value.flatten()[:0]
+    )
     return finite.max().item() if finite.numel() else 0.0
 
 
@@ -408,7 +412,7 @@ def compare(program: Program, setting: Setting, ours: Mapping[str, Any], theirs:
 # On one rank ------------------------------------------------------------------------------------------------------------
 
 
-def _train(program: Program, setting: Setting, rank: int, world: int, folder: str, is_plain: bool) -> dict[str, Any]:
+def train(program: Program, setting: Setting, rank: int, world: int, folder: str, is_plain: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     Path(folder).mkdir(parents=True, exist_ok=True)
     run = Run(program, setting, rank, world, Path(folder), is_plain)
@@ -428,18 +432,18 @@ def on_rank(rank: int, world: int, name: str, rows: Sequence[Setting], folder: s
     references: dict[str, dict[str, Any]] = {}
     for number, setting in enumerate(rows):
         where = f"{folder}/{number}"
-        _progress(folder, rank, f"{setting}")
+        progress(folder, rank, f"{setting}")
         refused = chosen.refusal(setting)
         if refused is not None:
             found[str(setting)] = _refusal(chosen, setting, refused, rank, world, where)
             continue
         if setting.precision not in references:
-            _progress(folder, rank, f"reference in {setting.precision}")
+            progress(folder, rank, f"reference in {setting.precision}")
             plain = Setting(ranks=setting.ranks, precision=setting.precision)
-            references[setting.precision] = _train(chosen, plain, rank, world, f"{where}-plain", True)
-            _progress(folder, rank, f"{setting}")
+            references[setting.precision] = train(chosen, plain, rank, world, f"{where}-plain", True)
+            progress(folder, rank, f"{setting}")
         try:
-            ours = _train(chosen, setting, rank, world, where, False)
+            ours = train(chosen, setting, rank, world, where, False)
         except Exception as error:
             # Later rows would start on ranks that are no longer in step: the rows so far are reported, and this one.
             raise RowFailed(f"{setting}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
@@ -453,13 +457,13 @@ class RowFailed(AssertionError):
 
 def _refusal(program: Program, setting: Setting, refused: Refused, rank: int, world: int, folder: str) -> list[str]:
     try:
-        _train(program, setting, rank, world, folder, False)
+        train(program, setting, rank, world, folder, False)
     except refused.error as error:
         return [] if re.search(refused.match, str(error)) else [f"{type(error).__name__} says {error}"]
     return [f"was to end in {refused.error.__name__}, and trained"]
 
 
-def _progress(folder: str, rank: int, text: str) -> None:
+def progress(folder: str, rank: int, text: str) -> None:
     """Where this rank is, for the failure text of a rank that never answers."""
     Path(folder, f"rank{rank}").write_text(text)
 

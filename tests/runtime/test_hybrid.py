@@ -26,10 +26,6 @@ from tests.kit.common import (
 )
 from tests.kit.deferred_wire import Mode, Watch
 from tests.kit.pool import RankFailure, RankPool
-from tests.kit.random_calls import Case as Program
-from tests.kit.random_calls import Op, Setting
-from tests.kit.random_models import Arch, Block
-from tests.kit.random_programs import Runner, random_case
 from tests.runtime import test_contract
 
 pytestmark = pytest.mark.gloo
@@ -266,46 +262,7 @@ def test_a_replica_of_one_rank_has_whole_matrices(two):
     assert all(torch.equal(mine, plain) for mine in two.run(whole_matrices, 3, 2))
 
 
-# Random programs, in replicas -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runner(pools: dict[int, RankPool]) -> Runner:
-    return Runner(60.0, pools)
-
-
-def in_replicas(seed: int, ranks: int, replicas: int, stage: int) -> Any:
-    case = random_case(seed, ranks=(ranks,), stages=(stage,))
-    return replace(case, setting=replace(case.setting, replicas=replicas))
-
-
-@pytest.mark.parametrize(
-    ("seed", "ranks", "replicas", "stage"),
-    [
-        (22, 2, 2, 3),
-        (65, 4, 2, 3),
-        (311, 4, 2, 2),
-        *(
-            pytest.param(seed, ranks, replicas, stage, marks=pytest.mark.slow)
-            for seed, (ranks, replicas), stage in itertools.product(
-                range(9000, 9008), ((2, 2), (3, 3), (4, 2)), (1, 2, 3)
-            )
-        ),
-    ],
-)
-def test_programs(runner: Runner, seed: int, ranks: int, replicas: int, stage: int) -> None:
-    wrong = runner.check(in_replicas(seed, ranks, replicas, stage))
-    assert not wrong, wrong
-
-
-def test_ranks_take_other_paths(runner: Runner) -> None:
-    """Which units take part all ranks agree on together: a slice is averaged across replicas, or not sent at all."""
-    arch = Arch((Block("mlp"), Block("experts"), Block("dropout")), width=8)
-    ops = tuple(
-        Op(kind, 7) for kind in ("rank_branches", "rank_experts", "clip_norm", "rank_forwards", "rank_losses", "step")
-    )
-    wrong = runner.check(Program(0, Setting(stage=2, ranks=4, replicas=2), arch, ops))
-    assert not wrong, wrong
+# Ranks that differ ----------------------------------------------------------------------------------------------------
 
 
 def other_backwards(rank: int, world: int) -> None:
