@@ -37,11 +37,11 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 
 .PHONY: test
 test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one process)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-wide
 test-wide: $(READY) ## run what tests/wide.txt takes out of `make test`: more models, ranks and tiers
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'wide and not slow' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'wide and not slow' $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(READY) ## run the long tests, which `make test` leaves out

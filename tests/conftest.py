@@ -24,8 +24,8 @@ from tests.kit.pool import RankPool  # noqa: E402
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
-LONG = ("torture", "scripts", "huggingface", "runtime", "random", "checkpoint")
-"""Folders with the longest files. They come first, so that several pytest processes end at about the same time."""
+LONG = ("test_programs.py", "torture", "scripts", "huggingface", "runtime", "random", "checkpoint")
+"""Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
 
 
 WIDE = Path(__file__).with_name("wide.txt")
@@ -43,6 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.args == config.getini("testpaths") and (stale := sorted({*beginnings} - used)):
         raise pytest.UsageError(f"{WIDE.name} names tests that are not there: {', '.join(stale)}")
     places = {folder: place for place, folder in enumerate(LONG)}
+    for item in items:
+        # What one process runs: a file, of the programs a theme.
+        theme = getattr(item, "callspec", None) if item.path.name == "test_programs.py" else None
+        group = f"{item.path}:{theme.params['name'].partition('.')[0]}" if theme else f"{item.path}"
+        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(LONG)))
 
 
