@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import sys
 import weakref
 from collections import Counter
 from types import FunctionType
@@ -33,7 +34,9 @@ OF_ENGINES = {
 }
 
 _USERS: Counter[type[nn.Module]] = Counter()
-"""Sharded models by class, for those classes whose `__getattr__` is replaced."""
+"""How many sharded models there are, by class, for those classes whose `__getattr__` is replaced."""
+_MODELS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""Those models, by `id`: other models of their classes get no advice."""
 
 
 class ModelNames:
@@ -47,7 +50,8 @@ class ModelNames:
         if not _USERS[cls]:
             _explain(cls)
         _USERS[cls] += 1
-        self.remove = weakref.finalize(model, _restore, cls)
+        _MODELS[id(model)] = model
+        self.remove = weakref.finalize(model, _restore, cls, id(model))
 
 
 def _explain(cls: type[nn.Module]) -> None:
@@ -70,7 +74,8 @@ def _explain(cls: type[nn.Module]) -> None:
     type.__setattr__(cls, "__getattr__", lookup)
 
 
-def _restore(cls: type[nn.Module]) -> None:
+def _restore(cls: type[nn.Module], model: int) -> None:
+    _MODELS.pop(model, None)
     _USERS[cls] -= 1
     if _USERS[cls]:
         return
@@ -83,7 +88,9 @@ def _restore(cls: type[nn.Module]) -> None:
 
 
 def _explained(message: str) -> AttributeError:
-    found = re.search(r"attribute '(\w+)'$", message)
+    """Called by `__getattr__` itself, whose `self` is the model."""
+    is_sharded = id(sys._getframe(1).f_locals.get("self")) in _MODELS
+    found = re.search(r"attribute '(\w+)'$", message) if is_sharded else None
     advice = OF_MODELS.get(found[1]) if found is not None else None
     return AttributeError(message if advice is None else f"{message}: {advice} (hf_zero's docs/migration.md)")
 

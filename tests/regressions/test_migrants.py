@@ -89,9 +89,12 @@ def sharded(model: nn.Module, **settings: Any) -> zero.Engine:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", OF_MODELS)
 def test_a_model_says_what_to_write(kind: str, name: str) -> None:
-    model = MODELS[kind]()
+    model, other = MODELS[kind](), MODELS[kind]()
     kept = type(model), vars(type(model)).get("__getattr__")
     engine = sharded(model, stage=3)
+    with pytest.raises(AttributeError) as caught:
+        getattr(other, name)
+    assert OF_MODELS[name] not in str(caught.value)
     with pytest.raises(AttributeError, match=re.escape(OF_MODELS[name])) as caught:
         getattr(model, name)
     assert type(model).__name__ in str(caught.value)
