@@ -195,12 +195,24 @@ class Run:
         shown = model
         if self.program.reference == "average":
             for each in optimizers:
-                each.register_step_pre_hook(lambda *_: self.sync_gradients())
-                each.register_step_post_hook(lambda *_: self._forget_average())
+                self._average_before_steps(each)
         elif self.world > 1 and any(p.requires_grad for p in model.parameters()):
             shown = Plain(model, find_unused_parameters=True)
         self.trained.append(_Trained(shown, model, optimizers, before, None))
         return shown
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train the last model with another optimizer from now on."""
+        last = self.trained[-1]
+        last.optimizers[:] = [optimizer]
+        if last.engine is not None:
+            last.engine.bind(optimizer)
+        elif self.program.reference == "average":
+            self._average_before_steps(optimizer)
+
+    def _average_before_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: self.sync_gradients())
+        optimizer.register_step_post_hook(lambda *_: self._forget_average())
 
     # Training -------------------------------------------------------------------------------------------------------
 
