@@ -265,6 +265,20 @@ class Run:
     def gathered(self, params: Any, **options: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self.is_plain else zero.GatheredParameters(params, **options)
 
+    def refuses(self, error: type[Exception], match: str, act: Callable[[], Any]) -> None:
+        """Check that `act()` raises, where there is an engine; training then continues as if it had not been tried."""
+        if self.is_plain:
+            return
+        seen = len(self.seen)
+        try:
+            act()
+        except error as found:
+            del self.seen[seen:]
+            if re.search(match, str(found)):
+                return
+            raise AssertionError(f"{match!r} is not in: {found}") from found
+        raise AssertionError(f"no {error.__name__} with {match!r}")
+
     # A plain loop over one MLP, of which most programs change one thing ---------------------------------------------------
 
     @property
@@ -386,7 +400,9 @@ def _gap(ours: Any, theirs: Any, scale: float, share: float) -> str:
 def _size(value: Any) -> float:
     if not isinstance(value, Tensor):
         return abs(value) if isinstance(value, float) else 0.0
-    finite = value[value.isfinite()].abs().double() if value.is_floating_point() or value.is_complex() else value[:0]
+    if not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    finite = value[value.isfinite()].abs().double()
     return finite.max().item() if finite.numel() else 0.0
 
 

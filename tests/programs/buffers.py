@@ -12,7 +12,7 @@ from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import Convolutions
+from tests.models import Convolutions, mlp
 from tests.oracle import Run, program
 from tests.programs.usual import FP32, Build
 
@@ -156,3 +156,30 @@ _buffers("tracker", Tracker, "ttattett", "tttwtt")
 _buffers("quantized", lambda: quantized(False), "tttettat", "ottttttOtttt")
 _buffers("quantized_and_traced", lambda: quantized(True), "tttettat")
 _buffers("hidden_writes", Hidden, "tttttttttt")
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(16, 3)
+        self.register_buffer("rotary", torch.arange(16.0), persistent=False)
+
+    def forward(self, x: Tensor, rotary: Tensor | None = None) -> Tensor:
+        self.rotary = self.rotary if rotary is None else rotary
+        return self.head(self.body(x * self.rotary))
+
+
+@program(reference="average")
+def made_under_inference_mode(run: Run) -> None:
+    """Such buffers have no versions and take no writes."""
+    model = run.trained_model(Rotated)
+    for step in range(3):
+        with torch.inference_mode():
+            run.see(model(run.inputs(step), torch.arange(16.0) + step * (1 + run.rank)), "evaluation")
+        if step == 1:
+            with torch.no_grad():
+                run.see(model(run.inputs(step), model.rotary.clone()), "evaluation")
+        loss = model.head(model.body(run.inputs(step + 9))).square().mean()
+        loss.backward()
+        run.see(loss, "loss")
+        run.update()
