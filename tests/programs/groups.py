@@ -144,7 +144,9 @@ def watched_steps(run: Run) -> None:
     run.optimizer.zero_grad()
 
 
-@program(reference="average")
+# Not at stages 0 and 1: there the groups have no gradients until a backward outside of `no_sync` or the step reduces them,
+# and clipping them has no effect, silently.
+@program(reference="average", only={"stage": (2, 3)})
 def clipped_groups_after_no_sync(run: Run) -> None:
     run.trained_model(Odd)
     for step in range(2):
