@@ -92,6 +92,18 @@ class Convolutions(nn.Module):
         return self.head(images.mean((-1, -2)))
 
 
+class Odd(nn.Module):
+    """Odd sizes, so that ranks own parts of parameters; a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Linear(33, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x))) * self.scale
+
+
 class Experts(nn.Module):
     """A mixture of experts: each token goes to one, some experts get none."""
 

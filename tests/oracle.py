@@ -195,12 +195,24 @@ class Run:
         shown = model
         if self.program.reference == "average":
             for each in optimizers:
-                each.register_step_pre_hook(lambda *_: self.sync_gradients())
-                each.register_step_post_hook(lambda *_: self._forget_average())
+                self._average_before_steps(each)
         elif self.world > 1 and any(p.requires_grad for p in model.parameters()):
             shown = Plain(model, find_unused_parameters=True)
         self.trained.append(_Trained(shown, model, optimizers, before, None))
         return shown
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train the last model with another optimizer from now on."""
+        last = self.trained[-1]
+        last.optimizers[:] = [optimizer]
+        if last.engine is not None:
+            last.engine.bind(optimizer)
+        elif self.program.reference == "average":
+            self._average_before_steps(optimizer)
+
+    def _average_before_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: self.sync_gradients())
+        optimizer.register_step_post_hook(lambda *_: self._forget_average())
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -252,6 +264,20 @@ class Run:
 
     def gathered(self, params: Any, **options: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self.is_plain else zero.GatheredParameters(params, **options)
+
+    def refuses(self, error: type[Exception], match: str, act: Callable[[], Any]) -> None:
+        """Check that `act()` raises, where there is an engine; training then continues as if it had not been tried."""
+        if self.is_plain:
+            return
+        seen = len(self.seen)
+        try:
+            act()
+        except error as found:
+            del self.seen[seen:]
+            if re.search(match, str(found)):
+                return
+            raise AssertionError(f"{match!r} is not in: {found}") from found
+        raise AssertionError(f"no {error.__name__} with {match!r}")
 
     # A plain loop over one MLP, of which most programs change one thing ---------------------------------------------------
 
@@ -374,11 +400,9 @@ def _gap(ours: Any, theirs: Any, scale: float, share: float) -> str:
 def _size(value: Any) -> float:
     if not isinstance(value, Tensor):
         return abs(value) if isinstance(value, float) else 0.0
-    finite = (
-        value[value.isfinite()].abs().double()
-        if value.is_floating_point() or value.is_complex()
-        else value.flatten()[:0]
-    )
+    if not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    finite = value[value.isfinite()].abs().double()
     return finite.max().item() if finite.numel() else 0.0
 
 

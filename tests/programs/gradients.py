@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.models import adamw, mlp
+from tests.models import Odd, adamw, mlp, sgd
 from tests.oracle import Refused, Run, program
-from tests.programs.usual import before_steps, is_sharded
+from tests.programs.usual import FP32, before_steps, is_sharded, same_on_ranks, see_gradients
 
 
 @before_steps
@@ -113,3 +113,227 @@ def one_tensor_for_all_coefficients(run: Run) -> None:
                 if param.grad is not None:
                     param.grad.mul_(coefficient.fill_(0.1 * (number + 1)))
         run.update()
+
+
+ORDERS = (2.0, 1.0, 3.0, float("inf"))
+
+
+def _edit_alone(param: nn.Parameter, number: int) -> None:
+    grad = param.grad
+    grad.mul_(0.5)
+    grad.data.add_(torch.full(grad.shape, 0.01 * number))
+    grad.data = grad.data * 1.25
+    if grad.dim():
+        grad[0] = 0
+        grad.view(-1)[-1:].mul_(3)
+    grad.mul_((grad > -1e9).float()).mul_((torch.arange(grad.numel()) % 3 > 0).float().view(grad.shape))
+    grad.copy_(grad.clone() * 1.5)
+
+
+@program(more={"ranks": (1, 2, 3)})
+def norms_and_edits(run: Run) -> None:
+    """Norms of every order, as torch computes them and as the engine does; then what loops do with gradients."""
+    model = run.trained_model(Odd)
+    params = list(model.parameters())
+    for step in range(3):
+        run.loss(step).backward()
+        see_gradients(run, model)
+        for order in ORDERS if step == 0 else (2.0,):
+            for foreach in (None, True, False):
+                norm = nn.utils.get_total_norm([p.grad for p in params], order, foreach=foreach)
+                run.see(norm, f"norm of order {order}, foreach={foreach}")
+                run.see(same_on_ranks(run, norm), f"whether ranks have the same norm of order {order}")
+            run.clip_grad_norm_(model, float("inf"), norm_type=order)
+        nn.utils.clip_grad_norm_(params, 0.05, foreach=[None, True, False][step], error_if_nonfinite=True)
+        run.clip_grad_norm_(model, float("inf"))
+        if step == 1:
+            nn.utils.clip_grad_value_(params, 0.01)
+            nn.utils.clip_grad_norm_(model.last.parameters(), 0.01)
+        for number, p in enumerate(params):
+            run.see((p.grad.shape, bool(p.grad.isfinite().all()), p.grad.numpy().shape), "shapes")
+            run.see(p.grad.abs().max(), "largest element")
+            run.see((p.grad**2).sum().sqrt(), "norm by squares")
+            run.see(p.grad.detach().norm(), "norm of one gradient")
+            run.see(len(repr(p.grad)) > 0 and len(p.grad.flatten().tolist()), "elements")
+            with torch.no_grad():
+                _edit_alone(p, number)
+        grads = [p.grad for p in params]
+        torch._foreach_mul_(grads, [0.5 + at for at in range(len(grads))])
+        torch._foreach_add_(grads, torch._foreach_neg(grads), alpha=0.25)
+        see_gradients(run, model, "edited gradient")
+        run.update()
+        run.see([p.grad is None for p in params], "cleared")
+
+
+def _clear_all(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def _clear_some(model: nn.Module) -> None:
+    model.first.weight.grad = None
+    model.scale.grad = None
+    model.last.zero_grad()
+
+
+@program(more={"ranks": (1, 2, 3)})
+def cleared(run: Run) -> None:
+    """After a backward, between a forward and its backward, before the step, and before a norm."""
+    model = run.trained_model(Odd)
+    for step, clear in enumerate((_clear_all, _clear_some, lambda m: m.zero_grad(set_to_none=False))):
+        run.loss(5 * step).backward()
+        clear(model)
+        run.loss(5 * step + 1).backward()
+        see_gradients(run, model, "gradient after a cleared one")
+        run.update()
+        run.loss(5 * step + 2).backward()
+        loss = run.loss(5 * step + 3)
+        clear(model)
+        loss.backward()
+        see_gradients(run, model, "gradient cleared before its backward")
+        run.update()
+    run.loss(20).backward()
+    _clear_all(model)
+    run.optimizer.step()
+    run.loss(21).backward()
+    _clear_some(model)
+    run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.02), "norm without the cleared ones")
+    run.clip_grad_norm_(model, float("inf"))
+    run.loss(22).backward()
+    run.update()
+
+
+def _assign(model: nn.Module) -> None:
+    for number, param in enumerate(model.parameters()):
+        if number != 1:
+            param.grad = torch.linspace(-1, 1, param.numel()).view(param.shape).to(param.dtype)
+
+
+@program(more={"ranks": (1, 2, 3)})
+def assigned(run: Run) -> None:
+    """In place of those of a backward, without one, and before one, which adds to them."""
+    model = run.trained_model(Odd)
+    run.loss(0).backward()
+    _assign(model)
+    run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5), "norm of assigned gradients")
+    run.update()
+    _assign(model)
+    run.optimizer.step()
+    _clear_all(model)
+    run.loss(1).backward()
+    _assign(model)
+    run.loss(2).backward()
+    see_gradients(run, model, "gradient added to an assigned one")
+    model.first.weight.grad = (model.first.weight.grad * 0.5).to(model.first.weight.dtype)
+    model.scale.grad = model.scale.grad.detach()
+    run.update()
+
+
+def _accumulate(run: Run, defer: bool) -> None:
+    model = run.trained_model(Odd)
+    for step in range(2):
+        run.loss(4 * step).backward()
+        with run.no_sync(model, defer=defer):
+            run.loss(4 * step + 1).backward()
+        run.loss(4 * step + 2).backward()
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.05), "norm of three backwards")
+        run.update()
+    with run.no_sync(model, defer=defer):
+        run.loss(9).backward()
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    run.loss(10).backward()
+    see_gradients(run, model, "gradient added to an edited one")
+    run.update()
+
+
+@program(more={"ranks": (1, 2, 3)})
+def added_up(run: Run) -> None:
+    _accumulate(run, defer=False)
+
+
+@program(more={"ranks": (1, 2, 3)})
+def added_up_deferred(run: Run) -> None:
+    _accumulate(run, defer=True)
+
+
+@program
+def inside_no_sync(run: Run) -> None:
+    """Gradients that have not travelled are the rank's own."""
+    model = run.trained_model(Odd)
+    with run.no_sync(model, defer=True):
+        run.loss(0).backward()
+        see_gradients(run, model, "own gradient")
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.05), "norm of the own gradients")
+        see_gradients(run, model, "own clipped gradient")
+
+
+@program(reference="average")
+def reduced_after_no_sync(run: Run) -> None:
+    """The engine's clipping reduces what has not travelled; it is edited, and a backward adds to it, also with a graph."""
+    model = run.trained_model(Odd)
+    with run.no_sync(model, defer=True):
+        run.loss(0).backward()
+    run.clip_grad_norm_(model, float("inf"))
+    see_gradients(run, model, "gradient reduced after no_sync")
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    run.forget_gradients()
+    run.loss(1).backward(create_graph=run.setting.stage < 3)
+    run.sync_gradients()
+    see_gradients(run, model, "gradient added with a graph")
+    run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.05), "norm")
+    run.update()
+
+
+@program(refused=(Refused(zero.StateError, "cleared since"),))
+def kept_over_a_step(run: Run) -> None:
+    model = run.trained_model(Odd)
+    run.loss(0).backward()
+    kept = model.last.weight.grad
+    run.update()
+    run.loss(1).backward()
+    kept.norm()
+
+
+@program(refused=(Refused(zero.StateError, "out="),))
+def written_by_out(run: Run) -> None:
+    model = run.trained_model(Odd)
+    run.loss(0).backward()
+    torch.mul(model.last.weight.grad, 2, out=torch.empty(3, 33))
+
+
+@program(refused=(Refused(zero.StateError, "step_in_backward"),), only={"stage": (1, 2, 3)})
+def clipped_after_the_update(run: Run) -> None:
+    """With `step_in_backward` the weights are updated before the norm is known."""
+    model = run.build(Odd)
+    run.shard(model, sgd(model), step_in_backward=True)
+    run.loss(0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@program
+def loss_scaler(run: Run) -> None:
+    model = run.trained_model(Odd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(3):
+        scaler.scale(run.loss(step)).backward()
+        run.see([p.grad.norm() for p in model.first.parameters()][0], "norm of a scaled gradient")
+        scaler.unscale_(run.optimizer)
+        run.see(torch.stack([p.grad.norm() for p in model.parameters()]).norm(), "norm of unscaled gradients")
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 1e-3), "norm")
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+@program(only=FP32)
+def stepped_by_hand(run: Run) -> None:
+    """The loop updates the parameters itself."""
+    model = run.trained_model(Odd)
+    for step in range(3):
+        run.loss(step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(param.grad, alpha=-0.05)
+        _clear_all(model)

@@ -6,7 +6,10 @@ import copy
 
 import torch
 
+from tests.models import adamw
 from tests.oracle import Run, program
+from tests.programs.sequences import broadcast_state
+from tests.programs.usual import see_weights
 
 
 @program(reference="average")
@@ -42,3 +45,21 @@ def ema_detach(run: Run) -> None:
         for e, p in zip(ema, model.parameters()):
             e.lerp_(p.detach(), 0.5)
     run.see(sum(float(e.sum()) for e in ema))
+
+
+@program(reference="average", more={"ranks": (1, 2)})
+def optimizer_state_of_another_form(run: Run) -> None:
+    """As older versions of torch wrote it, or in a narrower type: taken as torch takes it."""
+    for kind in ("int", "float", "bfloat16"):
+        run.mlp(adamw)
+        for step in range(4):
+            if step == 2:
+                state = copy.deepcopy(broadcast_state(run))
+                for entries in state["state"].values():
+                    if kind == "bfloat16":
+                        entries.update({key: entries[key].bfloat16() for key in ("exp_avg", "exp_avg_sq")})
+                    else:
+                        entries["step"] = {"int": int, "float": float}[kind](entries["step"])
+                run.optimizer.load_state_dict(state)
+            run.step(step)
+        see_weights(run, run.model, f"after a state with {kind}:")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.models import mlp, sgd
@@ -31,6 +32,30 @@ def is_sharded(setting: Setting) -> bool:
 def is_released(setting: Setting) -> bool:
     """Whether parameters have no memory between their uses."""
     return setting.stage == 3
+
+
+def of_groups(run: Run) -> list[nn.Parameter]:
+    """The optimizer's parameters."""
+    return [p for group in run.optimizer.param_groups for p in group["params"]]
+
+
+def see_weights(run: Run, model: Any, what: str = "weight") -> None:
+    with run.unsharded(model):
+        for name, param in model.named_parameters():
+            run.see(param, f"{what} {name.removeprefix('module.')}")
+
+
+def see_gradients(run: Run, model: Any, what: str = "gradient") -> None:
+    for number, param in enumerate(model.parameters()):
+        run.see(param.grad, f"{what} {number}")
+
+
+def same_on_ranks(run: Run, value: Tensor) -> bool:
+    """Whether a number is the same on all ranks, to the bit."""
+    values: list[Any] = [float(value)] * run.world
+    if run.world > 1:
+        dist.all_gather_object(values, float(value))
+    return len(set(values)) == 1
 
 
 def trained_on(build: Build = mlp, optimizer: Optimize = sgd, steps: int = 4, **options: Any) -> Callable[[Loss], Loss]:

@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.models import adamw, mlp, sgd
+from tests.models import Odd, adamw, generator, mlp, sgd
 from tests.oracle import Refused, Run, program
-from tests.programs.usual import FP32, after_steps, after_two_steps, is_released, is_sharded
+from tests.programs.gradients import TwoSquares
+from tests.programs.usual import FP32, after_steps, after_two_steps, is_released, is_sharded, see_weights
 
 
 @after_two_steps()
@@ -202,18 +203,6 @@ def noise_by_rank(run: Run) -> None:
         run.step(step)
 
 
-class TwoSquares(nn.Module):
-    """Parameters of one shape, in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.randn(16, 16) / 4)
-        self.c = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(x @ self.a).tanh() @ self.b
-
-
 def change_places(one: nn.Parameter, other: nn.Parameter) -> None:
     one.data, other.data = other.data, one.data
 
@@ -248,3 +237,156 @@ def unsharded_weights_change_places(run: Run) -> None:
             change_places(model[1].weight, model[3].weight)
             model[5].weight.data = model[5].weight.data.t()
         run.step(t)
+
+
+def seeded(param: Tensor, seed: int) -> Tensor:
+    return torch.randn(param.shape, generator=generator(seed)) * 0.3
+
+
+@torch.no_grad()
+def edit(model: nn.Module, kind: str) -> None:
+    for number, param in enumerate(model.parameters()):
+        match kind:
+            case "mul_":
+                param.mul_(0.5)
+            case "clamp_":
+                param.data.clamp_(-0.1, 0.1)
+            case "copy_":
+                param.data.copy_(seeded(param, number))
+            case "init":
+                nn.init.constant_(param, 0.02 * (number % 5 - 2))  # torch draws other numbers in other types
+            case "one element":
+                param.data[(0,) * param.dim()] = 0.7
+            case "data":
+                param.data = seeded(param, number)
+            case "some data":
+                if number % 2:
+                    param.data = seeded(param, number)
+
+
+KINDS = ("one element", "mul_", "clamp_", "copy_", "some data", "init", "data")
+"""In place, where torch counts it; through `.data`, which it does not count; other memory."""
+
+
+def with_a_frozen_norm() -> nn.Module:
+    model = Odd()
+    model.norm.requires_grad_(False)
+    return model
+
+
+@program(more={"ranks": (1, 2, 3)})
+def every_kind_of_write(run: Run) -> None:
+    """Before a forward, between backward and step, and with neither after it; to trained and frozen weights."""
+    model = run.trained_model(with_a_frozen_norm)
+    for step, kind in enumerate(KINDS):
+        run.step(3 * step)
+        edit(model, kind)
+        loss = run.loss(3 * step + 1)
+        run.see(loss, f"loss after {kind}")
+        loss.backward()
+        edit(model, KINDS[step - 3])
+        run.update()
+        see_weights(run, model, f"after {KINDS[step - 3]} and a step:")
+        edit(model, kind)
+        see_weights(run, model, f"after {kind}:")
+    edit(model, "copy_")
+
+
+@program(only={"stage": (1, 2, 3)}, refused=(Refused(zero.StateError, "'last.weight'(?s:.*)\\(4, 33\\)"),))
+def other_shape(run: Run) -> None:
+    model = run.trained_model(Odd)
+    run.step(0)
+    model.last.weight.data = torch.ones(4, 33)
+    run.loss(1)
+
+
+UPDATED_IN_BACKWARD = {"stage": (1, 2, 3), "tier": ("cpu", "disk")}
+
+
+@program(only={**UPDATED_IN_BACKWARD, "stage": (1, 2)})
+def written_after_updates_in_backward(run: Run) -> None:
+    model = run.build(Odd)
+    model = run.shard(model, sgd(model), step_in_backward=True)
+    for step in range(3):
+        run.step(step)
+        edit(model, "copy_")
+    see_weights(run, model)
+
+
+@program(only=UPDATED_IN_BACKWARD, refused=(Refused(zero.StateError, "'last.weight'"),))
+def written_during_updates_in_backward(run: Run) -> None:
+    """Another thread updates the weight until the step has returned."""
+    model = run.build(Odd)
+    run.shard(model, sgd(model), step_in_backward=True)
+    run.step(0)
+    run.loss(1).backward()
+    with torch.no_grad():
+        if run.setting.tier == "disk":
+            model.last.weight.data = model.last.weight.data * 2
+        else:
+            model.last.weight.mul_(2)
+    run.optimizer.step()
+
+
+@program(only=FP32)
+def averaged_weights_for_a_checkpoint(run: Run) -> None:
+    """Averaged weights for an evaluation and a checkpoint, the former ones back for training, then the checkpoint."""
+    model = run.trained_model(Odd)
+    engine = run.engine_of(model)
+    run.step(0)
+    kept = [p.detach().clone() for p in model.parameters()]
+    edit(model, "copy_")
+    with torch.no_grad():
+        run.see(run.loss(1), "evaluation")
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    if engine is not None:
+        engine.save(run.folder / "averaged")
+    see_weights(run, model, "averaged weight")
+    for param, value in zip(model.parameters(), kept):
+        param.data.copy_(value)
+    run.step(2)
+    see_weights(run, model, "weight")
+    if engine is not None:
+        engine.load(run.folder / "averaged", load_optimizer=False)
+    else:
+        model.load_state_dict(saved)
+    see_weights(run, model, "loaded weight")
+    run.step(3)
+
+
+def set_full(run: Run, param: nn.Parameter, value: Tensor) -> None:
+    if run.is_plain:
+        param.data.copy_(value)
+    else:
+        zero.set_full_parameter(param, value)
+
+
+def set_local(run: Run, param: nn.Parameter, value: float) -> None:
+    """Each rank sets its own elements."""
+    if run.is_plain:
+        param.data.fill_(value)
+    else:
+        zero.set_local_parameter(param, zero.local_parameter(param) * 0 + value)
+        run.engine_of(run.model).refresh()
+
+
+def set_gathered(run: Run, param: nn.Parameter, value: Tensor) -> None:
+    with run.gathered([param], modifier_rank=0), torch.no_grad():
+        param.copy_(value)
+
+
+@program(reference="average")
+def one_write_after_another(run: Run) -> None:
+    """A write, and then other ways to write parameters of the same block."""
+    model = run.trained_model(Odd)
+    run.step(0)
+    model.first.weight.data = seeded(model.first.weight, 1)
+    set_full(run, model.first.bias, torch.full((33,), 0.25))
+    see_weights(run, model, "set whole:")
+    set_gathered(run, model.last.weight, torch.full((3, 33), 0.5))
+    see_weights(run, model, "set gathered:")
+    set_local(run, model.last.bias, 0.125)
+    see_weights(run, model, "set local:")
+    model.load_state_dict({name: seeded(p, 3) for name, p in Odd().state_dict().items()}, strict=True)
+    run.step(1)
+    see_weights(run, model, "loaded:")
