@@ -337,3 +337,48 @@ def stepped_by_hand(run: Run) -> None:
             for param in model.parameters():
                 param.add_(param.grad, alpha=-0.05)
         _clear_all(model)
+
+
+@program(reference="average")
+def some_cleared_between_backwards(run: Run) -> None:
+    """What a parameter had before is gone; what its neighbours had stays."""
+    model = run.trained_model(TwoSquares)
+    for t in range(3):
+        model(run.inputs(2 * t, 16, 16)).square().mean().backward()
+        for param in (model.a, model.c.bias)[: t + 1]:
+            param.grad = None
+        model(run.inputs(2 * t + 1, 16, 16)).square().mean().backward()
+        run.update()
+
+
+@program
+def clipped_by_value(run: Run) -> None:
+    """By the engine's own method: all parameters, then some, at both sides."""
+    model = run.trained_model(TwoSquares)
+    for t in range(3):
+        model(run.inputs(t, 16, 16)).square().mean().backward()
+        for bound, params in ((1e-2, [*model.parameters()]), (2e-3, [model.a, model.c.bias])):
+            if (engine := run.engine_of(model)) is None:
+                nn.utils.clip_grad_value_(params, bound)
+            else:
+                engine.clip_grad_value_(bound, None if len(params) > 2 else params)
+        see_gradients(run, model)
+        run.update()
+
+
+@program(reference="average")
+def hooks_scale_what_two_parameters_were_given(run: Run) -> None:
+    """Autograd passes one tensor to both, and it is the program's own."""
+    model = run.trained_model(TwoSquares)
+
+    def halve(param: nn.Parameter) -> None:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+    for param in (model.a, model.b):
+        param.register_post_accumulate_grad_hook(halve)
+    gradient = torch.ones(16, 16)
+    for t in range(3):
+        (model(run.inputs(t, 16, 16)) + model.a + model.b).backward(gradient)
+        run.see(gradient, "the program's tensor")
+        run.update()
