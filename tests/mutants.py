@@ -108,11 +108,11 @@ MUTANTS = (
         "                bucket.copy_(grad)\n            _fill(views, grads)",
     ),
     Mutant(
-        "a gradient that autograd passes on is not copied",
+        "what a later backward adds is doubled before it is reduced",
         "runtime/values/gradients.py",
         "self.local = incoming.clone() if before is None else before + incoming",
-        "self.local = incoming if before is None else before + incoming",
-        program("one_tensor_for_all"),
+        "self.local = 2 * incoming if before is None else before + incoming",
+        program("one_tensor_for_all or two_parameters"),
     ),
     Mutant(
         "cleared gradients of some parameters of a span stay",
@@ -203,6 +203,7 @@ MUTANTS = (
         "runtime/values/span_values.py",
         "start, numel, link = shard.start + at, values.numel(), self.storage.link",
         "start, numel, link = max(0, shard.start + at - 1), values.numel(), self.storage.link",
+        program("long_arrays"),
     ),
     Mutant(
         "slices of two ranks change places where they are collected",
