@@ -1,4 +1,4 @@
-"""`debug=True`: wrong numbers are named on every rank, and a run that is right stays the same to the bit."""
+"""`debug=True`: wrong numbers are named on every rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import Case, EachParameter, train_engine
-from tests.kit.offloading import same
 
 pytestmark = pytest.mark.gloo
 STAGES = (0, 1, 2, 3)
@@ -350,122 +347,26 @@ def test_options_are_compared_without_debug(two, stage):
     check(two.run(catch, ("lr",), zero.ZeroConfig(stage=stage), "no", 1))
 
 
-# Runs that are right ------------------------------------------------------------------------------------------------
-
-CASES = {
-    "clipped": Case(steps=4, accumulation=2, clip=0.05, groups=2),
-    "bf16, checkpointing": Case(steps=4, dtype="bf16", accumulation=2, checkpointing=True),
-    "overflowing": Case(steps=5, dtype="fp16", clip=1.0),
-    "frozen": Case(steps=4, model="bert", clip=1.0, reduce_dtype="bfloat16"),
-    "offloaded": Case(steps=4, dtype="bf16", accumulation=2, clip=0.05, offload_optimizer="mixed"),
-    "in backward": Case(steps=4, dtype="bf16", offload_optimizer="cpu", step_in_backward=True),
-}
-
-
-def both_ways(rank: int, world: int, case: Case) -> list[str]:
-    """What differs between a run with `debug` and one without."""
-    (plain, engine), (looked_at, other) = (train_engine(rank, world, replace(case, debug=on)) for on in (False, True))
-    engine.detach()
-    other.detach()
-    out = [name for name, value in plain.params.items() if not same(value, looked_at.params[name])]
-    for index, entries in plain.state.items():
-        out += [f"{key} of {index}" for key, value in entries.items() if not same(value, looked_at.state[index][key])]
-    figures = (plain.losses, plain.norms, plain.scale) == (looked_at.losses, looked_at.norms, looked_at.scale)
-    return out if figures else [*out, "losses"]
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_run_is_the_same_to_the_bit(two, stage, name):
-    case = CASES[name]
-    if stage == 0 and case.offload_optimizer != "none":
-        pytest.skip("stage 0 offloads nothing")
-    assert two.run(both_ways, replace(case, stage=stage)) == [[], []]
-
-
-class Experts(nn.Module):
-    """Ranks use other experts; batch norm, dropout, an adapter on a frozen base, blocks recomputed in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.BatchNorm1d(8)
-        self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.adapter = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False))
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(8, 5)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        self.seen += len(x)
-        x = self.norm(x)
-        x = self.base(x) + self.adapter(x)
-        x = checkpoint(self.experts[expert], self.drop(x), use_reentrant=False)
-        return self.head(torch.relu(x))
-
-
-class Signs(EachParameter):
-    """An element-wise optimizer that nobody knows."""
-
-    def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
-        mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.2)
-        p.sub_(mean.sign(), alpha=group["lr"])
-
-
-OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "SGD": (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True), ""),
-    "Adagrad": (lambda params: torch.optim.Adagrad(params, lr=0.1), ""),
-    "NAdam": (lambda params: torch.optim.NAdam(params, lr=torch.tensor(0.01)), ""),
-    "Signs": (lambda params: Signs(params), ""),
-    "Adafactor": (lambda params: torch.optim.Adafactor(params, lr=0.1), "steps over whole parameters"),
-}
-"""Name -> optimizer, and why its updates are not compared."""
-
-
-def mixed_run(rank: int, stage: int, kind: str, debug: bool) -> tuple[list[Tensor], str]:
-    """Values in the end, what was said. Units freeze and thaw, weights are written, a step is left out after a NaN."""
-    model = Experts()
-    torch.manual_seed(rank)
-    optimizer = OPTIMIZERS[kind][0]([p for p in model.parameters() if p.requires_grad])
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, debug=debug))
-        for step in range(6):
-            model.experts[0].requires_grad_(step not in (2, 3))
-            if step == 4:
-                values = torch.full((5,), 0.5)
-                model.head.bias.data = values.clone()
+def adafactor(rank: int, world: int) -> str:
+    """Its updates are not compared, as it steps over full matrices; standard error says so."""
+    model = Net()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=0, debug=True))
+        for step in range(4):
             x, labels = rows(step, 0, rank)
-            scale = float("nan") if step == 3 and rank == 1 else 1.0
-            loss = cross_entropy(model(x, rank if stage < 3 else 1), labels) * scale
-            loss.backward()
-            if engine.clip_grad_norm_(1.0).isfinite():
-                optimizer.step()
+            cross_entropy(model(x), labels).backward()
+            optimizer.step()
             optimizer.zero_grad()
-        values = [zero.full_parameter(param).cpu() for param in model.parameters()]
-        values += [buffer.clone() for buffer in model.buffers()]
         engine.detach()
-    return values, said.getvalue()
+    return written.getvalue()
 
 
-def mixed(rank: int, world: int, stage: int, kinds: tuple[str, ...]) -> dict[str, tuple[bool, str]]:
-    out = {}
-    for kind in kinds:
-        (plain, _), (looked_at, said) = (mixed_run(rank, stage, kind, debug) for debug in (False, True))
-        out[kind] = all(map(torch.equal, plain, looked_at)), said
-    return out
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_false_alarm(two, stage):
-    kinds = tuple(kind for kind, (_, why) in OPTIMIZERS.items() if stage == 0 or "whole" not in why)
-    answers = two.run(mixed, stage, kinds)
-    for kind in kinds:
-        why = OPTIMIZERS[kind][1]
-        assert all(answer[kind][0] for answer in answers), kind
-        assert answers[0][kind][1].count("not compared") == (why != ""), (kind, answers[0][kind][1])
-        assert why in answers[0][kind][1]
+def test_updates_that_are_not_compared(two):
+    text = two.run(adafactor)[0]
+    assert text.count("not compared") == 1
+    assert "steps over whole parameters" in text
 
 
 def test_one_process(pools):

@@ -1,0 +1,206 @@
+"""`GatheredParameters`, and whole or local values of parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.models import Odd, adamw
+from tests.oracle import Run, program
+from tests.programs.accessors import (
+    full_gradient,
+    full_optimizer_state,
+    full_parameter,
+    set_full_gradient,
+    set_full_optimizer_state,
+    set_full_parameter,
+)
+from tests.programs.usual import is_sharded, see_weights
+
+RANKS = {"ranks": (1, 2, 3)}
+
+
+def see_gathered(run: Run, model: nn.Module, what: str) -> None:
+    with run.gathered(model):
+        for name, param in model.named_parameters():
+            run.see(param, f"gathered {name} {what}")
+
+
+@program(reference="average", more=RANKS)
+def gathered_edits(run: Run) -> None:
+    """The edits of one rank count, in the next forward and step."""
+    model = run.trained_model(Odd)
+    run.step(0)
+    see_gathered(run, model, "after a step")
+    last = run.world - 1
+    params = [model.first.weight, *model.norm.parameters()]
+    with run.gathered(params, modifier_rank=last), torch.no_grad():
+        model.norm.bias.fill_(float(last if run.is_plain else run.rank))
+        if run.is_plain or run.rank == last:
+            model.first.weight[3:5] = 1.0
+            model.norm.weight.data = torch.full((33,), 0.5, dtype=model.norm.weight.dtype)
+    see_gathered(run, model, "after edits")
+    if run.setting.stage == 3 and is_sharded(run.setting) and not run.setting.kept:
+        assert {param.stride() for param in model.norm.parameters()} == {(0,)}, "parameters are not released"
+    for name, value in model.state_dict().items():
+        run.see(value if run.rank == 0 else None, f"state dict {name}")
+    with torch.no_grad():
+        run.see(run.loss(1), "evaluation")
+    run.step(2)
+
+
+def _edit(run: Run, params: Any, modifier: int | None, change: Callable[[], object]) -> None:
+    with run.gathered(params, modifier_rank=modifier), torch.no_grad():
+        change()
+
+
+def _refused_edits(run: Run, model: Any, name: str) -> None:
+    """They are undone."""
+    weight, last = model.first.weight, run.world - 1
+    both = [weight, model.norm.weight]
+
+    def add() -> None:
+        if run.rank == last:
+            weight.add_(1.0)
+
+    def replace() -> None:
+        weight.data = torch.zeros(2)
+
+    def fail() -> None:
+        weight.zero_()
+        raise ZeroDivisionError("of the loop")
+
+    run.refuses(zero.StateError, rf"{name}.* was edited .* on rank {last}", lambda: _edit(run, both, None, add))
+    run.refuses(zero.StateError, "edit values in place only", lambda: _edit(run, both, 0, replace))
+    run.refuses(ZeroDivisionError, "of the loop", lambda: _edit(run, both, 0, fail))
+    run.refuses(zero.ConfigError, "modifier_rank must be", lambda: _edit(run, both, run.world, lambda: None))
+    if not run.is_plain and run.rank != last:  # the edits of other ranks do not count
+        _edit(run, both, last, lambda: weight.zero_())
+    else:
+        _edit(run, both, last, lambda: None)
+    with run.gathered(model.parameters(), enabled=False):
+        run.see(full_parameter(run, weight), "weight after refused edits")
+    with run.gathered([weight], modifier_rank=0):
+        with run.gathered(model), torch.no_grad():
+            weight.fill_(0.25)
+            run.see(model.norm.weight, "other weight in nested contexts")
+        run.see(weight, "weight after the inner context")
+    run.see(full_parameter(run, weight), "weight edited in nested contexts")
+
+
+@program(reference="average", more=RANKS)
+def refused_edits(run: Run) -> None:
+    model = run.trained_model(Odd)
+    run.step(0)
+    _refused_edits(run, model, "'first.weight'")
+    with run.gathered([model.last.weight], modifier_rank=0), torch.no_grad():
+        model.last.weight.mul_(0.5)
+        run.see(run.loss(1), "evaluation inside")
+    with torch.no_grad():
+        run.see(run.loss(1), "evaluation after it")
+    run.refuses(zero.StateError, "belongs to no sharded model", lambda: zero.full_parameter(nn.Linear(2, 2).weight))
+    run.step(2)
+
+
+@program(reference="average", more=RANKS, only={"deferred": (True,)})
+def edits_before_sharding(run: Run) -> None:
+    """Of parameters created under `zero.Init`; other parameters are left alone."""
+    model = run.build(Odd)
+    _refused_edits(run, model, "shape")
+    layer = nn.Linear(2, 2)
+    with run.gathered(layer), torch.no_grad():
+        layer.weight.zero_()
+    _edit(run, model, 0, lambda: model.norm.bias.data.fill_(0.5))
+    run.see(full_parameter(run, model.norm.bias), "bias")
+    run.shard(model, adamw(model))
+    see_weights(run, model)
+    run.step(0)
+
+
+def _local(run: Run, of: str, param: nn.Parameter, change: Callable[[Tensor], Tensor], *name: str) -> None:
+    """Change this rank's part; in the reference, all of it."""
+    if not run.is_plain:
+        mine = getattr(zero, f"local_{of}")(param, *name)
+        getattr(zero, f"set_local_{of}")(param, *name, change(mine))
+    elif of == "optimizer_state":
+        state = run.optimizer.state[param]
+        state[name[0]] = change(state[name[0]])
+    elif of == "gradient":
+        param.grad = change(param.grad)
+    else:
+        param.data = change(param.data)
+
+
+@program(reference="average", more=RANKS)
+def accessors(run: Run) -> None:
+    """Whole and local values, read and written; the next step works on what was written."""
+    model = run.trained_model(Odd, adamw)
+    params, weight, bias = dict(model.named_parameters()), model.first.weight, model.first.bias
+    run.see(full_gradient(run, weight), "gradient before a backward")
+    run.forget_gradients()
+    run.see(full_optimizer_state(run, weight, "exp_avg"), "state before a step")
+    if not run.is_plain:
+        run.see((zero.local_gradient(weight), zero.local_optimizer_state(weight, "exp_avg")), "local values")
+    else:
+        run.see((None, None), "local values")
+    zeros = torch.zeros(33, 16)
+    run.refuses(zero.StateError, "run a step first", lambda: zero.set_full_optimizer_state(weight, "exp_avg", zeros))
+    with run.no_sync(model):
+        run.loss(0).backward()
+    for name, param in params.items():
+        run.see(full_gradient(run, param), f"gradient of {name}")
+    set_full_gradient(run, weight, torch.full((33, 16), 0.25))
+    _local(run, "gradient", weight, lambda mine: mine * 2)
+    run.optimizer.step()
+    for name, param in params.items():
+        run.see(full_parameter(run, param), name)
+        for key in ("exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq"):
+            run.see(full_optimizer_state(run, param, key), f"{key} of {name}")
+    run.refuses(zero.StateError, "one value for several", lambda: zero.set_full_optimizer_state(weight, "step", zeros))
+    run.refuses(zero.StateError, "expected shape", lambda: zero.set_full_parameter(weight, torch.zeros(3)))
+    run.refuses(zero.StateError, "this rank owns", lambda: zero.set_local_parameter(bias, torch.zeros(7)))
+    if run.world > 1:
+        other = torch.full((33, 16), float(run.rank))
+        run.refuses(
+            zero.RankMismatchError, "rank 1 passes another value", lambda: zero.set_full_parameter(weight, other)
+        )
+    value = full_parameter(run, weight) * 2
+    set_full_parameter(run, weight, value)
+    set_full_optimizer_state(run, weight, "exp_avg", value * 3)
+    _local(run, "optimizer_state", weight, lambda mine: mine * 4, "exp_avg_sq")
+    _local(run, "parameter", bias, lambda mine: mine + 1.0)
+    if not run.is_plain:
+        run.engine_of(model).refresh()
+    run.optimizer.zero_grad()
+    run.step(1)
+    see_weights(run, model)
+
+
+@program(reference="average", only={"ranks": (2, 3), "stage": (1, 2, 3), "replicas": (1,)})
+def local_parts(run: Run) -> None:
+    """Put together they are the whole."""
+    model = run.trained_model(Odd, adamw)
+
+    def see_parts(what: str, param: nn.Parameter, mine: Tensor | None) -> None:
+        parts: list[Any] = [None] * run.world
+        dist.all_gather_object(parts, mine)
+        if not run.is_plain:
+            run.see(torch.cat(parts).view(param.shape), what)
+
+    run.loss(0).backward()
+    for name, param in model.named_parameters():
+        if run.is_plain:
+            run.see(full_gradient(run, param), f"gradient of {name}")
+        see_parts(f"gradient of {name}", param, None if run.is_plain else zero.local_gradient(param))
+    run.optimizer.step()
+    for name, param in model.named_parameters():
+        if run.is_plain:
+            run.see(param, name)
+            run.see(run.optimizer.state[param]["exp_avg"], f"state of {name}")
+        see_parts(name, param, None if run.is_plain else zero.local_parameter(param))
+        see_parts(f"state of {name}", param, None if run.is_plain else zero.local_optimizer_state(param, "exp_avg"))
