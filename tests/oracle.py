@@ -374,7 +374,11 @@ def _gap(ours: Any, theirs: Any, scale: float, share: float) -> str:
 def _size(value: Any) -> float:
     if not isinstance(value, Tensor):
         return abs(value) if isinstance(value, float) else 0.0
-    finite = value[value.isfinite()].abs().double() if value.is_floating_point() or value.is_complex() else value[:0]
+    finite = (
+        value[value.isfinite()].abs().double()
+        if value.is_floating_point() or value.is_complex()
+        else value.flatten()[:0]
+    )
     return finite.max().item() if finite.numel() else 0.0
 
 
