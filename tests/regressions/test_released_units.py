@@ -180,3 +180,56 @@ def describes_nothing() -> nn.Module:
 
 def test_a_read_of_a_type_gathers_nothing(two: RankPool) -> None:
     assert two.run(measured, describes, 3, 1) == two.run(measured, describes_nothing, 3, 1)
+
+
+# Released parameters are truthful -------------------------------------------------------------------------------------
+
+
+def truthful(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(tied=True)
+    optimizer = sgd(model)
+    params = dict(model.named_parameters())
+    shapes = {name: (p.shape, p.numel(), p.dtype, p.device) for name, p in params.items()}
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+
+    def train(step: int) -> None:
+        batch = ids(rank, step)
+        token_loss(model(batch), batch).backward()
+
+    def are_released() -> bool:
+        return all(p.untyped_storage().nbytes() <= 4 * 64 for p in model.parameters())
+
+    for step in range(2):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {n: (p.shape, p.numel(), p.dtype, p.device) for n, p in model.named_parameters()} == shapes
+        assert all(params[name] is p for name, p in model.named_parameters())
+        assert are_released()
+    assert model.heads[0].weight is model.body.embed.weight
+    # Values are gathered when user code reads them, and what it writes counts.
+    block = model.body.blocks[1]
+    with torch.no_grad():
+        block.up.weight.fill_(0.5)
+        assert model.body.blocks[0].up.weight.isfinite().all()
+        assert (block.up.weight == 0.5).all()
+    train(2)
+    assert are_released()
+    with zero.GatheredParameters([block.up.weight]):
+        assert (block.up.weight == 0.5).all()
+    with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
+        model.half()
+    with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
+        block.double()
+    assert model.to("cpu") is model
+    assert block.to("cpu", torch.float32) is block
+    with pytest.raises(zero.StateError, match="would share its memory"):
+        nn.Parameter(model.heads[0].weight)
+    with pytest.raises(zero.ConfigError, match="sharded already"):
+        zero.shard(model)
+    optimizer.step()
+
+
+def test_released_parameters_are_truthful(two: RankPool) -> None:
+    two.run(truthful)
