@@ -109,3 +109,9 @@ def assigning(run: Run, t: int) -> Tensor:
 )
 def lookahead(run: Run, t: int) -> Tensor:
     return run.loss(t)
+
+
+@trained_on(optimizer=lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2), only={"replicas": (2,), **FP32})
+def whole_matrices_in_replicas_of_one_rank(run: Run, t: int) -> Tensor:
+    """Nothing is sharded: an optimizer that needs unsliced matrices runs at every stage."""
+    return run.loss(t)

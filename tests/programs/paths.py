@@ -20,6 +20,12 @@ from tests.programs.usual import FP32, trained_on
 
 KEPT_WHOLE = {"stage": (0, 1, 2)}
 """`only=KEPT_WHOLE`: ranks run different units in a forward, which stage 3 does not support (docs/LIMITS.md)."""
+OTHER_RANKS = {
+    "more": {"ranks": (1, 2, 3, 4)},
+    "accept": lambda s: s.ranks == 2
+    or (s.stage > 1 and s.replicas == 1 + (s.ranks == 4) and s.tier in ("none", "cpu/cpu")),
+}
+"""Also alone, with an odd number of ranks, and in two replicas whose ranks share what a stage shards."""
 PAST_LEARNING = 7
 """Steps of programs that must stay right after the engine has learned the order of their units."""
 
@@ -143,7 +149,7 @@ def auxiliary_losses(run: Run, step: int) -> Tensor:
     return loss + sum(block.seen.square().mean() for block in run.model.body.blocks)
 
 
-@trained_on(LanguageModel)
+@trained_on(LanguageModel, **OTHER_RANKS)
 def loss_depth_by_rank(run: Run, step: int) -> Tensor:
     """Ranks run the same forward and take the loss from different depths."""
     outputs: list[Tensor] = []
@@ -168,7 +174,7 @@ def another_head_on_each_rank(run: Run, step: int) -> Tensor:
     return token_loss(run.model(ids, head=(run.rank + step) % 2), ids)
 
 
-@trained_on(functools.partial(LanguageModel, heads=2), steps=PAST_LEARNING)
+@trained_on(functools.partial(LanguageModel, heads=2), steps=PAST_LEARNING, **OTHER_RANKS)
 def losses_on_other_heads(run: Run, step: int) -> Tensor:
     """All heads run on every rank. The one that a rank's loss leaves out shares its input with the one that it takes."""
     ids = run.ids(step)
@@ -410,6 +416,7 @@ for way in ("towers", "branches", "auxiliary", "cut", "again", "twice", "apart")
             functools.partial(Ways, frozen=frozen),
             functools.partial(_another_way_back, way=way),
             steps=PAST_LEARNING,
+            **(OTHER_RANKS if way in ("branches", "auxiliary", "twice") and not frozen else {}),
         )
 
 

@@ -18,6 +18,7 @@ from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import Meter, Tier
+from tests.kit import common
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
 from tests.kit.offloading import SMALL, equal, pairwise, same, unequal, values
@@ -179,6 +180,43 @@ def seeded(rank: int, world: int) -> None:
 
 def test_the_instruments_find_what_they_are_for(two):
     two.run(seeded)
+
+
+# Replicas, and weights that are gathered as codes -------------------------------------------------------------------------
+
+
+def replicated(rank: int, world: int, mode: Mode) -> list[str]:
+    watch = Watch(mode)
+    case = Case(stage=3, steps=3, replicas=2, accumulation=2)
+    ours, engine = train_engine(rank, world, case, roads=watch.roads, made=watch.watch)
+    wrong = watch.finish()
+    engine.detach()
+    off = common.differences(ours, common.train_reference(world, case))[0] if rank == 0 else 0.0
+    return [*wrong, f"off by {off}"] if off else wrong
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_replicas(pools, mode):
+    assert pools[4].run(replicated, mode) == [[]] * 4
+
+
+def coded(rank: int, world: int, mode: Mode, folder: str) -> list[str]:
+    wrong: list[str] = []
+    away = {"offload_optimizer": "cpu", "offload_params": "cpu"}
+    for case in (Case(stage=3, steps=2, wire="int8", **away), Case(stage=1, steps=2, wire="int8")):
+        watch = Watch(mode)
+        ours, engine = train_engine(rank, world, case, folder, roads=watch.roads, made=watch.watch)
+        wrong += watch.finish()
+        engine.detach()
+        theirs, engine = train_engine(rank, world, case, folder)
+        engine.detach()
+        wrong += [] if ours.losses == theirs.losses else ["other losses"]
+    return wrong
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_codes(two, tmp_path, mode):
+    assert two.run(coded, mode, str(tmp_path)) == [[]] * 2
 
 
 # Out of memory in the middle of a pass ----------------------------------------------------------------------------------

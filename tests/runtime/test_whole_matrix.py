@@ -17,8 +17,7 @@ import hf_zero as zero
 from hf_zero.runtime.optimizers.supported_optimizers import needs_wholes
 from tests.kit.common import EachParameter, twins
 from tests.kit.injection import calls
-from tests.runtime.test_models import Stack, sgd
-from tests.runtime.test_ownership import adamw, plainly, trained
+from tests.runtime.test_models import Stack, adamw, plainly, sgd, trained
 
 pytestmark = pytest.mark.gloo
 

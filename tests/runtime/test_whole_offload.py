@@ -10,8 +10,7 @@ import hf_zero as zero
 from hf_zero.runtime.usage import at_rest
 from hf_zero.tiers.tier import Tier
 from tests.kit.deferred_wire import Mode
-from tests.runtime.test_models import Stack, token_loss
-from tests.runtime.test_ownership import plainly, trained
+from tests.runtime.test_models import Stack, plainly, token_loss, trained
 from tests.runtime.test_whole_matrix import ALONE, Layerwise, Shampoo, equals_plain, pair, same
 from tests.runtime.test_whole_owners import around_the_step, debugged, deferred, life, scaled, written
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.kit.common import EachParameter
 from tests.kit.deferred_wire import Mode, Watch
-from tests.runtime.test_models import token_loss
-from tests.runtime.test_ownership import plainly, trained
+from tests.runtime.test_models import plainly, token_loss, trained
 from tests.runtime.test_whole_matrix import ALONE, Lars, Layerwise, Mixed, Shampoo, equals_plain, pair
 
 pytestmark = pytest.mark.gloo

@@ -1,4 +1,4 @@
-"""What a model with more blocks costs: lines of the engine that run, counted; they must not grow with the square of blocks."""
+"""Costs of a model with more blocks: counted lines of the engine must not grow with the square of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.compile` by hand, before and after sharding: block by block, equal to eager training, or eager and said so."""
+"""`torch.compile` before and after sharding: block by block, equal to eager training, or eager with a message."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from tests.kit.common import gpt2, loss_of, optimizer_for
+from tests.kit.pool import RankPool
+from tests.models import adamw, gpt2, ids
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    tokens = ids(rank, step)
+    return model(input_ids=tokens, labels=tokens).loss
 
 
 def losses(rank: int, stage: int, way: str) -> list[float]:
+    torch.manual_seed(0)
     model = gpt2()
-    optimizer = optimizer_for(model, 1)
+    optimizer = adamw(model)
     used: nn.Module = torch.compile(model, backend="aot_eager") if way == "wrapped" else model
     engine = zero.shard(used, optimizer, zero.ZeroConfig(stage=stage))
     if way == "method":
@@ -43,7 +50,7 @@ def compared(rank: int, world: int, stage: int) -> tuple[list[float], list[float
     early = gpt2()
     early.compile(backend="aot_eager")
     with contextlib.suppress(zero.ConfigError):
-        zero.shard(early, optimizer_for(early, 1), zero.ZeroConfig(stage=stage))
+        zero.shard(early, adamw(early), zero.ZeroConfig(stage=stage))
         refused -= 1
     torch._dynamo.reset()
     return plain, method, wrapped, graphs, refused
@@ -51,7 +58,7 @@ def compared(rank: int, world: int, stage: int) -> tuple[list[float], list[float
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [1, 3])
-def test_equals_eager_training(two, stage):
+def test_equals_eager_training(two: RankPool, stage: int) -> None:
     for plain, method, wrapped, graphs, refused in two.run(compared, stage):
         assert method == pytest.approx(plain, rel=1e-6)
         assert wrapped == pytest.approx(plain, rel=1e-6)
@@ -63,13 +70,14 @@ class Refused(Exception):
     """Of a backend."""
 
 
-def test_a_block_that_cannot_be_compiled_runs_as_it_is():
+def test_a_block_that_cannot_be_compiled_runs_as_it_is() -> None:
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
         raise Refused("no such device")
 
+    torch.manual_seed(0)
     model = gpt2()
     expected = losses(0, 2, "plain")
-    optimizer = optimizer_for(model, 1)
+    optimizer = adamw(model)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

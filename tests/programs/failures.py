@@ -1,0 +1,202 @@
+"""Steps that fail and are caught: such a step has not been, or was made as a whole; later steps are right."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import LanguageModel, sgd, token_loss
+from tests.oracle import Run, program
+
+
+class Failed(Exception):
+    """What hooks and closures raise here."""
+
+
+class Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Failed
+
+
+def throw(*_: Any) -> Any:
+    raise Failed
+
+
+def throw_out_of_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("none is left")
+
+
+def layer(run: Run, block: int) -> nn.Module:
+    return run.model.body.blocks[block].down
+
+
+def micro(run: Run, step: int) -> None:
+    tokens = run.ids(step)
+    token_loss(run.model(tokens), tokens).backward()
+
+
+def step_in_two(run: Run, step: int) -> None:
+    with run.no_sync(run.model):
+        micro(run, 2 * step)
+    micro(run, 2 * step + 1)
+    run.update()
+
+
+def in_forward(run: Run) -> None:
+    with layer(run, 1).register_forward_pre_hook(throw):
+        step_in_two(run, 99)
+
+
+def out_of_memory(run: Run) -> None:
+    with layer(run, 1).register_forward_pre_hook(throw_out_of_memory):
+        step_in_two(run, 99)
+
+
+def in_second_forward(run: Run) -> None:
+    with run.no_sync(run.model):
+        micro(run, 98)
+    with layer(run, 2).register_forward_pre_hook(throw):
+        micro(run, 99)
+
+
+def in_backward(run: Run) -> None:
+    with layer(run, 1).register_forward_hook(lambda module, args, out: Bomb.apply(out)):
+        micro(run, 99)
+
+
+def in_second_backward(run: Run) -> None:
+    micro(run, 98)
+    with layer(run, 0).register_forward_hook(lambda module, args, out: Bomb.apply(out)):
+        micro(run, 99)
+
+
+def in_a_gradient_hook(run: Run) -> None:
+    """After gradients of some units were sent."""
+    with layer(run, 0).weight.register_hook(throw):
+        step_in_two(run, 99)
+
+
+def between_backward_and_step(run: Run) -> None:
+    micro(run, 99)
+    raise Failed
+
+
+def in_a_pre_hook(run: Run) -> None:
+    with run.optimizer.register_step_pre_hook(throw):
+        step_in_two(run, 99)
+
+
+def in_the_closure(run: Run) -> None:
+    run.optimizer.step(throw)
+
+
+def in_the_closures_backward(run: Run) -> None:
+    def closure() -> None:
+        run.optimizer.zero_grad()
+        in_backward(run)
+
+    run.optimizer.step(closure)
+
+
+def in_an_early_post_hook(run: Run) -> None:
+    """The step is made; the hook is one from before the model was sharded."""
+    run.kept = throw
+    try:
+        step_in_two(run, 99)
+    finally:
+        run.kept = None
+
+
+def in_a_late_post_hook(run: Run) -> None:
+    """The step is made."""
+    with run.optimizer.register_step_post_hook(throw):
+        step_in_two(run, 99)
+
+
+@contextlib.contextmanager
+def caught(*errors: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except errors:
+        return
+    raise AssertionError("nothing was raised")
+
+
+def _fails(run: Run, *ways: Callable[[Run], None]) -> None:
+    model = run.build(LanguageModel)
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(lambda *_: run.kept and run.kept())
+    run.shard(model, optimizer)
+    step_in_two(run, 0)
+    for step, fail in enumerate(ways, 1):
+        with caught(Failed, torch.OutOfMemoryError):
+            fail(run)
+        run.optimizer.zero_grad()
+        run.forget_gradients()
+        step_in_two(run, step)
+        with torch.no_grad():
+            run.see(model(run.ids(step)).norm(), f"output after {fail.__name__}")
+
+
+@program(reference="average")
+def passes_fail(run: Run) -> None:
+    _fails(
+        run, in_forward, out_of_memory, in_second_forward, in_backward, in_second_backward, in_a_gradient_hook,
+        between_backward_and_step,
+    )  # fmt: skip
+
+
+@program(reference="average")
+def steps_fail(run: Run) -> None:
+    _fails(
+        run, in_a_pre_hook, in_the_closure, in_the_closures_backward, in_an_early_post_hook, in_a_late_post_hook
+    )  # fmt: skip
+
+
+@program(reference="average")
+def tried_again(run: Run) -> None:
+    """Without `zero_grad`: gradients of earlier micro-batches stay where a forward or a step raised."""
+    model = run.trained_model(LanguageModel)
+    for step in range(3):
+        with run.no_sync(model):
+            micro(run, 2 * step)
+        with caught(Failed), layer(run, 1).register_forward_pre_hook(throw):
+            micro(run, 2 * step + 1)
+        micro(run, 2 * step + 1)
+        with caught(Failed), run.optimizer.register_step_pre_hook(throw):
+            run.optimizer.step()
+        run.clip_grad_norm_(model, float("inf"))
+        run.update()
+
+
+class Breaks(torch.optim.AdamW):
+    """Raises once where its step begins."""
+
+    is_broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_broken:
+            self.is_broken = False
+            raise Failed
+        return super().step(closure)
+
+
+@program(reference="average")
+def tried_again_after_the_optimizer_raised(run: Run) -> None:
+    run.trained_model(LanguageModel, lambda model: Breaks(model.parameters(), lr=1e-2, eps=1e-3))
+    for step in range(4):
+        micro(run, step)
+        if step == 2:
+            run.optimizer.is_broken = True
+            with caught(Failed):
+                run.optimizer.step()
+        run.update()

@@ -1,0 +1,455 @@
+"""`zero.Init`: models are created with the plain constructor's values, in slices, and become ordinary sharded models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.kit.families import SMALL, bert, llama, qwen3_moe, resnet, t5, vit
+from tests.kit.pool import RankPool
+from tests.models import VOCAB, adamw, ids
+from tests.models import gpt2 as unseeded_gpt2
+
+pytestmark = pytest.mark.gloo
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return unseeded_gpt2()
+
+
+def is_deferred(param: Tensor) -> bool:
+    return "born sharded" in repr(param)
+
+
+def tied_bf16() -> nn.Module:
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+class Odd(nn.Module):
+    """Its constructor copies, casts, reads children's values, writes through `.data`, keeps views, replaces parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.empty(5, 7).t())  # not row-major: random numbers fall in memory order
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.index = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("table", torch.randn(3))
+        self.first = nn.Linear(7, 7)
+        self.recurrent = nn.LSTM(7, 6)
+        self.attention = nn.MultiheadAttention(8, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)  # deep copies of a layer
+        self.embed = nn.Embedding(10, 6, padding_idx=0)
+        nn.init.normal_(self.turned)
+        with torch.no_grad():
+            self.first.weight.data.mul_(self.embed.weight.mean())
+            view = self.first.bias[1:3]
+            nn.init.orthogonal_(self.attention.in_proj_weight)
+            nn.init.sparse_(self.first.weight, 0.5)
+            view.fill_(3.0)  # through a view that outlived the access
+        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.same_values = nn.Parameter(self.first.weight)
+        self.from_values = nn.Parameter(self.first.weight * 2)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.first.weight = nn.Parameter(torch.ones(3, 7))
+        self.half()
+        self.first.to(torch.float64)
+        with contextlib.suppress(TypeError):
+            self.first.bias.normal_("no number")
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2, "llama": llama, "tied_bf16": tied_bf16, "bert": bert, "t5": t5, "qwen3_moe": qwen3_moe, "vit": vit,
+    "resnet": resnet, "odd": Odd,
+}  # fmt: skip
+
+
+def whole(param: nn.Parameter) -> Tensor:
+    return zero.full_parameter(param)
+
+
+def build(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, zero.Init]:
+    torch.manual_seed(7)
+    with zero.Init(**options) as init:
+        model = make()
+    return model, init
+
+
+def exact(rank: int, world: int, name: str) -> None:
+    torch.manual_seed(7)
+    plain = MODELS[name]()
+    state = torch.get_rng_state()
+    model, init = build(MODELS[name])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(model) is type(plain)
+    ours = list(model.named_parameters(remove_duplicate=False))
+    theirs = list(plain.named_parameters(remove_duplicate=False))
+    assert [n for n, _ in ours] == [n for n, _ in theirs]
+    firsts = {id(q): p for (_, p), (_, q) in reversed(list(zip(ours, theirs)))}
+    for (key, p), (_, q) in zip(ours, theirs):
+        assert (p.shape, p.dtype, p.device, p.requires_grad) == (q.shape, q.dtype, q.device, q.requires_grad), key
+        assert firsts[id(q)] is p, f"{key} is not tied as in the plain model"
+        assert is_deferred(p), key
+        assert zero.local_parameter(p).numel() <= -(-p.numel() // world), key
+        assert p.untyped_storage().nbytes() == p.element_size(), key  # a placeholder
+        assert torch.equal(whole(p), q), key
+    for (key, b), (other, c) in zip(model.named_buffers(), plain.named_buffers()):
+        assert key == other
+        assert torch.equal(b, c), key
+    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in plain.modules())
+    assert init.peak_numel <= largest
+    ours_state, plain_state = model.state_dict(), plain.state_dict()
+    assert list(ours_state) == list(plain_state)
+    for key, value in plain_state.items():
+        mine = ours_state[key]
+        if rank == 0 or key in dict(plain.named_buffers()):
+            assert torch.equal(mine, value), key
+        else:
+            assert (mine.is_meta, mine.shape, mine.dtype) == (True, value.shape, value.dtype), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_created_with_the_plain_values(pools: dict[int, RankPool], name: str) -> None:
+    for world in (1, 2) if name not in ("gpt2", "odd") else (1, 2, 3):
+        pools[world].run(exact, name)
+
+
+def trains(rank: int, world: int, stage: int) -> None:
+    """A deferred model trains as the plain one, to the bit."""
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(7)
+        with zero.Init(enabled=inside):
+            model = llama()
+        assert is_deferred(next(model.parameters())) is inside
+        params = [weakref.ref(p) for p in model.parameters()]
+        optimizer = adamw(model)
+        model.to("cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
+        assert stage == 3 or all("__deepcopy__" not in p.__dict__ for p in model.parameters())
+        assert [weakref.ref(p) for p in model.parameters()] == params
+        losses = []
+        for step in range(3):
+            tokens = ids(rank, step)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, {k: v.clone() for k, v in model.state_dict().items()}, engine.traffic["gather"].bytes))
+    (losses, state, _), (deferred_losses, deferred_state, _) = results
+    assert losses == deferred_losses
+    assert rank != 0 or all(torch.equal(state[key], deferred_state[key]) for key in state)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3), (3, 3)])
+def test_trains_like_the_plain_model(pools: dict[int, RankPool], world: int, stage: int) -> None:
+    pools[world].run(trains, stage)
+
+
+def guarded(rank: int, world: int) -> None:
+    model, _ = build(gpt2)
+    tokens = ids(rank, 0)
+    with pytest.raises(zero.StateError, match=r"was born sharded.*accelerator\.prepare"):
+        model(input_ids=tokens)
+    with pytest.raises(zero.StateError, match="cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(zero.StateError, match="cannot be pickled"):
+        pickle.dumps(model)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        model.transformer.wte.weight.normal_()
+    # Casts and moves work on slices.
+    before = whole(model.lm_head.weight)
+    model.to("cpu").bfloat16()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(whole(model.lm_head.weight), before.bfloat16())
+    assert all(zero.local_parameter(p).numel() <= -(-p.numel() // world) for p in model.parameters())
+    # load_state_dict takes what state_dict gave (values on rank 0), or values on every rank.
+    other = gpt2().bfloat16()
+    torch.nn.init.normal_(other.lm_head.weight)
+    values = other.state_dict() if rank == 0 else {k: v.to("meta") for k, v in other.state_dict().items()}
+    for state in (values, other.state_dict()):
+        model.load_state_dict(build(gpt2)[0].state_dict())
+        model.load_state_dict(state)
+        for p, q in zip(model.parameters(), other.parameters()):
+            assert torch.equal(whole(p), q)
+    with pytest.raises(zero.StateError, match="without assign"):
+        model.load_state_dict(other.state_dict(), assign=True)
+    missing = model.load_state_dict({"lm_head.weight": other.lm_head.weight}, strict=False).missing_keys
+    assert "transformer.ln_f.weight" in missing
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"lm_head.weight": torch.zeros(3, 3)}, strict=False)
+    with torch.no_grad(), pytest.raises(zero.StateError, match=r"zero_\(\) of a parameter of shape"):
+        model.transformer.ln_f.weight.zero_()
+    # A write that torch functions do not see is found before anything is built on it, on every rank.
+    if rank == 0:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            model.transformer.ln_f.weight.zero_()
+    with pytest.raises(
+        (zero.StateError, zero.RankMismatchError), match=r"ln_f\.weight.*written to while it was released"
+    ):
+        zero.shard(model)
+    assert is_deferred(model.lm_head.weight)
+    # Sharding inside is as sharding outside.
+    with zero.Init():
+        inside = gpt2().bfloat16()
+        zero.shard(inside, None, zero.ZeroConfig(stage=2))
+        loss = inside(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(inside(input_ids=tokens, labels=tokens).loss, loss)
+    with pytest.raises(zero.ConfigError, match="resize before"):
+        inside.resize_token_embeddings(VOCAB)
+
+
+def test_until_it_is_sharded(two: RankPool) -> None:
+    two.run(guarded)
+
+
+def in_parts(rank: int, world: int) -> None:
+    """Two engines inside one deferred module: its state dict is theirs."""
+    model, _ = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    expected = [whole(p) for p in model.parameters()]
+    zero.shard(model[0], None, zero.ZeroConfig(stage=3))
+    state = model.state_dict()  # of one that is sharded and one that is not
+    assert rank != 0 or all(torch.equal(value, q) for value, q in zip(state.values(), expected))
+    zero.shard(model[1], None, zero.ZeroConfig(stage=3))
+    for p in model.parameters():
+        zero.set_full_parameter(p, torch.zeros(p.shape))
+    model.load_state_dict(state)
+    assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), expected))
+
+
+def test_sharded_in_parts(two: RankPool) -> None:
+    two.run(in_parts)
+
+
+def fast(rank: int, world: int) -> None:
+    torch.manual_seed(7)
+    with zero.Init(init="fast") as init:
+        model = llama(tie_word_embeddings=True)
+        wide = nn.Linear(64, 64)
+        nn.init.uniform_(wide.bias, 2, 3)
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    torch.randint(0, 2**62, ())  # the ranks' seeds come of it; nothing else has drawn from the common numbers
+    assert torch.equal(torch.get_rng_state(), state)
+    assert init.peak_numel <= 64 * 65 < sum(p.numel() for p in model.parameters())
+    assert init.wire.traffic["gather"].calls <= 1  # the padding row of the embedding
+    values = {key: whole(p) for key, p in model.named_parameters()}
+    assert torch.equal(values["model.norm.weight"], torch.ones(32))
+    matrix = values["model.layers.0.mlp.up_proj.weight"]
+    assert 0.017 < matrix.std().item() < 0.023
+    assert abs(matrix.mean().item()) < 0.002
+    halves = matrix.flatten().chunk(world)
+    assert all(not torch.equal(halves[0], other) for other in halves[1:])  # no rank repeats another's numbers
+    with zero.Init(init="fast"):
+        nn.init.trunc_normal_(wide.weight, std=0.5, a=-0.25, b=0.25)
+    trunc, bias = whole(wide.weight), whole(wide.bias)
+    assert trunc.abs().max() <= 0.25
+    assert 0.1 < trunc.std() < 0.2
+    assert bias.min() >= 2
+    assert bias.max() <= 3
+    zero.shard(model, None, zero.ZeroConfig(stage=3))
+    assert torch.isfinite(model(input_ids=ids(0, 0), labels=ids(0, 0)).loss)
+    with pytest.raises(zero.ConfigError, match="'exact' or 'fast'"):
+        zero.Init(init="slow")
+
+
+def test_fast_init_draws_only_own_slices(two: RankPool) -> None:
+    two.run(fast)
+
+
+def seeds(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    with zero.Init():
+        layer = nn.Linear(5, 3)
+    assert torch.equal(torch.get_rng_state(), before), "dropout must go on differing between the ranks"
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 3)
+    assert torch.equal(whole(layer.weight), plain.weight)
+    assert torch.equal(whole(layer.bias), plain.bias)
+
+
+def test_different_seeds_become_rank_0s(two: RankPool) -> None:
+    two.run(seeds)
+
+
+def contexts(rank: int, world: int) -> None:
+    """Nested, repeated and failed contexts leave nothing behind."""
+    hooks = nn.modules.module._global_parameter_registration_hooks, nn.modules.module._global_module_registration_hooks
+    with zero.Init() as outer:
+        with zero.Init(init="fast") as inner, zero.Init(enabled=False):
+            assert inner is outer
+            one = nn.Linear(4, 4)
+        two = nn.Sequential(nn.Linear(4, 4), one)
+    assert not any(hooks)
+    assert all(is_deferred(p) for p in two.parameters())
+    assert not is_deferred(nn.Linear(2, 2).weight)
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ready = nn.Linear(4, 4)
+            raise ValueError("halfway")
+
+    made: list[nn.Linear] = []
+
+    def fail() -> None:
+        with zero.Init():
+            made.append(nn.Linear(4, 4))
+            nn.init.constant_(made[0].weight, 5.0)
+            Fails()
+
+    with pytest.raises(ValueError, match="halfway"):
+        fail()
+    assert not any(hooks)
+    assert torch.equal(whole(made[0].weight), torch.full((4, 4), 5.0))
+    # Entering again: deferred models can be read, written, copied and run inside.
+    with zero.Init():
+        output = two(torch.ones(2, 4))
+        two[0].weight.data.fill_(1.0)
+        twin = copy.deepcopy(two)
+        reading = one.weight.sum().item()
+        assert "born sharded" in repr(twin[0].weight)
+    assert output.shape == (2, 4)
+    assert not output.isnan().any()
+    assert reading == pytest.approx(whole(one.weight).sum().item())
+    assert torch.equal(whole(twin[0].weight), torch.ones(4, 4))
+    assert torch.equal(whole(twin[1].bias), whole(one.bias))
+    zero.shard(twin)
+    zero.shard(two)
+    assert torch.equal(two(torch.ones(2, 4)), twin(torch.ones(2, 4)))
+    with zero.Init():
+        dropped = nn.Linear(4, 4)
+    gone = weakref.ref(dropped.weight)
+    del dropped
+    gc.collect()
+    assert gone() is None
+
+
+def test_contexts_leave_nothing_behind(two: RankPool) -> None:
+    two.run(contexts)
+
+
+def test_contexts_alone() -> None:
+    contexts(0, 1)
+
+
+class HalfMade(nn.Module):
+    """Its `__getattr__` cannot answer before it is complete, as that of PEFT's wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.kind = "inner"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = self.__dict__["_modules"][self.__dict__["kind"]]
+            if name in found:
+                return found[name]
+            raise
+
+
+def half_made(rank: int, world: int) -> None:
+    torch.manual_seed(7)
+    plain = nn.Sequential(HalfMade(), HalfMade())
+    model, _ = build(lambda: nn.Sequential(HalfMade(), HalfMade()))
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(whole(p), q)
+    zero.shard(model)
+    assert not is_deferred(nn.Linear(2, 2).weight)
+
+
+def test_own_elements_of_an_open_parameter_that_is_not_row_major() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 7).t())
+
+    with zero.Init():
+        model = Turned()
+        zero.set_local_parameter(model.weight, torch.arange(35.0))
+        assert torch.equal(zero.local_parameter(model.weight), torch.arange(35.0))
+    assert torch.equal(zero.full_parameter(model.weight), torch.arange(35.0).view(7, 5))
+
+
+def test_modules_are_not_asked_while_they_are_made(two: RankPool) -> None:
+    two.run(half_made)
+
+
+def resident(rank: int, world: int) -> None:
+    """What whole parameters took between slices that stay goes back to the system."""
+
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with zero.Init():  # whatever is loaded and made with the first one
+        nn.init.orthogonal_(nn.Linear(8, 8).weight)
+    before = resident_bytes()
+    with zero.Init():
+        model = nn.Sequential(*(nn.Linear(768, width, bias=False) for width in (768, 768, 2048) * 10))
+        for layer in model:
+            nn.init.normal_(layer.weight)
+    model_bytes = sum(p.nbytes for p in model.parameters())
+    assert resident_bytes() - before < model_bytes / world + (8 << 20)
+
+
+def test_memory_afterwards_is_that_of_the_slices(pools: dict[int, RankPool]) -> None:
+    pools[3].run(resident)
+
+
+def resize(rank: int, world: int) -> None:
+    plain, (inside, _), (outside, _) = None, build(gpt2), build(gpt2)
+    torch.manual_seed(7)
+    plain = gpt2()
+    for model in (plain, outside):
+        torch.manual_seed(3)
+        model.resize_token_embeddings(VOCAB + 7)
+    torch.manual_seed(3)
+    with zero.Init():
+        inside.resize_token_embeddings(VOCAB + 7)
+    for model in (inside, outside):
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert model.config.vocab_size == VOCAB + 7
+        assert model.transformer.wte.num_embeddings == VOCAB + 7
+        for p, q in zip(model.parameters(), plain.parameters()):
+            assert is_deferred(p)
+            assert torch.equal(whole(p), q)
+    engine = zero.shard(outside, None, zero.ZeroConfig(stage=3))
+    assert torch.isfinite(outside(input_ids=ids(0, 0), labels=ids(0, 0)).loss)
+    with pytest.raises(zero.ConfigError, match="resize before the model is"):
+        outside.resize_token_embeddings(VOCAB)
+    engine.detach()
+    outside.resize_token_embeddings(VOCAB)
+    assert outside.lm_head.weight.shape[0] == VOCAB
+
+
+def test_resize_token_embeddings(two: RankPool) -> None:
+    two.run(resize)

@@ -1,0 +1,397 @@
+"""A parameter has one engine and memory of its own; ranks bind the same optimizer; detach gives everything back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.kit.pool import RankPool
+from tests.models import VOCAB, WIDTH, adamw, sgd
+from tests.programs.architectures import HollowStack, Stack, on_tokens
+
+pytestmark = pytest.mark.gloo
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *steps: int) -> None:
+    for step in steps:
+        on_tokens(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd_of(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer, world: int, *steps: int) -> None:
+    """The same steps of a plain model on all ranks' batches."""
+    for step in steps:
+        sums: dict[Tensor, Tensor] = {}
+        for rank in range(world):
+            on_tokens(model, rank, step).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    sums[p] = p.grad if p not in sums else sums[p] + p.grad
+                    p.grad = None
+        for p, total in sums.items():
+            p.grad = total * (1.0 / world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# One engine per parameter --------------------------------------------------------------------------------------------
+
+
+def parts(rank: int, world: int, stage: int) -> None:
+    config = zero.ZeroConfig(stage=stage)
+    model = Stack()
+    opt = sgd(model)
+    engine = zero.shard(model, opt, config)
+    for part in (model.blocks[1], model.blocks, model.head):
+        with pytest.raises(zero.ConfigError, match=r"parameter '.*weight' belongs to a sharded Stack already"):
+            zero.shard(part, None, config)
+    with pytest.raises(zero.ConfigError, match="sharded already"):
+        zero.shard(model, None, config)
+    with pytest.raises(zero.ConfigError, match="sharded already"):
+        zero.shard(nn.ModuleDict({"policy": model, "value": nn.Linear(WIDTH, 1)}), None, config)
+    value = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 1))
+    value[0].weight = model.embed.weight
+    with pytest.raises(zero.ConfigError, match=r"'0\.weight' belongs"):
+        zero.shard(value, None, config)
+    train(model, opt, rank, 0)  # nothing has left a trace
+    assert not any(value.isnan().any() for value in model.state_dict().values() if not value.is_meta)
+    engine.detach()
+    zero.shard(model.blocks, None, config)  # free again
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_of_a_sharded_model_is_refused(two: RankPool, stage: int) -> None:
+    two.run(parts, stage)
+
+
+def one_sided(rank: int, world: int) -> None:
+    """What one rank refuses all ranks refuse."""
+    model, other = Stack(), Stack()
+    if rank:
+        other.head.weight.data = other.embed.weight.data
+    with pytest.raises(zero.LayoutError if rank else zero.RankMismatchError, match="'head.weight'"):
+        zero.shard(other, None, zero.ZeroConfig(stage=2))
+    zero.shard(model, None, zero.ZeroConfig(stage=2))
+
+
+def test_one_ranks_refusal_is_everyones(two: RankPool) -> None:
+    two.run(one_sided)
+
+
+def aliases(rank: int, world: int, stage: int) -> None:
+    config = zero.ZeroConfig(stage=stage)
+    model = Stack()
+    model.head.weight.data = model.embed.weight.data
+    with pytest.raises(
+        zero.LayoutError, match=r"'head\.weight' shares memory with 'embed\.weight'|'embed\.weight' shares"
+    ):
+        zero.shard(model, None, config)
+    model.head.weight.data = model.head.weight.data.clone()
+    model.blocks[0].up.bias.data = model.blocks[0].up.weight.data[3:5].view(-1)  # a part of it
+    with pytest.raises(zero.LayoutError, match=r"'blocks\.0\.up\.(bias|weight)' shares"):
+        zero.shard(model, None, config)
+    # Memory in common, but not an element: rows, and columns, of one matrix (as cuDNN lays out an RNN's weights).
+    model = Stack()
+    flat = torch.randn(2, VOCAB, WIDTH)
+    model.embed.weight.data, model.head.weight.data = flat[0], flat[1]
+    both = torch.randn(2 * WIDTH, 2 * WIDTH)
+    model.blocks[0].up.weight.data, model.blocks[1].up.weight.data = both[:, :WIDTH], both[:, WIDTH:]
+    zero.shard(model, None, config)
+    # And with another engine's, gathered or released.
+    other = Stack()
+    with zero.GatheredParameters(model):
+        other.head.weight.data = model.head.weight.data
+    if stage == 1:
+        other.head.weight.data = model.head.weight.data
+        with pytest.raises(
+            zero.LayoutError, match=r"'head\.weight' shares memory with 'a parameter of the sharded Stack'"
+        ):
+            zero.shard(other, None, config)
+    else:
+        other.head.weight.data = model.head.weight.data  # gathered for it
+        with pytest.raises(zero.LayoutError, match=r"'head\.weight' shares memory with"):
+            zero.shard(other, None, config)
+        other.head.weight.data = torch.zeros(VOCAB, WIDTH)
+        kept: list[Tensor] = []
+        hook = model.head.register_forward_hook(lambda module, *_: kept.append(module.weight.data))
+        with torch.no_grad():
+            on_tokens(model, rank, 0)
+        hook.remove()
+        other.head.weight.data = kept[0]  # the memory is the view's own since the unit was released
+        assert torch.equal(kept[0], zero.full_parameter(model.head.weight))
+        zero.shard(other, None, config)
+        return
+    other.head.weight.data = torch.zeros(VOCAB, WIDTH)
+    zero.shard(other, None, config)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shared_memory_is_refused(two: RankPool, stage: int) -> None:
+    two.run(aliases, stage)
+
+
+def permuted_rows(rank: int, world: int) -> None:
+    """Edits that no plain sum shows, also far behind in a large matrix."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(300, 1024), nn.Linear(1024, 4))
+    zero.shard(model, None, zero.ZeroConfig(stage=3))
+    weight = model[0].weight
+    for edit in (
+        lambda x: x.flip(0),
+        lambda x: x.flip(1),
+        lambda x: x.roll(1, 0),
+        lambda x: x[[*range(280), 290, *range(281, 290), 280, *range(291, 300)]],
+        lambda x: torch.cat([x[:, :1000], x[:, 1000:1003].roll(1, 1), x[:, 1003:]], 1),
+    ):
+        expected = edit(zero.full_parameter(weight).clone())
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            if rank == 0:
+                weight.copy_(edit(weight.clone()))
+        assert torch.equal(zero.full_parameter(weight), expected)
+
+
+def test_permuted_rows_are_kept(two: RankPool) -> None:
+    two.run(permuted_rows)
+
+
+# Binding -------------------------------------------------------------------------------------------------------------
+
+
+def bound_otherwise(rank: int, world: int) -> None:
+    model = Stack()
+    params = list(model.parameters())
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=2))
+    with pytest.raises(zero.RankMismatchError, match="optimizer group 0"):
+        engine.bind(sgd_of(params[::-1] if rank else params))
+    with pytest.raises(zero.RankMismatchError, match="group"):
+        engine.bind(sgd_of([{"params": params[:3]}, {"params": params[3:]}] if rank else params))
+    warm = torch.optim.AdamW(params)
+    if rank:
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        with torch.no_grad():
+            for p in params:
+                warm.state[p] = {"step": torch.tensor(1.0), "exp_avg": p * 0, "exp_avg_sq": p * 0}
+                p.grad = None
+    with pytest.raises(zero.RankMismatchError, match="has state"):
+        engine.bind(warm)
+    opt = sgd_of(params)
+    engine.bind(opt)
+    train(model, opt, rank, 0)
+
+
+def test_bind_compares_ranks(two: RankPool) -> None:
+    two.run(bound_otherwise)
+
+
+def unbound(rank: int, world: int) -> None:
+    def warned(caught: list[warnings.WarningMessage]) -> int:
+        return sum("without an optimizer" in str(w.message) for w in caught)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Stack()
+        zero.shard(model, None, zero.ZeroConfig(stage=2))
+        lost = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+        for step in range(4):
+            with torch.no_grad():
+                on_tokens(model, rank, step)  # an evaluation does not count
+            train(model, lost, rank, step)
+            assert warned(caught) == (0 if step == 0 else 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Stack()
+        engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
+        for step in range(3):
+            with torch.no_grad():
+                on_tokens(model, rank, step)
+        opt = sgd(model)
+        engine.bind(opt)
+        train(model, opt, rank, 0, 1, 2)
+        assert warned(caught) == 0
+
+
+def test_training_without_an_optimizer_warns_once(two: RankPool) -> None:
+    two.run(unbound)
+
+
+# Optimizer state that is loaded, and given back -----------------------------------------------------------------------
+
+
+def mixtures(rank: int, world: int, stage: int) -> None:
+    """States that are on the meta device in part, or differ between ranks, are refused on every rank."""
+    torch.manual_seed(0)
+    model, plain = Stack(), Stack()
+    opt, reference = adamw(model), adamw(plain)
+    zero.shard(model, opt, zero.ZeroConfig(stage=stage))
+    train(model, opt, rank, 0, 1)
+    train(plain, reference, 0, 0, 1)
+    full = reference.state_dict()
+
+    def as_meta(values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "state": {i: {k: v.to("meta") for k, v in e.items()} for i, e in values["state"].items()}}
+
+    with pytest.raises(zero.RankMismatchError, match="rank 0's tensors are on the meta device"):
+        opt.load_state_dict(as_meta(full) if rank == 0 else full)
+    if world > 2:
+        with pytest.raises(zero.RankMismatchError, match=r"ranks \[1\] pass meta"):
+            opt.load_state_dict(as_meta(full) if rank == 1 else full)
+    with pytest.raises(zero.RankMismatchError, match="rank 1 passes states of other"):
+        opt.load_state_dict({**full, "state": {}} if rank == 1 else full)
+    short = {**full, "param_groups": [{**full["param_groups"][0], "params": [0]}]}
+    with pytest.raises((zero.CheckpointError, zero.RankMismatchError), match="groups of"):
+        opt.load_state_dict(short if rank == 1 else full)
+    other = {**full, "state": {**full["state"], 0: {**full["state"][0], "exp_avg": torch.zeros(3)}}}
+    with pytest.raises(zero.CheckpointError, match=r"'exp_avg' of 'embed\.weight'"):
+        opt.load_state_dict(other)
+    opt.load_state_dict(full)
+    for name, p in plain.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found = zero.full_optimizer_state(model.get_parameter(name), key)
+            assert torch.equal(found, reference.state[p][key]), (name, key)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 3), (3, 1)])
+def test_mixed_optimizer_states_are_refused(pools: dict[int, RankPool], world: int, stage: int) -> None:
+    pools[world].run(mixtures, stage)
+
+
+def given_back(rank: int, world: int, stage: int, offload: str, folder: str) -> None:
+    torch.manual_seed(0)
+    plain, model = Stack(tied=True), Stack(tied=True)
+    plain.load_state_dict(model.state_dict())
+    for each in (plain, model):
+        each.blocks[1].requires_grad_(False)
+
+    def grouped(m: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in m.parameters() if p.dim() > 1]},
+                {"params": [p for p in m.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        )
+
+    opt, reference = grouped(model), grouped(plain)
+    groups = list(opt.param_groups)
+    config = zero.ZeroConfig(stage=stage, offload_optimizer=offload, offload_dir=folder if offload == "disk" else None)
+    engine = zero.shard(model, opt, config)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    expected = torch.optim.lr_scheduler.StepLR(reference, 2, 0.5)
+    for step in range(2):
+        train(model, opt, rank, step)
+        plainly(plain, reference, world, step)
+        scheduler.step()
+        expected.step()
+    engine.detach()
+    engine.detach()  # nothing more to undo
+    assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
+    where = {id(p): i for i, p in enumerate(model.parameters())}
+    there = {id(p): i for i, p in enumerate(plain.parameters())}
+    for mine, theirs in zip(opt.param_groups, reference.param_groups):
+        assert [where[id(p)] for p in mine["params"]] == [there[id(p)] for p in theirs["params"]]
+    ours, state = opt.state_dict(), reference.state_dict()
+    assert ours["param_groups"] == state["param_groups"]
+    assert list(ours["state"]) == list(state["state"])
+    for index, entries in state["state"].items():
+        assert all(torch.equal(ours["state"][index][key], value) for key, value in entries.items())
+    for step in (2, 3):
+        plainly(model, opt, world, step)
+        plainly(plain, reference, world, step)
+        scheduler.step()
+        expected.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
+    zero.shard(model, opt, config)  # and in again, warm
+    train(model, opt, rank, 4)
+    plainly(plain, reference, world, 4)
+    assert torch.equal(zero.full_parameter(model.embed.weight), plain.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "offload"), [(1, 2, "none"), (2, 0, "none"), (2, 1, "cpu"), (2, 3, "none"), (2, 3, "disk")]
+)
+def test_detach_gives_the_optimizer_back(
+    pools: dict[int, RankPool], tmp_path: Path, world: int, stage: int, offload: str
+) -> None:
+    pools[world].run(given_back, stage, offload, str(tmp_path))
+
+
+# Pickles ----------------------------------------------------------------------------------------------------------------
+
+
+def pickled(rank: int, world: int, stage: int) -> None:
+    model = Stack(tied=True)
+    zero.shard(model, adamw(model), zero.ZeroConfig(stage=stage))
+    made = copy.deepcopy(model)
+    assert type(made) is Stack
+    assert zero.engine_of(made) is None
+    again = pickle.loads(pickle.dumps(made.blocks))
+    assert torch.equal(again[1].up.weight, zero.full_parameter(model.blocks[1].up.weight))
+    for attempt in (
+        lambda: pickle.dumps(model),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: pickle.dumps(model.blocks),
+    ):
+        with pytest.raises(zero.StateError, match="sharded model cannot be pickled.*engine.save"):
+            attempt()
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(zero.StateError, match="an Engine cannot be copied"):
+            attempt(zero.engine_of(model))
+    zero.shard(made, None, zero.ZeroConfig(stage=3))  # as a frozen reference, say
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_copy_may_be_pickled_or_sharded_and_the_model_may_not(two: RankPool, stage: int) -> None:
+    two.run(pickled, stage)
+
+
+# Empty parameters -------------------------------------------------------------------------------------------------------
+
+
+def empties(rank: int, world: int, stage: int, offload: str, folder: str) -> None:
+    """Alone in a span, of another type: every accessor takes them."""
+    model = HollowStack()
+    opt = adamw(model)
+    options = {"offload_optimizer": offload, "offload_params": offload if stage == 3 else "none"}
+    config = zero.ZeroConfig(stage=stage, **options, offload_dir=folder if offload == "disk" else None)
+    engine = zero.shard(model, opt, config)
+    train(model, opt, rank, 0, 1)
+    nothing = model.blocks[0].nothing
+    assert zero.full_parameter(nothing).shape == (0, 3)
+    assert zero.local_parameter(nothing).shape == (0,)
+    zero.set_full_parameter(nothing, torch.zeros(0, 3))
+    zero.full_optimizer_state(nothing, "exp_avg")
+    zero.local_optimizer_state(nothing, "exp_avg")
+    with zero.GatheredParameters(model, modifier_rank=0):
+        assert nothing.shape == (0, 3)
+    on_tokens(model, rank, 5).backward()
+    zero.full_gradient(nothing)
+    zero.local_gradient(nothing)
+    opt.zero_grad()
+    engine.save(f"{folder}/saved")
+    engine.load(f"{folder}/saved")
+    opt.load_state_dict(opt.state_dict())
+    train(model, opt, rank, 2)
+    engine.detach()
+    assert nothing.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "offload"), [(1, 2, "none"), (2, 1, "none"), (2, 3, "none"), (2, 2, "cpu"), (2, 3, "disk")]
+)
+def test_empty_parameters(pools: dict[int, RankPool], tmp_path: Path, world: int, stage: int, offload: str) -> None:
+    pools[world].run(empties, stage, offload, str(tmp_path))
