@@ -84,7 +84,7 @@ def full() -> AbstractContextManager[None]:
 
 def read_only() -> AbstractContextManager[None]:
     def refuse(real: Any, path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & os.O_RDWR and str(path).endswith("/tier"):
+        if flags & os.O_RDWR and "/tier" in str(path):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return int(real(path, flags, *args, **options))
 
