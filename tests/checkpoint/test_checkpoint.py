@@ -1,10 +1,8 @@
-"""A checkpoint written at any number of ranks and stage is the same at any other, to the bit, and an ordinary model folder."""
+"""Checkpoints beyond `tests/conformance`: plain folders, what does not fit, states of other objects, memory."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,187 +23,27 @@ from hf_zero.checkpoint.save import places_of
 from hf_zero.checkpoint.weights import Entry, WeightFile, split_files
 from hf_zero.config import parse_bytes
 from hf_zero.core.layout import Extent, Layout, ParamSpec
-from hf_zero.runtime.values.pieces import ParameterPieces
+from tests.conformance.checkpoint import same
+from tests.conformance.test_checkpoints import Zoo, optimizer_of
 
 pytestmark = pytest.mark.gloo
 
 
-class Zoo(nn.Module):
-    """Tied, frozen, 0-dim, empty and smaller than the world; batch statistics; an odd width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(23, 9)
-        self.body = nn.ModuleList([nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)) for _ in range(2)])
-        self.statistics = nn.BatchNorm1d(9)
-        self.frozen = nn.Linear(9, 9).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.pair = nn.Parameter(torch.ones(2))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.head = nn.Linear(9, 23, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("passing", torch.zeros(3), persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.body:
-            x = x + block(x)
-        x = self.statistics(self.frozen(x).flatten(0, 1)) * self.scale + self.pair.sum() + self.empty.sum()
-        return self.head(x)
-
-
-def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() > 1]},
-        {"params": [p for p in params if p.dim() < 2], "lr": 3e-3},
-    ]
-    if kind == "amsgrad":
-        return torch.optim.Adam(params, lr=1e-2, amsgrad=True)
-    if kind == "sgd":
-        return torch.optim.SGD(params, lr=1e-1)
-    if kind == "momentum":
-        return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
-
-
 # name -> (optimizer, stage that saves, stage that loads, parameters' type, mixed precision)
-CASES: dict[str, tuple[str, int, int, torch.dtype, str]] = {
-    "adamw 3-2": ("adamw", 3, 2, torch.float32, "no"),
-    "adamw 2-3": ("adamw", 2, 3, torch.float32, "no"),
-    "adamw 3-3": ("adamw", 3, 3, torch.float32, "bf16"),
-    "amsgrad 0-3": ("amsgrad", 0, 3, torch.float32, "no"),
-    "momentum 3-0": ("momentum", 3, 0, torch.float32, "no"),
-    "sgd 1-2": ("sgd", 1, 2, torch.float32, "no"),
-    "bf16 masters": ("adamw", 3, 2, torch.bfloat16, "no"),
-    "fp16 masters": ("adamw", 2, 3, torch.float16, "no"),
-    "double": ("adamw", 3, 1, torch.float64, "no"),
-}
 
 
-def build(case: str, loading: bool, seed: int = 0) -> tuple[Any, ...]:
-    kind, first, second, dtype, mixed = CASES[case]
-    torch.manual_seed(seed)
-    model = Zoo().to(dtype)
-    optimizer = optimizer_of(kind, model)
-    config = zero.ZeroConfig(stage=second if loading else first)
-    engine = zero.shard(model, optimizer, config, mixed_precision=mixed)
-    return model, optimizer, engine, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+def build(stage: int = 3) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = Zoo()
+    optimizer = optimizer_of("adamw", model)
+    return model, optimizer, zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        ids = torch.randint(0, 23, (3, 5), generator=torch.Generator().manual_seed(100 * step + rank))
-        loss = F.cross_entropy(model(ids).float(), ids.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, engine: zero.Engine, scheduler: Any) -> dict[str, Any]:
-    """What training goes on from: whole values on rank 0, this rank's pieces of masters and states on every rank."""
-    masters = ParameterPieces(engine.units).written(engine.rank, engine.wire.size)
-    states = engine.optimizer_state(optimizer).written(engine.rank, engine.wire.size)
-    pieces: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
-    for state, held in {"value": masters, **states}.items():
-        for name, piece in held:
-            pieces.setdefault((state, name), []).append((piece.start, piece.source.clone()))
-    whole = {
-        "model": {name: value.clone() for name, value in model.state_dict().items()},
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-    }
-    return {"pieces": pieces, "whole": whole if engine.rank == 0 else None}
-
-
-def save_all(rank: int, world: int, folder: Path) -> bytes:
-    out = {}
-    for index, case in enumerate(CASES):
-        model, optimizer, engine, scheduler = build(case, loading=False)
-        train(model, optimizer, rank, range(2))
-        scheduler.step()
-        limit = ("50GB", "1KB")[index % 2]
-        target = folder / f"{case}-{world}"
-        engine.save(target, objects={"scheduler": scheduler}, max_shard_size=limit, async_save=index % 3 == 2)
-        random = torch.rand(1).item()
-        before = snapshot(model, optimizer, engine, scheduler)
-        out[case] = {**before, "losses": train(model, optimizer, rank, range(2, 4)), "random": random}
-        engine.wait_for_save()
-    return pickle.dumps(out)  # a pipe would pass every tensor as a file of its own
-
-
-def load_all(rank: int, world: int, folder: Path, worlds: list[int]) -> bytes:
-    out = {}
-    for writer, (index, case) in itertools.product(worlds, enumerate(CASES)):
-        if writer != world and (writer + world + index) % 2:  # half of the cases for every pair of worlds
-            continue
-        model, optimizer, engine, scheduler = build(case, loading=True, seed=1)
-        train(model, optimizer, rank, range(7, 8))
-        engine.load(folder / f"{case}-{writer}", objects={"scheduler": scheduler})
-        random = torch.rand(1).item()
-        before = snapshot(model, optimizer, engine, scheduler)
-        out[writer, case] = {**before, "losses": train(model, optimizer, rank, range(2, 4)), "random": random}
-    return pickle.dumps(out)
-
-
-def assembled(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
-    """Whole masters and states of what the ranks hold, each element once."""
-    parts: dict[Any, list[tuple[int, Tensor]]] = {}
-    for found in ranks:
-        for key, pieces in found["pieces"].items():
-            parts.setdefault(key, []).extend(pieces)
-    out = {}
-    for key, pieces in parts.items():
-        pieces.sort(key=lambda piece: piece[0])
-        ends = [start + values.numel() for start, values in pieces]
-        assert [start for start, _ in pieces] == [0, *ends[:-1]], key
-        out[key] = torch.cat([values for _, values in pieces])
-    return out
-
-
-def same(ours: Any, theirs: Any, where: str) -> None:
-    """Equal to the bit, types and nesting too."""
-    assert isinstance(ours, type(theirs)) or isinstance(theirs, type(ours)), where
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs), where
-        for key in ours:
-            same(ours[key], theirs[key], f"{where}.{key}")
-    elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs), where
-        for index, pair in enumerate(zip(ours, theirs)):
-            same(*pair, f"{where}.{index}")
-    elif isinstance(ours, Tensor):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
-        assert torch.equal(ours, theirs), where
-    else:
-        assert ours == theirs, where
-
-
-@pytest.fixture(scope="module")
-def saved(pools, tmp_path_factory):
-    """Every case, written by 1 to 4 ranks."""
-    folder = tmp_path_factory.mktemp("saved")
-    return folder, {world: [pickle.loads(r) for r in pools[world].run(save_all, folder)] for world in pools}
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_what_is_loaded_is_what_was_saved(world, pools, saved):
-    folder, writers = saved
-    loaded = [pickle.loads(rank) for rank in pools[world].run(load_all, folder, list(writers))]
-    for (writer, case), found in loaded[0].items():
-        where = f"{case}: {writer} -> {world} ranks"
-        theirs = [ranks[case] for ranks in writers[writer]]
-        ours = [ranks[writer, case] for ranks in loaded]
-        same(found["whole"], theirs[0]["whole"], where)
-        same(dict(sorted(assembled(ours).items())), dict(sorted(assembled(theirs).items())), where)
-        if writer == world:
-            assert [rank["random"] for rank in ours] == [rank["random"] for rank in theirs], where
-            stages = CASES[case][1:3]
-            if world == 1 or 0 not in stages:  # plain data parallel sums in another order
-                assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in theirs], where
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    ids = torch.randint(0, 23, (3, 5), generator=torch.Generator().manual_seed(rank))
+    F.cross_entropy(model(ids), ids.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class TwoTypes(nn.Module):
@@ -246,68 +84,6 @@ def test_a_model_of_two_types_goes_on(dtype, two, tmp_path):
     two.run(resumed, tmp_path / "out", dtype)
 
 
-def test_files_are_those_of_the_reference_writer(saved, tmp_path):
-    """One file: its bytes; several: the index, the limit and the values."""
-    folder, writers = saved
-    for (world, ranks), case in itertools.product(writers.items(), CASES):
-        target = folder / f"{case}-{world}"
-        manifest = verify(target)
-        state = {name: value for name, value in ranks[0][case]["whole"]["model"].items() if name != "head.weight"}
-        assert {"statistics.running_mean", "statistics.num_batches_tracked", "scale", "empty"} <= set(state)
-        assert "passing" not in state
-        if (target / "model.safetensors").exists():
-            save_file(state, tmp_path / "reference", {"format": "pt"})
-            assert (target / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes(), target
-        else:
-            index = json.loads((target / "model.safetensors.index.json").read_text())
-            files = {name: load_file(target / name) for name in sorted(set(index["weight_map"].values()))}
-            found = {key: files[name][key] for key, name in index["weight_map"].items()}
-            assert sum(len(tensors) for tensors in files.values()) == len(found)
-            same(dict(sorted(found.items())), dict(sorted(state.items())), str(target))
-            assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
-            sizes = [sum(value.nbytes for value in tensors.values()) for tensors in files.values()]
-            assert len(sizes) > 1
-            assert all(size <= 1000 or len(tensors) == 1 for size, tensors in zip(sizes, files.values()))
-        assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == {
-            *manifest.files, "zero_manifest.json"
-        }  # fmt: skip
-        assert (manifest.facts["world_size"], manifest.facts["stage"]) == (world, CASES[case][1])
-
-
-def test_optimizer_states_are_files_of_whole_tensors(saved):
-    folder, writers = saved
-    case = "amsgrad 0-3"
-    for world, ranks in writers.items():
-        whole = ranks[0][case]["whole"]["optimizer"]["state"]
-        trained = [name for name, p in Zoo().named_parameters() if p.requires_grad]
-        for state in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            found: dict[str, Tensor] = {}
-            for path in (folder / f"{case}-{world}" / "optimizer").glob(f"{state}[.-]*safetensors"):
-                found.update(load_file(path))
-            assert set(found) == set(trained)
-            for index, name in enumerate(trained):
-                assert torch.equal(found[name], whole[index][state])
-
-
-def test_bytes_do_not_depend_on_who_wrote_them(pools, tmp_path):
-    for world in pools:
-        pools[world].run(save_untrained, tmp_path / str(world))
-    contents = [
-        {path.relative_to(tmp_path / str(world)).as_posix(): path.read_bytes() for path in (tmp_path / str(world)).rglob("*.*")
-         if path.is_file() and not path.name.startswith("zero_")}
-        for world in pools
-    ]  # fmt: skip
-    assert len(contents[0]) == 4
-    assert all(content == contents[0] for content in contents)
-
-
-def save_untrained(rank: int, world: int, target: Path) -> None:
-    model, optimizer, engine, _ = build("adamw 3-2", loading=False)
-    model(torch.zeros(1, 2, dtype=torch.long)).sum().mul(0.0).backward()
-    optimizer.step()
-    engine.save(target)
-
-
 # Plain folders, errors ------------------------------------------------------------------------------------------------
 
 
@@ -315,8 +91,8 @@ def plain(rank: int, world: int, folder: Path) -> None:
     torch.manual_seed(5)
     other = {name: value.clone() for name, value in Zoo().state_dict().items() if name != "head.weight"}
     for name, target in (("one", folder / "one"), ("many", folder / "many")):
-        model, optimizer, engine, _ = build("adamw 3-2", loading=name == "one")
-        train(model, optimizer, rank, range(1))
+        model, optimizer, engine = build(2 if name == "one" else 3)
+        train(model, optimizer, rank)
         before = optimizer.state_dict()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -332,7 +108,7 @@ def plain(rank: int, world: int, folder: Path) -> None:
                 warnings.simplefilter("ignore")
                 with pytest.raises(zero.CheckpointError, match="holds no"):
                     engine.load(target, **options)
-        train(model, optimizer, rank, range(1))
+        train(model, optimizer, rank)
 
 
 def test_plain_model_folders_are_loaded_with_a_warning(two, tmp_path):
@@ -402,7 +178,8 @@ class Odd:
 
 
 def objects(rank: int, world: int, folder: Path) -> None:
-    model, optimizer, engine, scheduler = build("adamw 3-2", loading=False)
+    model, optimizer, engine = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones(()))
     nested = {
@@ -441,8 +218,8 @@ def test_states_of_other_objects(two, tmp_path):
 
 
 def without(rank: int, world: int, folder: Path) -> None:
-    model, optimizer, engine, scheduler = build("adamw 3-2", loading=False)
-    train(model, optimizer, rank, range(1))
+    model, optimizer, engine = build()
+    train(model, optimizer, rank)
     engine.save(folder / "weights", save_optimizer=False)
     engine.save(folder / "all")
     with pytest.raises(zero.CheckpointError, match="weights holds no optimizer state"):
@@ -472,8 +249,8 @@ def test_with_and_without_an_optimizer(two, tmp_path):
 
 
 def other_steps(rank: int, world: int, folder: Path) -> None:
-    model, optimizer, engine, _ = build("adamw 3-2", loading=False)
-    train(model, optimizer, rank, range(1))
+    model, optimizer, engine = build()
+    train(model, optimizer, rank)
     engine.save(folder)
     if rank == 1:
         optimizer.state.clear()
@@ -489,22 +266,23 @@ def test_ranks_with_other_optimizer_states_are_refused(two, tmp_path):
 
 
 def unverified(rank: int, world: int, folder: Path) -> None:
-    model, _, engine, _ = build("adamw 3-2", loading=False)
+    model, _, engine = build()
+    engine.save(folder)
+    path = folder / "model.safetensors"
+    if rank == 0:
+        raw = bytearray(path.read_bytes())
+        raw[-40] ^= 1
+        path.write_bytes(raw)
+    engine.exchange(None)
     with pytest.raises(zero.CheckpointError, match=r"model\.safetensors is damaged"):
         engine.load(folder)
     engine.load(folder, verify=False)
     state = model.state_dict()
     if rank == 0:
-        for name, value in load_file(folder / "model.safetensors").items():
-            assert torch.equal(state[name], value), name
+        same({k: v for k, v in state.items() if k != "head.weight"}, load_file(path), "damaged")
 
 
-def test_without_verifying_bytes_are_taken_as_they_are(two, saved, tmp_path):
-    two.run(save_untrained, tmp_path / "out")
-    path = tmp_path / "out" / "model.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-40] ^= 1
-    path.write_bytes(raw)
+def test_without_verifying_bytes_are_taken_as_they_are(two, tmp_path):
     two.run(unverified, tmp_path / "out")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ import pytest
 from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, recover, remove_left_overs, verify
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from hf_zero.errors import CheckpointError
-from tests.kit.injection import Forked, calls, fail_at, kill_at
+from tests.kit.injection import Forked, calls, kill_at
 
 OLD = [
     "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
@@ -98,84 +97,6 @@ def fast(tmp_path):
 
 STARTS = ["nothing", "empty", "files of others", "old", "old and files of others"]
 NAMES = {"old": OLD, "new": NEW, "newer": NEW}
-
-
-@pytest.mark.parametrize("start", ["nothing", "empty", "old and files of others"])
-def test_killed_anywhere_it_is_the_old_folder_or_the_new_one(start, fast, small):
-    small.run(kill_anywhere, start, fast)
-
-
-def kill_anywhere(rank: int, world: int, start: str, fast: Path) -> None:
-    parent = fast / "out"
-    before = "old" if start.startswith("old") else None
-    seen: list[str | None] = []
-    k = 0
-    while True:
-        target, kept = prepare(parent, start)
-        if not killed(k, save, target, NEW, "new"):
-            break
-        # Killed again while it recovers, at every third call.
-        copy = fast / "copy"
-        shutil.copytree(parent, copy)
-        j = k % 3
-        while (target / ".zero_commit").exists() and killed(j, recover, target):
-            recover(target)
-            seen.append(version_of_ignoring_staging(target, kept))
-            shutil.rmtree(parent)
-            shutil.copytree(copy, parent)
-            j += 3
-        shutil.rmtree(copy)
-        recover(target)
-        seen.append(version_of_ignoring_staging(target, kept))
-        # The next save cleans up.
-        save(target, NEW, "newer")
-        assert version_of(target, NAMES, kept) == "newer"
-        assert left_overs(parent) == []
-        k += 1
-    assert version_of(target, NAMES, kept) == "new"
-    assert left_overs(parent) == []
-    assert k > 10
-    assert set(seen) == {before, "new"}
-    assert sorted(seen, key=lambda version: version == "new") == seen  # once there, never gone again
-
-
-def version_of_ignoring_staging(target: Path, kept: dict[str, str]) -> str | None:
-    shutil.rmtree(target / ".zero_saving", ignore_errors=True)
-    return version_of(target, NAMES, kept)
-
-
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(start, code, fast):
-    parent = fast / "out"
-    before = "old" if start.startswith("old") else None
-    k, seen = 0, []
-    while True:
-        target, kept = prepare(parent, start)
-        error = None
-        with calls(fail_at(k, code)) as log:
-            try:
-                save(target, NEW, "new")
-            except (CheckpointError, OSError) as raised:  # OSError: raised while this test itself fills the folder
-                error = raised
-        committed = any(kind == "rename" and path.endswith(".zero_commit") for kind, path in log[:k])
-        if len(log) <= k:
-            break
-        if error is None:
-            assert log[k][0] in ("unlink", "rmdir", "open", "rename", "mkdir")  # clearing up, or there is another way
-        elif not committed and start not in ("nothing", "empty"):
-            assert version_of(target, NAMES, kept) == before
-        if error is not None and not committed and not (log[k][0] == "open" and log[k][1].endswith(".zero_saving")):
-            assert left_overs(parent) == []
-        recover(target)
-        seen.append(version_of_ignoring_staging(target, kept))
-        assert error is not None or seen[-1] == "new"
-        save(target, NEW, "newer")
-        assert version_of(target, NAMES, kept) == "newer"
-        assert left_overs(parent) == []
-        k += 1
-    assert set(seen) <= {before, "new"}
-    assert before in seen
 
 
 @pytest.mark.parametrize("start", ["nothing", "old"])

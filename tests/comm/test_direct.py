@@ -8,97 +8,27 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm.direct import PIECE_BYTES, SPANS, Direct, Reader, open_direct
+from hf_zero.comm.direct import Direct, Reader, open_direct
 from hf_zero.comm.group_wire import PairWire
-from hf_zero.comm.wire import average_in_order
-from hf_zero.runtime.transports import Roads
-from tests.kit.common import Case, Sockets, differences, gpt2, loss_of, optimizer_for, train_engine, train_reference
+from tests.kit.common import gpt2, loss_of, optimizer_for
 from tests.kit.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
-PIECE = PIECE_BYTES // 4
-"""Elements of float32 that a reduce reads at a time."""
 
 
 def started(kind: type[PairWire] = PairWire, stall_s: float = 30.0) -> PairWire:
     wire = kind(CPU)
     wire.start(stall_s)
     return wire
-
-
-def values_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(11 + rank))
-    return (values * 100).to(dtype)
-
-
-def moved(rank: int, world: int, kind: type[PairWire], dtype: torch.dtype, cuts: Sequence[int]) -> list[Tensor]:
-    """A gather, a reduce, and an exchange of parts, one after another."""
-    wire = started(kind)
-    numel = cuts[-1]
-    even = cuts[1] * world == numel
-    ragged: Sequence[int] = () if even else cuts
-    own = values_of(rank, cuts[rank + 1] - cuts[rank], dtype)
-    full, source = torch.empty(numel, dtype=dtype), values_of(10 + rank, numel, dtype)
-    out = torch.full((cuts[rank + 1] - cuts[rank],), 7.0, dtype=torch.float64 if dtype.is_complex else torch.float32)
-    sent, landing = source[: numel // world * world], torch.zeros(numel // world * world, dtype=dtype)
-    moves = [wire.gather(full, own, 3, ragged), wire.reduce(source, out, 4, ragged)]
-    for move in moves:
-        move.close()
-    if len(sent):
-        wire.swap(sent, landing, 5).close()
-    return [full, out, landing]
-
-
-def same_by_sockets(rank: int, world: int) -> None:
-    equal = [[slice_ * r for r in range(world + 1)] for slice_ in (1, 5, 4096, PIECE + 3)]
-    uneven = [[0] + [6] * world, [0] * world + [PIECE], [0, *range(10, 10 + world)], [0] * (world + 1)]
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for cuts in (*equal, *uneven):
-            ours, theirs = (moved(rank, world, kind, dtype, cuts) for kind in (PairWire, Sockets))
-            for mine, other in zip(ours, theirs):
-                assert torch.equal(mine, other), (dtype, cuts)
-    wire = started()
-    assert wire.is_read_directly, "this machine lets no process read another's memory: nothing was tested"
-    source, out = values_of(rank, 3 * PIECE, torch.float32), torch.empty(3 * PIECE // world)
-    wire.reduce(source, out, 1).close()
-    wanted = torch.empty_like(out)
-    mine = slice(out.numel() * rank, out.numel() * (rank + 1))
-    average_in_order([values_of(r, 3 * PIECE, torch.float32)[mine] for r in range(world)], wanted)
-    assert torch.equal(out, wanted)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_same_bits_as_by_sockets(pools, world):
-    pools[world].run(same_by_sockets, timeout_s=120)
-
-
-def one_ahead(rank: int, world: int) -> None:
-    """Rank 0 begins many gathers of one span before rank 1 comes: each gets what was sent for it."""
-    wire = started()
-    sent = [values_of(10 * number + rank, 100, torch.float32) for number in range(9)]
-    full = [torch.empty(200) for _ in sent]
-    if rank == 1:
-        time.sleep(0.3)
-    moves = [wire.gather(whole, own, 0) for whole, own in zip(full, sent)]
-    for move in moves:
-        move.close()
-    for number, whole in enumerate(full):
-        assert torch.equal(whole, torch.cat([values_of(10 * number + r, 100, torch.float32) for r in range(world)]))
-
-
-def test_a_rank_may_be_ahead(two):
-    two.run(one_ahead)
 
 
 def until(path: Path) -> None:
@@ -146,22 +76,6 @@ def both_at_once(rank: int, world: int, place: Path) -> None:
 
 def test_messages_of_one_span_are_taken_in_order(two, tmp_path):
     two.run(both_at_once, tmp_path)
-
-
-def other_order(rank: int, world: int) -> None:
-    """Ranks wait for two spans in opposite orders, and end with one what they have not waited for in the other."""
-    wire = started()
-    for _ in range(20):
-        full = [torch.empty(2000), torch.empty(2000)]
-        moves = [wire.gather(whole, torch.full((1000,), float(at)), at) for at, whole in enumerate(full)]
-        for move in moves if rank else reversed(moves):
-            move.wait()
-            move.close()
-        assert all(bool((whole == at).all()) for at, whole in enumerate(full))
-
-
-def test_ranks_may_wait_in_other_orders(two):
-    two.run(other_order)
 
 
 def another_step(rank: int, world: int) -> None:
@@ -224,22 +138,6 @@ def test_ranks_of_two_machines_use_sockets(two):
     assert two.run(apart) == [(False, True)] * 2
 
 
-def trained(rank: int, world: int) -> list[tuple[int, float]]:
-    """By sockets, as all the other tests are without them."""
-    found = []
-    for stage, offload in ((1, "none"), (2, "none"), (3, "none"), (3, "cpu")):
-        case = Case(stage=stage, accumulation=2, offload_optimizer=offload, offload_params=offload)
-        ours, _ = train_engine(rank, world, case, roads=Roads(wire=Sockets))
-        if rank == 0:
-            found.append((stage, differences(ours, train_reference(world, case))[0]))
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_by_sockets(pools, world):
-    assert [worst for _, worst in pools[world].run(trained)[0]] == [0.0] * 4
-
-
 def threads_of(rank: int, world: int) -> int:
     for _ in range(3):
         model = gpt2()
@@ -253,26 +151,6 @@ def threads_of(rank: int, world: int) -> int:
 
 def test_one_thread_reads_for_all_engines(two):
     assert two.run(threads_of) == [1, 1]
-
-
-def beyond(rank: int, world: int) -> None:
-    """One span more than a board has room for, beside one that has: by sockets, the same values."""
-    wire = started()
-    moves = []
-    for span in (SPANS - 1, SPANS, 3 * SPANS):
-        full, out = torch.empty(200), torch.empty(100)
-        begun = [wire.gather(full, torch.full((100,), float(span + rank)), span)]
-        begun.append(wire.reduce(torch.full((200,), float(span + rank)), out, span))
-        moves.append((span, full, out, begun))
-    for span, full, out, begun in moves:
-        for move in begun:
-            move.close()
-        assert full[99:101].tolist() == [span, span + 1]
-        assert bool((out == span + 0.5).all())
-
-
-def test_more_spans_than_a_board_has_room_for(two):
-    two.run(beyond)
 
 
 def abandoned(rank: int, world: int) -> None:

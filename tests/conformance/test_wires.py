@@ -1,0 +1,63 @@
+"""`check_wire` over every wire: direct reads, sockets, the backend's collectives, replicas, groups of ranks, one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.comm.group_wire import CollectiveWire, PairWire, open_wire
+from hf_zero.comm.hybrid import in_replicas
+from hf_zero.comm.wire import SoloWire
+from tests.conformance.wire import check_wire
+from tests.kit.common import Sockets
+from tests.kit.pool import RankPool
+
+pytestmark = pytest.mark.gloo
+CPU = torch.device("cpu")
+KINDS = {"direct": PairWire, "sockets": Sockets, "collectives": CollectiveWire}
+
+
+def started(kind: type[PairWire | CollectiveWire]) -> PairWire | CollectiveWire:
+    open_wire(CPU)
+    wire = kind(CPU)
+    wire.start(30.0)
+    return wire
+
+
+def whole(rank: int, world: int, kind: str) -> None:
+    wire = started(KINDS[kind])
+    if kind == "direct":
+        assert wire.is_read_directly, "this machine lets no process read another's memory: nothing was tested"
+    check_wire(wire, exact=kind != "collectives")
+
+
+def parts(rank: int, world: int, kind: str) -> None:
+    """Groups of two ranks each; then replicas of two ranks, and replicas of one."""
+    wire = started(KINDS[kind])
+    wire.open_groups()
+    ranks = [*range(world)]
+    part = wire.among([ranks[at : at + 2] for at in ranks[::2]])
+    # These are of all ranks, whichever wire is asked.
+    check_wire(part, kind != "collectives", but=("averages", "small_exchanges", "beside"))
+    for replicas in (2, 4):
+        hybrid = in_replicas(started(KINDS[kind]), replicas)
+        hybrid.open_groups()
+        # Only where a replica is one rank it averages whole gradients.
+        check_wire(
+            hybrid, exact=False, but=("narrower_formats", "beside", *(("averages",) if replicas < world else ()))
+        )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_world(kind: str, world: int, pools: dict[int, RankPool]) -> None:
+    pools[world].run(whole, kind, timeout_s=200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_world(kind: str, pools: dict[int, RankPool]) -> None:
+    pools[4].run(parts, kind, timeout_s=200)
+
+
+def test_one_rank() -> None:
+    check_wire(SoloWire())

@@ -1,0 +1,269 @@
+"""The table of faults: operation x system call x rank x kind. A named error on every rank, nothing lost, no silent wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hf_zero as zero
+from tests.faults.faults import ANY, CALLS, faults
+from tests.faults.operations import OPERATIONS, TAIL, Job, refusal
+from tests.kit.common import holders
+from tests.kit.injection import Forked
+from tests.kit.pool import RankPool
+from tests.settings import Setting
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: the sweeps make thousands of fsyncs."""
+    place = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path))
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[RankPool]:
+    """One rank without transformers: a fork takes as long as the process is large."""
+    pool = RankPool(1, executed=True)
+    yield pool
+    pool.stop()
+
+
+# A call fails ---------------------------------------------------------------------------------------------------------
+
+NEEDED = ("read", "write", "allocate")
+"""Without these no operation can be whole. Others clear up, or there is another path."""
+
+
+def failing(rank: int, world: int, place: Path, name: str, victim: int) -> int:
+    """Each class of call of one rank fails, at some places. Return the number of trials."""
+    operation, trials = OPERATIONS[name], 0
+    job = Job(rank, world, place, operation.setting)
+    job.make_templates()
+    for call, names in CALLS.items():
+        job.load(place / "new")
+        job.restore_target(operation.start)
+        with faults(place, names) as log:
+            operation.act(job)
+        count = len(job.everyone(log)[victim])
+        points = {0, count // 3, count // 2, (count - 1) * 9 // 10} if count > 6 else range(count)
+        for at in sorted(points) if count else ():
+            for kind in ("error", "ends") if call == "read" else ("error",):
+                trial(job, name, call, at, kind, victim)
+                trials += 1
+    job.load(place / "new")
+    job.restore_target(operation.start)
+    with faults(place, CALLS["read"] + CALLS["write"], None, "short"):
+        operation.act(job)
+    check_after(job, name, None, "short transfers")
+    job.engine.detach()
+    return trials
+
+
+def trial(job: Job, name: str, call: str, at: int, kind: str, victim: int) -> None:
+    operation, what = OPERATIONS[name], f"{name}: {kind} at {call} {at} of rank {victim}"
+    job.load(job.place / "new")
+    job.restore_target(operation.start)
+    error: zero.ZeroError | None = None
+    fault = faults(job.place, CALLS[call], at, kind) if job.rank == victim else nullcontext([])
+    with fault as log:
+        try:
+            operation.act(job)
+        except zero.ZeroError as raised:  # any other exception fails the test
+            error = raised
+    errors = job.everyone(None if error is None else f"{type(error).__name__}: {error}")
+    path = (job.everyone(log)[victim] + [""] * (at + 1))[at]
+    hit = f"{what} ({path}): {errors}"
+    assert path, f"{what}: there was no such call"
+    if operation.alone:
+        assert all(each is None for rank, each in enumerate(errors) if rank != victim), hit
+    else:
+        assert len({each is None for each in errors}) == 1, hit
+    if errors[victim] is None:
+        assert call not in NEEDED, hit
+    else:
+        file = path.split("/")[-1] if "(deleted)" not in path else "disk tier of rank"
+        assert str(job.place) in errors[victim] or file in errors[victim], hit
+        for rank, each in enumerate(errors):
+            assert rank == victim or operation.alone or victim == 0 or f"rank {victim}" in each, hit
+    if operation.trains and error is not None:
+        half_done = refusal(lambda: job.step(TAIL[0]))
+        assert not half_done or "half done" in refusal(job.model.state_dict), hit
+        assert (refusal(lambda: job.save(job.place / "must not be")) == "") == (half_done == ""), hit
+        shutil.rmtree(job.place / "must not be", ignore_errors=True) if not half_done and job.rank == 0 else None
+        assert half_done == "" or not (job.place / "must not be").exists()
+    check_after(job, name, errors[victim], hit)
+
+
+def check_after(job: Job, name: str, error: str | None, hit: str) -> None:
+    """Nothing is lost: the checkpoints are whole, and training goes on from them to the same numbers."""
+    operation = OPERATIONS[name]
+    job.everyone(None)
+    if operation.makes is not None:
+        before = "old" if operation.start == "old" else None
+        found = job.version(job.target)
+        is_durable = error is None or "new files are complete" in error or before is None
+        assert (
+            found == operation.makes if error is None else found in (before, operation.makes if is_durable else before)
+        ), hit
+        if operation.start != "nothing":
+            assert (job.target / "runs" / "notes.txt").read_text() == "mine", hit
+        job.load(job.place / "new")
+        job.save(job.target)
+        assert job.version(job.target) == "new", hit
+        job.everyone(None)
+        assert not job.left_overs(), hit
+    for template in ("old", "new"):
+        zero.verify(job.place / template)
+    assert job.version(job.place / "new") == "new", hit
+    if operation.trains:
+        assert [job.step(step) for step in TAIL] == job.tail, hit
+    job.everyone(None)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_call_that_fails_is_an_error_on_every_rank(name: str, victim: int, two: RankPool, fast: Path) -> None:
+    trials = two.run(failing, fast, name, victim, timeout_s=250)
+    assert trials[0] == trials[1] >= 1
+
+
+# A rank is killed or stopped --------------------------------------------------------------------------------------------
+
+
+def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, stride: int) -> None:
+    """Every `stride`th call of any class: a fork is killed there, and again while it recovers."""
+    job = Job(rank, world, place, Setting(1, 3, tier))
+    job.make_templates()
+    operation = OPERATIONS[name]
+    before = "old" if operation.start == "old" else None
+    seen: list[str | None] = []
+    for at in range(0, 10_000, stride):
+        job.load(place / "new")
+        job.restore_target(operation.start)
+
+        def act(at: int = at) -> None:
+            with faults(place, ANY, at, "kill"):
+                operation.act(job)
+
+        status, _ = Forked(act).wait()
+        assert status in (0, -signal.SIGKILL), (name, at)
+        again = at % 3
+        while (job.target / ".zero_commit").exists():
+
+            def recover(again: int = again) -> None:
+                with faults(place, ANY, again, "kill"):
+                    zero.verify(job.target)
+
+            Forked(recover).wait()
+            again += 3
+        seen.append(job.version(job.target) if operation.makes else "new")
+        check_after(job, name, None if seen[-1] == "new" else "killed", f"{name}: killed at call {at}")
+        if status == 0:
+            break
+    else:
+        raise AssertionError("it never ended")
+    assert len(seen) > 8
+    assert set(seen) == ({before, "new"} if operation.makes else {"new"})
+    assert seen == sorted(seen, key=lambda version: version == "new"), "once there, never gone again"
+
+
+@pytest.mark.parametrize(
+    ("name", "tier", "stride"),
+    [
+        ("save over", "none", 1),
+        ("save", "none", 1),
+        ("save beside", "none", 2),
+        ("save behind", "disk", 3),
+        ("export", "none", 3),
+        ("load", "disk/disk", 5),
+    ],
+)
+def test_killed_at_any_call(name: str, tier: str, stride: int, small: RankPool, fast: Path) -> None:
+    small.run(killed_alone, fast, name, tier, stride, timeout_s=250)
+
+
+def member(
+    rank: int, place: Path, store: Path, known: Job, name: str, at: dict[int, int], kind: str
+) -> tuple[str, int]:
+    """One of two ranks that acts, meets its fault, and tells its error."""
+    signal.alarm(90)  # a rank that waits for ever is a failure
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    job = Job(rank, 2, place, stall_s=1.0 if kind == "stop" else 20.0)
+    job.know(known)
+    job.load(place / "new")
+    error = ""
+    with faults(place, ANY, at.get(rank, -1), kind) as log:
+        try:
+            OPERATIONS[name].act(job)
+            job.everyone(None)
+        except (zero.ZeroError, RuntimeError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return error, len(log)
+
+
+def ended(rank: int, world: int, place: Path, name: str, kind: str, victims: tuple[tuple[int, ...], ...]) -> None:
+    """One of two ranks, or both, are gone at some of their calls. One rank takes over from what they left."""
+    known = Job(0, 1, place, Setting(1, 3))
+    known.make_templates()
+    operation, trials = OPERATIONS[name], 0
+
+    def crowd(at: dict[int, int], how: str) -> list[tuple[int, Any]]:
+        nonlocal trials
+        trials += 1
+        known.restore_target(operation.start)
+        ranks = [Forked(member, each, place, place / f"store{trials}", known, name, at, how) for each in range(2)]
+        gone = [ranks[each] for each in at]
+        left = {each: fork.wait() for each, fork in enumerate(ranks) if each not in at}
+        for fork in gone if how == "stop" else ():
+            os.kill(fork.pid, signal.SIGKILL)
+        return [left[each] if each in left else ranks[each].wait() for each in range(2)]
+
+    counts = [answer[1] for _, answer in crowd({}, "")]
+    for who in victims:
+        for part in (0.0, 0.5, 0.9) if kind == "kill" else (0.5,):
+            at = {each: int((counts[each] - 1) * part) for each in who}
+            what = f"{name}: rank(s) {who} {kind} at call(s) {at}"
+            for each, (status, answer) in enumerate(crowd(at, kind)):
+                if each in who:
+                    assert status == -signal.SIGKILL or len(who) > 1, what
+                else:
+                    assert status == 0, f"{what}: rank {each} ended with {status}"
+                    assert re.match("(StallError|CheckpointError|TierError): ", answer[0]), (what, answer)
+            assert os.listdir(place / "tier") == [], what
+            assert holders(place / "tier") == 0, what
+            if operation.makes:
+                assert known.version(known.target) in (("old" if operation.start == "old" else None), "new"), what
+            check_after(known, name, "killed: new files are complete", what)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "victims"),
+    [
+        ("save over", "kill", ((0,), (1,), (0, 1))),
+        ("save behind", "kill", ((1,),)),
+        ("load", "kill", ((0,), (1,))),
+        ("state dict", "kill", ((1,),)),
+        ("step", "kill", ((0,), (0, 1))),
+        ("step", "stop", ((1,),)),
+        pytest.param("save over", "stop", ((1,), (0,)), marks=pytest.mark.slow),
+        pytest.param("load", "stop", ((1,),), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_end(
+    name: str, kind: str, victims: tuple[tuple[int, ...], ...], small: RankPool, fast: Path
+) -> None:
+    small.run(ended, fast, name, kind, victims, timeout_s=280)
