@@ -444,7 +444,7 @@ def _unscale(call: Call) -> None:
     slices = [grad for grad in call.first if isinstance(grad, Slice)]
     asked = {grad.optimizer: grad.keeper for grad in slices if grad.optimizer >= 0}
     flags = [keeper.overflowed(optimizer) for optimizer, keeper in sorted(asked.items())]
-    call.run(Slice.plain, Slice)
+    call.run(plain_of, Slice)
     found = call.argument("found_inf")
     for flag in flags:
         found.copy_(torch.maximum(found, flag.to(found.device, found.dtype)))
