@@ -21,8 +21,9 @@ import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
 from hf_zero.runtime.transports import Roads
-from tests.kit.common import Case, EachParameter, train_engine
+from tests.kit.common import Case, train_engine
 from tests.kit.offloading import same
+from tests.optimizers import EachParameter
 
 pytestmark = pytest.mark.gloo
 STAGES = (0, 1, 2, 3)
