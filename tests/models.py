@@ -75,6 +75,38 @@ class LanguageModel(nn.Module):
         return logits if self.scale is None else logits * self.scale
 
 
+class Gated(nn.Module):
+    """Shapes (), (1,) and (1, 1) beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Parameter(torch.tensor([2.0]))
+        self.lone = nn.Parameter(torch.tensor([[0.3]]))
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.line(x) * self.one + self.lone
+
+
+class Mixed(nn.Module):
+    """Matrices, vectors and single numbers; a tied embedding."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Gated() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Convolutions(nn.Module):
     """Batch norm: buffers that training changes, one of them an integer."""
 

@@ -10,6 +10,7 @@ What is compared: losses and everything the program looked at (`Run.see`), weigh
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import tempfile
@@ -26,17 +27,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
+from tests.comparing import compare
 from tests.models import ids, inputs, mlp, sgd
 from tests.settings import EVERYDAY, FACTORS, Setting, pairwise, product
 
-# Tolerances ---------------------------------------------------------------------------------------------------------
-# A weight is compared by how far training moved it: |ours - reference| may be this share of the farthest that any element
-# of the tensor moved, plus rounding of its magnitude. So a gradient that is off by one part in a thousand is seen in fp32.
-SHARE_OF_MOVE: Mapping[str, float] = {"fp32": 2e-4, "bf16": 4e-2, "int8": 2e-1}
-ROUNDING: Mapping[str, float] = {"fp32": 2e-6, "bf16": 4e-6, "int8": 4e-6}
-"""Share of a tensor's largest magnitude: masters are float32 in every precision."""
-SEEN: Mapping[str, float] = {"fp32": 2e-5, "bf16": 2e-2, "int8": 1e-1}
-"""Relative, of losses and of what a program looked at, by the largest magnitude of the value."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 WORLD_LIMIT_S = 60.0
 """For one program under all its rows: a rank that does not answer by then is stopped, and the program fails."""
@@ -125,11 +120,11 @@ class Plain(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-def _autocast_everywhere(model: nn.Module) -> None:
-    """Let every forward of the reference run under bf16 autocast, whichever part of the model is called."""
+def _autocast_everywhere(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let every forward of the reference run under autocast, whichever part of the model is called."""
 
     def under(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
             return forward(*args, **kwargs)
 
     for module in model.modules():
@@ -164,6 +159,7 @@ class Run:
         self.trained: list[_Trained] = []
         self.kept: Any = None
         self._is_averaged = False
+        self._saved: dict[str, Any] = {}
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -190,29 +186,61 @@ class Run:
             self.trained.append(_Trained(model, model, optimizers, {}, engine))
             return model
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        if self.setting.precision == "bf16":
-            _autocast_everywhere(model)
+        if self.setting.precision != "fp32":
+            _autocast_everywhere(model, AUTOCAST[self.setting.precision])
         shown = model
         if self.program.reference == "average":
-            for each in optimizers:
-                self._average_before_steps(each)
+            self._average_before_steps(optimizers)
         elif self.world > 1 and any(p.requires_grad for p in model.parameters()):
             shown = Plain(model, find_unused_parameters=True)
         self.trained.append(_Trained(shown, model, optimizers, before, None))
         return shown
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train the last model with another optimizer from now on."""
-        last = self.trained[-1]
-        last.optimizers[:] = [optimizer]
-        if last.engine is not None:
-            last.engine.bind(optimizer)
-        elif self.program.reference == "average":
-            self._average_before_steps(optimizer)
+    def _average_before_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for each in optimizers:
+            each.register_step_pre_hook(lambda *_: self.sync_gradients())
+            each.register_step_post_hook(lambda *_: self._forget_average())
 
-    def _average_before_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_pre_hook(lambda *_: self.sync_gradients())
-        optimizer.register_step_post_hook(lambda *_: self._forget_average())
+    def bind(self, optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer], model: Any = None) -> None:
+        """`engine.bind`: an optimizer joins, instead of those with one of its parameters; a list takes the place of all."""
+        each = self.trained[-1] if model is None else self._of(model)
+        bound = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        if each.engine is not None:
+            each.engine.bind(optimizer)
+            each.optimizers = [*each.engine.optimizers]
+            return
+        if self.program.reference == "average":
+            self._average_before_steps([new for new in bound if new not in each.optimizers])
+        params = {p for new in bound for group in new.param_groups for p in group["params"]}
+        others = [old for old in each.optimizers if params.isdisjoint(p for g in old.param_groups for p in g["params"])]
+        each.optimizers = [*others, *bound] if bound is not optimizer else bound
+
+    def detach(self, model: Any) -> None:
+        """Let the engine go. From here on every rank must train on the same rows."""
+        each = self._of(model)
+        if each.engine is not None:
+            each.engine.detach()
+            each.engine = None
+
+    def save(self, model: Any, name: str = "saved") -> None:
+        """Write a checkpoint; the reference keeps copies."""
+        each = self._of(model)
+        if each.engine is not None:
+            each.engine.save(str(self.folder / name))
+        else:
+            states = [optimizer.state_dict() for optimizer in each.optimizers]
+            self._saved[name] = copy.deepcopy((each.plain.state_dict(), states))
+
+    def load(self, model: Any, name: str = "saved") -> None:
+        """Load what `save` wrote, into this model or another."""
+        each = self._of(model)
+        if each.engine is not None:
+            each.engine.load(str(self.folder / name))
+            return
+        weights, states = copy.deepcopy(self._saved[name])
+        each.plain.load_state_dict(weights)
+        for optimizer, state in zip(each.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -246,18 +274,22 @@ class Run:
         return model.no_sync() if isinstance(model, Plain) else nullcontext()
 
     def clip_grad_norm_(self, model: Any, max_norm: float, **options: Any) -> Tensor:
-        """Clip; the norm is compared with the reference's."""
+        """Clip; the norm is compared with the reference's. `parameters`: all, or some of the model's."""
         self.sync_gradients()
         engine = self.engine_of(model)
         if engine is not None:
             norm = engine.clip_grad_norm_(max_norm, **options)
         else:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, **options)
+            params = options.pop("parameters", None) or model.parameters()
+            norm = nn.utils.clip_grad_norm_(params, max_norm, **options)
         self.see(norm, "gradient norm")
         return norm
 
     def engine_of(self, model: Any) -> zero.Engine | None:
         return next((each.engine for each in self.trained if each.model is model), None)
+
+    def _of(self, model: Any) -> _Trained:
+        return next(each for each in self.trained if each.model is model)
 
     def unsharded(self, model: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self.is_plain else zero.unsharded(model)
@@ -364,75 +396,6 @@ def _flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items():
             found[f"group {number} {key}"] = value
     return found
-
-
-# Comparing ------------------------------------------------------------------------------------------------------------
-
-
-def _gap(ours: Any, theirs: Any, scale: float, share: float) -> str:
-    """What is wrong with one value; `scale`: what the allowed share is of."""
-    if isinstance(ours, Tensor) != isinstance(theirs, Tensor):
-        return f"{ours!r} instead of {theirs!r}"
-    if not isinstance(ours, Tensor):
-        if isinstance(ours, float) and isinstance(theirs, float):
-            ours, theirs = torch.tensor(ours, dtype=torch.double), torch.tensor(theirs, dtype=torch.double)
-        else:
-            return "" if ours == theirs else f"{ours!r} instead of {theirs!r}"
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return f"{ours.dtype} {tuple(ours.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}"
-    if not ours.numel():
-        return ""
-    if not (theirs.is_floating_point() or theirs.is_complex()):
-        return "" if torch.equal(ours, theirs) else f"{ours} instead of {theirs}"
-    gap = (ours - theirs).abs().double()
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    gap = torch.where(same, 0.0, gap)
-    worst = gap.max().item()
-    if worst <= share * scale:  # NaN is not
-        return ""
-    at = int(gap.nan_to_num(torch.inf).argmax())
-    return (
-        f"off by {worst:.2e}, allowed {share * scale:.2e} (at element {at}: {ours.flatten()[at].item()} instead of "
-        f"{theirs.flatten()[at].item()})"
-    )
-
-
-def _size(value: Any) -> float:
-    if not isinstance(value, Tensor):
-        return abs(value) if isinstance(value, float) else 0.0
-    if not (value.is_floating_point() or value.is_complex()):
-        return 0.0
-    finite = value[value.isfinite()].abs().double()
-    return finite.max().item() if finite.numel() else 0.0
-
-
-def compare(program: Program, setting: Setting, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return what differs, one line each."""
-    kind = "int8" if setting.wire != "none" else setting.precision
-    wrong = []
-    if [what for what, _ in ours["seen"]] != [what for what, _ in theirs["seen"]]:
-        wrong.append(f"looked at {[what for what, _ in ours['seen']]} instead of {[w for w, _ in theirs['seen']]}")
-    for at, ((what, mine), (_, other)) in enumerate(zip(ours["seen"], theirs["seen"])):
-        if gap := _gap(mine, other, _size(other) + 1e-6, program.loose * SEEN[kind]):
-            wrong.append(f"{what} (look {at}): {gap}")
-    for key in (key for key in theirs if key.startswith(("weights", "state"))):
-        if key not in ours:
-            continue  # of rank 0 alone
-        mine, other = ours[key], theirs[key]
-        if mine.keys() != other.keys():
-            wrong.append(f"{key}: {sorted({*mine} ^ {*other})} on one side only")
-        before = theirs.get("before" + key.removeprefix("weights"), {}) if key.startswith("weights") else {}
-        for name in mine.keys() & other.keys():
-            value, share = other[name], program.loose * SHARE_OF_MOVE[kind]
-            was = before.get(name)
-            is_moved = was is not None and was.shape == value.shape and value.is_floating_point()
-            moved = _size(value - was) if is_moved else _size(value)
-            allowed = share * moved + ROUNDING[kind] * _size(value) + 1e-9
-            if program.exact and kind == "fp32" and setting.ranks < 3:
-                allowed = 0.0
-            if gap := _gap(mine[name], value, 1.0, allowed):
-                wrong.append(f"{key} {name}: {gap}")
-    return wrong
 
 
 # On one rank ------------------------------------------------------------------------------------------------------------

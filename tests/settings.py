@@ -13,7 +13,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 3, 4),
     "stage": (0, 1, 2, 3),
     "tier": ("none", "cpu", "disk", "cpu/cpu", "disk/disk", "none/cpu", "cpu/disk", "disk/cpu"),
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "fp16"),
     "replicas": (1, 2),
     "wire": ("none", "int8"),
     "kept": (False, True),
@@ -24,6 +24,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
 EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     **FACTORS,
     "ranks": (2,),
+    "precision": ("fp32", "bf16"),
     "tier": ("none", "cpu", "disk", "cpu/cpu", "disk/disk"),
     "wire": ("none",),
     "debug": (False,),

@@ -67,22 +67,6 @@ def twins(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
     return one, other
 
 
-class EachParameter(torch.optim.Optimizer):
-    """As users write them: parameters one after another, each by `update(p, group)`."""
-
-    update: Callable[[nn.Parameter, dict[str, Any]], None]
-
-    def __init__(self, params: Any, lr: float = 1e-2, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, group)
-
-
 class Sockets(PairWire):
     """As between machines."""
 

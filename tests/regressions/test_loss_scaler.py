@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
-from tests.kit.common import EachParameter
+from tests.optimizers import EachParameter
 
 pytestmark = pytest.mark.gloo
 

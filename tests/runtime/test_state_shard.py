@@ -1,4 +1,4 @@
-"""What every tier does for a shard: one suite for all of them; and what a step on disk needs beside it."""
+"""Moves of a shard between tiers, faults, and what gradients take. Values: tests/programs, for every tier and optimizer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.errors import StateError, TierError
-from hf_zero.runtime.values.offloaded_shard import SHARDS, DiskShard, new_shard
-from hf_zero.runtime.values.state_shard import MASTER, Shard
+from hf_zero.errors import TierError
+from hf_zero.runtime.values.offloaded_shard import SHARDS, new_shard
+from hf_zero.runtime.values.state_shard import Shard
 from hf_zero.tiers.array import OnDisk, fetch
 from hf_zero.tiers.pool import KEPT_BUFFERS, Storage
 from hf_zero.tiers.tier import Sizes, Tier, padded
@@ -58,61 +58,6 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         return ["names"]
     at_hand = {key: fetch(value) if isinstance(value, OnDisk) else value for key, value in found.items()}
     return [key for key, value in expected.items() if not same(at_hand[key], value)]
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("numel", [NUMEL, 1, 0])
-def test_values_and_states(storage: Storage, tier: Tier, numel: int) -> None:
-    shard, optimizer = made(storage, tier, numel)
-    assert (shard.tier, shard.start, shard.stop, shard.numel) == (tier, 100, 100 + numel, numel)
-    assert shard.is_offloaded == (tier is not Tier.DEVICE)
-    assert torch.equal(fetch(shard.values), random(0, numel))
-    assert differing(shard.entries(optimizer), states(numel)) == []
-    shard.values[: numel // 2].copy_(torch.zeros(numel // 2))
-    assert not fetch(shard.values[: numel // 2]).any()
-    assert torch.equal(fetch(shard.values[numel // 2 :]), random(0, numel)[numel // 2 :])
-    # Another optimizer's states replace them, given in memory of the shard's own.
-    room = shard.new_state(shard.master, "momentum_buffer", torch.float32, (numel,))
-    room.copy_(random(4, numel))
-    shard.put(optimizer, shard.master, {"momentum_buffer": room})
-    assert differing(shard.entries(optimizer), {"momentum_buffer": random(4, numel)}) == []
-    shard.put(optimizer, shard.master, {})
-    assert shard.entries(optimizer) == {}
-    shard.close()
-    assert not storage.has_disk or storage.disk.nbytes == 0
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_gradients(storage: Storage, tier: Tier) -> None:
-    shard, _ = made(storage, tier)
-    assert not shard.has_grad
-    assert shard.grad is shard.whole_grad() is None
-    assert shard.claim() is None
-    assert not shard.some_grad().any()
-    shard.drop_grad()
-    for piece in (random(5), random(6)):
-        shard.add(piece)
-        assert shard.has_grad
-    assert torch.equal(shard.grad, random(5) + random(6))
-    shard.scale(torch.tensor(0.5))
-    shard.scale(torch.tensor(0.5))
-    assert torch.equal(shard.whole_grad(), (random(5) + random(6)) * 0.5 * 0.5)
-    assert shard.coefficient is None
-    shard.show_grad()
-    if tier is Tier.DISK:  # groups of an engine show a stand-in
-        assert shard.master.grad is None
-    else:
-        assert torch.equal(shard.master.grad, shard.grad)
-    claim = shard.claim()
-    assert (claim is None) == (tier is Tier.DEVICE)
-    if claim is not None:
-        assert isinstance(claim[0], OnDisk) == (tier is Tier.DISK)
-        assert torch.equal(fetch(claim[0]), shard.whole_grad())
-        shard.hide_grad()
-        assert shard.master.grad is None
-    shard.drop_grad()
-    assert not shard.has_grad
-    assert shard.master.grad is None
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -226,60 +171,6 @@ def test_a_move_that_the_disk_refuses(storage: Storage, origin: Tier, allowed: i
     assert differing(shard.entries(optimizer), states()) == []
     assert torch.equal(shard.whole_grad(), random(5))
     assert storage.disk.nbytes == 0
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_writes_to_the_master_are_seen(storage: Storage, tier: Tier) -> None:
-    shard, _ = made(storage, tier)
-    assert shard.edited() == ""
-    if tier is Tier.DISK:
-        for refused in (shard.master.isnan, shard.master.clone, lambda: setattr(shard.master, "data", torch.ones(1))):
-            with pytest.raises(StateError, match="rests on disk"):
-                refused()
-        assert "at rest on disk" in repr(shard.master)
-        return
-    with torch.no_grad():
-        shard.master.mul_(2)
-    assert shard.edited() == "counted"
-    shard.note()
-    shard.master.detach().numpy()[:] = 1
-    assert (shard.edited(closely=False), shard.edited()) == ("", "sampled")
-
-
-# On disk --------------------------------------------------------------------------------------------------------------
-
-
-def test_slabs(storage: Storage) -> None:
-    """Read, updated and written slab by slab; a state that is new takes space, and is the optimizer's once all are written."""
-    shard, optimizer = made(storage, Tier.DISK)
-    assert isinstance(shard, DiskShard)
-    assert list(shard.slabs) == [0, 2048, 4096]
-    assert shard.slab_bytes(None) == 2 * padded(4 * 2048) + padded(2 * 2048)
-    memory = storage.link.empty(shard.slab_bytes(None), torch.uint8)
-    before = shard.disk_bytes
-    for start in shard.slabs:
-        shard.read(start, memory, None).wait()
-        views = shard.views(start, memory, None)
-        assert list(views) == [MASTER, "exp_avg", "exp_avg_sq"]
-        views[MASTER].add_(views["exp_avg"])
-        new = views[MASTER] * 2
-        shard.write(start, {MASTER: views[MASTER], "exp_avg": views["exp_avg"], "new": new}).wait()
-        assert list(shard.views(start, memory, None)) == [MASTER, "exp_avg", "exp_avg_sq"]
-    assert shard.disk_bytes == before + padded(4 * NUMEL)
-    optimizer.state[shard.master] = {**shard.keep_states(shard.master, ["exp_avg", "new"])}
-    assert shard.disk_bytes == 3 * padded(4 * NUMEL)
-    values = random(0) + random(1)
-    assert torch.equal(fetch(shard.values), values)
-    found = shard.entries(optimizer)
-    assert differing({key: found[key] for key in ("exp_avg", "new")}, {"exp_avg": random(1), "new": 2 * values}) == []
-
-
-def test_a_closed_shard_on_disk(storage: Storage) -> None:
-    shard, _ = made(storage, Tier.DISK)
-    shard.close()
-    shard.close()
-    with pytest.raises(StateError, match="after it was closed"):
-        fetch(shard.values)
 
 
 def test_a_master_over_memory_of_the_parameters(storage: Storage) -> None:

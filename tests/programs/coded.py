@@ -1,0 +1,53 @@
+"""Gradients and matrices that travel as codes: training goes on as it would, on every rank alike."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.models import LanguageModel, sgd, token_loss
+from tests.oracle import Run, program
+from tests.programs.accessors import full_parameter
+
+CODED = {"wire": ("int8",), "stage": (1, 2, 3), "kept": (False,)}
+
+
+def _learns(run: Run, **config: object) -> None:
+    """Accumulated and clipped, scaled; one rank's gradient overflows once, and no rank makes that step."""
+    model = run.build(lambda: LanguageModel(tied=True))
+    optimizer = sgd(model, lr=0.05)
+    model = run.shard(model, optimizer, **config)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    losses = []
+    for step in range(8):
+        for micro in range(2):
+            rows = run.ids(2 * (step % 2) + micro)  # few, so that they are learnt
+            loss = token_loss(model(rows), rows)
+            scaler.scale(loss / 2 * (float("inf") if (step, run.rank) == (3, 1) else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        run.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        run.see(scaler.get_scale(), "the scale")
+        losses.append(loss.item())
+    run.see(losses[-1] < losses[0] - 0.1, "whether it learns")
+    run.see(torch.tensor(losses), "losses")
+    values = torch.cat([full_parameter(run, p).flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(values) for _ in range(run.world)]
+    torch.distributed.all_gather(everyone, values)
+    run.see(all(torch.equal(other, values) for other in everyone), "whether ranks compute with the same weights")
+
+
+@program(only=CODED | {"ranks": (2, 3, 4), "precision": ("fp32", "bf16", "fp16")})
+def learns_by_int8(run: Run) -> None:
+    _learns(run)
+
+
+@program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=2.0)
+def learns_by_fp8(run: Run) -> None:
+    _learns(run, wire="fp8")
+
+
+@program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=8.0)
+def learns_by_int4(run: Run) -> None:
+    _learns(run, wire="int4")

@@ -1,0 +1,414 @@
+"""Several optimizers over one model, each over parameters of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import hf_zero as zero
+from tests.models import Mixed, ids, mlp, token_loss
+from tests.optimizers import Layerwise
+from tests.oracle import Refused, Run, program
+from tests.programs.accessors import full_optimizer_state, full_parameter, set_full_optimizer_state
+from tests.programs.usual import FP32
+
+Optimizers = list[torch.optim.Optimizer]
+ONE_PLACE = {"tier": ("none",), "replicas": (1,), "kept": (False,), "deferred": (False,), **FP32}
+"""`only=ONE_PLACE`: an error that is raised before the tiers matter."""
+
+
+def adam(params: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, eps=1e-3)
+
+
+def muon(matrices: list[Tensor], others: list[Tensor]) -> Optimizers:
+    return [torch.optim.Muon(matrices, lr=2e-2), adam(others)]
+
+
+def adams(matrices: list[Tensor], others: list[Tensor]) -> Optimizers:
+    return [adam(others), adam([{"params": matrices[:2]}, {"params": matrices[2:]}])]
+
+
+def three(matrices: list[Tensor], others: list[Tensor]) -> Optimizers:
+    first = torch.optim.SGD(matrices[:1], lr=1e-2, momentum=0.9)
+    return [first, Layerwise(matrices[1:]), torch.optim.RMSprop(others, lr=1e-3, eps=1e-3)]
+
+
+LISTS = {"muon": muon, "adams": adams, "three": three}
+IN_MEMORY = {"offload_optimizer": "none", "offload_params": "none", "device_memory": None}
+BY_BF16 = 100.0
+"""`loose=BY_BF16`: Muon rounds to bfloat16 within its update, so a last bit of a gradient may become eight of them."""
+
+
+def built(run: Run, name: str) -> tuple[Any, Optimizers]:
+    """One parameter is frozen, one is in no optimizer; `run.kept`: whose rows all ranks train on."""
+    model = run.build(Mixed)
+    model.blocks[1].line.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad and p is not model.blocks[0].one]
+    return model, LISTS[name]([p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2])
+
+
+def backward(run: Run, model: Any, step: int, what: str) -> Tensor:
+    rows = ids(run.rank if run.kept is None else run.kept, step)
+    loss = token_loss(model(rows), rows)
+    loss.backward()
+    run.see(loss, what)
+    return loss
+
+
+def every_order(run: Run, model: Any, optimizers: Optimizers, first: int) -> None:
+    """The orders in which loops call several optimizers."""
+    a, *others = optimizers
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    backward(run, model, first, "as in every recipe")
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    backward(run, model, first + 1, "in the other order")
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(run, model, first + 2, "one alone: the gradients of the others add up")
+    a.step()
+    a.zero_grad()
+    backward(run, model, first + 3, "after one alone")
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+    backward(run, model, first + 4, "one alone: the gradients of the others are forgotten")
+    others[-1].step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    a.step(lambda: backward(run, model, first + 5, "in a closure"))
+    for optimizer in others:
+        optimizer.step()
+    a.step()
+    others[-1].zero_grad(set_to_none=False)
+    a.zero_grad()
+    backward(run, model, first + 6, "one stepped twice")
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_turn(run: Run, model: Any, optimizers: Optimizers, first: int) -> None:
+    """Two steps of each."""
+    for step in (first, first + 1):
+        backward(run, model, step, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def schedules(optimizers: Optimizers) -> list[StepLR]:
+    return [StepLR(optimizer, 2, 0.5 + 0.1 * number) for number, optimizer in enumerate(optimizers)]
+
+
+def trained(run: Run, model: Any, optimizers: Optimizers, *firsts: int) -> None:
+    schedulers = schedules(optimizers)
+    for first in firsts:
+        every_order(run, model, optimizers, first)
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def in_every_order(run: Run, name: str) -> None:
+    model, optimizers = built(run, name)
+    groups = [optimizer.param_groups[0] for optimizer in optimizers]
+    model = run.shard(model, optimizers)
+    engine = run.engine_of(model)
+    run.see(engine is None or engine.optimizers == tuple(optimizers), "the engine's optimizers")
+    trained(run, model, optimizers, 0, 10)
+    for optimizer in optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+    trained(run, model, optimizers, 20)
+    is_same = [optimizer.param_groups[0] is group for optimizer, group in zip(optimizers, groups)]
+    run.see(engine is None or all(is_same), "the groups' identity")
+
+
+def _registered(function: Callable[[Run, str], None], name: str, **options: Any) -> None:
+    @functools.wraps(function)
+    def run_it(run: Run) -> None:
+        function(run, name)
+
+    run_it.__name__ = f"{name}_{function.__name__}"
+    program(run_it, **options)
+
+
+def continued_from_a_checkpoint(run: Run, name: str) -> None:
+    """In place, and in another model."""
+    model, optimizers = built(run, name)
+    model = run.shard(model, optimizers)
+    in_turn(run, model, optimizers, 0)
+    run.save(model)
+    in_turn(run, model, optimizers, 10)
+    run.load(model)
+    in_turn(run, model, optimizers, 20)
+    other, others = built(run, name)
+    other = run.shard(other, others, stage=3 if run.setting.stage < 3 else 1, **IN_MEMORY)
+    run.load(other)
+    in_turn(run, other, others, 20)
+
+
+_registered(in_every_order, "adams", more={"debug": (False, True)})
+_registered(in_every_order, "three", more={"ranks": (1, 2, 3)})
+_registered(in_every_order, "muon", loose=BY_BF16)
+_registered(continued_from_a_checkpoint, "adams")
+_registered(continued_from_a_checkpoint, "muon", loose=BY_BF16)
+
+
+@program(only={**FP32, "deferred": (False,)})
+def warm_and_let_go(run: Run) -> None:
+    """Optimizers have states before the model is sharded, and step in plain PyTorch once the engine has gone."""
+    model, optimizers = built(run, "adams")
+    run.kept = 0
+    in_turn(run, model, optimizers, 0)
+    run.kept = None
+    model = run.shard(model, optimizers)
+    in_turn(run, model, optimizers, 10)
+    run.detach(model)
+    run.kept = 0
+    in_turn(run, model, optimizers, 20)
+
+
+@program
+def clipped_together_and_apart(run: Run) -> None:
+    model, optimizers = built(run, "adams")
+    model = run.shard(model, optimizers)
+    line = model.blocks[0].line
+    for step in range(4):
+        with run.no_sync(model):
+            backward(run, model, 2 * step, "first")
+        backward(run, model, 2 * step + 1, "second")
+        if step % 2:
+            matrices = [p for p in model.parameters() if p.dim() == 2 and p.requires_grad]
+            run.clip_grad_norm_(model, 0.05, parameters=matrices)
+        else:
+            run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.05), "norm of all")
+        some = [p for group in optimizers[0].param_groups for p in group["params"]]
+        run.see(nn.utils.clip_grad_norm_(some, 0.01), "norm of one optimizer's")
+        for optimizer in optimizers if step != 2 else optimizers[1:]:
+            optimizer.step()
+        model.zero_grad()
+    for param in (line.weight, line.bias):
+        run.see(full_optimizer_state(run, param, "exp_avg"), "a state")
+        run.see(full_optimizer_state(run, param, "momentum_buffer"), "a state that it has not")
+    set_full_optimizer_state(run, line.bias, "exp_avg", torch.ones(16))
+    run.see(full_optimizer_state(run, line.bias, "exp_avg"), "a state that was set")
+
+
+@program(more={"precision": ("fp32", "bf16", "fp16")})
+def each_skips_by_itself(run: Run) -> None:
+    """A gradient of one optimizer overflows on one rank: that optimizer leaves its step out, on every rank."""
+    model, optimizers = built(run, "adams")
+    model = run.shard(model, optimizers)
+    line = model.blocks[0].line
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step, bad in enumerate([None, line.bias, line.weight, None]):
+        hook = (line.bias if bad is None else bad).register_hook(
+            lambda grad, bad=bad: grad * float("inf") if bad is not None and run.rank == run.world - 1 else grad
+        )
+        rows = run.ids(step)
+        scaler.scale(token_loss(model(rows), rows)).backward()
+        hook.remove()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        run.see(scaler.get_scale(), "the scale")
+        run.see(full_parameter(run, line.weight), "a weight of the second")
+        run.see(full_parameter(run, line.bias), "a weight of the first")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@program(only={"debug": (True,)})
+def recorded_and_compared(run: Run) -> None:
+    """A step of all optimizers is one step of the record. A gradient that is not finite stops its own optimizer."""
+    model, optimizers = built(run, "adams")
+    model = run.shard(model, optimizers)
+    engine = run.engine_of(model)
+    recorder = engine and engine.record()
+    for step in range(4):
+        backward(run, model, step, "loss")
+        for optimizer in optimizers[step % 2 :]:
+            optimizer.step()
+        model.zero_grad()
+    run.see(recorder.recorded if recorder else 4, "steps recorded")
+    if recorder:
+        recorder.close()
+    backward(run, model, 9, "loss")
+    optimizers[0].step()
+    with torch.no_grad():
+        for param in (p for group in optimizers[1].param_groups for p in group["params"]):
+            if param.grad is not None:
+                param.grad.fill_(float("nan"))
+    run.refuses(zero.NumericsError, "No weight was changed", optimizers[1].step)
+
+
+@program
+def bound_one_after_another(run: Run) -> None:
+    model, (first, second, third) = built(run, "three")
+    model = run.shard(model, first)
+    backward(run, model, 0, "with one")
+    first.step()
+    model.zero_grad()
+    run.bind(second)
+    run.bind(third)
+    in_turn(run, model, [first, second, third], 10)
+    one = model.blocks[0].one
+    model.zero_grad()  # a gradient of no optimizer adds up in plain PyTorch; the engine forgets it at the step
+    first.add_param_group({"params": [one], "lr": 0.05})
+    in_turn(run, model, [first, second, third], 20)
+    params = [p for p in model.parameters() if p.requires_grad and p.dim() != 2 and p is not one]
+    run.bind(last := adam(params, lr=3e-2))
+    for call in (third.step, third.zero_grad, third.state_dict):
+        run.refuses(zero.StateError, "another optimizer was bound in its place", call)
+    in_turn(run, model, [first, second, last], 30)
+    run.bind([last, first])
+    model.zero_grad()
+    backward(run, model, 40, "without the second")
+    for optimizer in (last, first):
+        optimizer.step()
+
+
+class Breaks(torch.optim.SGD):
+    """Raises where it is told to: before its arithmetic, or in the middle of it."""
+
+    at = ""
+    done: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.at == "before":
+            raise ValueError("not now")
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if self.done and self.at == "within":
+                raise ValueError("half done")
+            self.done.append(1)
+            p.sub_(self.param_groups[0]["lr"] * p.grad)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("in the middle")
+
+
+@program(only={"tier": ("none",)})  # offloaded, a step runs later, on another thread
+def steps_and_backwards_that_raise(run: Run) -> None:
+    model = run.build(Mixed)
+    params = list(model.parameters())
+    optimizers = [first, second] = [adam(params[:5]), Breaks(params[5:], lr=1e-2)]
+    model = run.shard(model, optimizers)
+    backward(run, model, 0, "loss")
+    first.step()
+    second.at = "before"
+    with contextlib.suppress(ValueError):
+        second.step()
+    second.at = ""
+    second.step()  # nothing was lost in between
+    model.zero_grad()
+
+    def raise_in_backward() -> None:
+        hook = model.blocks[0].register_forward_hook(lambda _, args, out: Raises.apply(out))
+        try:
+            backward(run, model, 1, "loss")
+        finally:
+            hook.remove()
+
+    def raise_in_step() -> None:
+        backward(run, model, 3, "loss")
+        first.step()
+        second.at = "within"
+        second.done.clear()
+        second.step()
+
+    run.refuses(RuntimeError, "in the middle", raise_in_backward)
+    for optimizer in optimizers:
+        run.refuses(zero.StateError, "its gradients are gone.*zero_grad", optimizer.step)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    in_turn(run, model, optimizers, 20)
+    run.save(model)
+    run.refuses(ValueError, "half done", raise_in_step)
+    for optimizer in optimizers:  # both: the weights are not of one step
+        run.refuses(zero.StateError, "broke off half done", optimizer.step)
+    second.at = ""
+    run.load(model)
+    model.zero_grad()
+    in_turn(run, model, optimizers, 30)
+
+
+def apart(model: Any) -> Optimizers:
+    *most, last = model.parameters()
+    return [torch.optim.SGD(most, lr=1e-2), adam([last])]
+
+
+@program(only=ONE_PLACE)
+def in_two_optimizers(run: Run) -> None:
+    """Refused, at first and later; that it was tried leaves no trace."""
+    model = run.build(mlp)
+    optimizers = apart(model)
+    both = [torch.optim.SGD(model.parameters(), lr=1e-2), optimizers[1]]
+    match = r"'4.bias' is in two optimizers, number 0 \(SGD\) and number 1 \(AdamW\)"
+    run.refuses(zero.LayoutError, match, lambda: zero.shard(model, both))
+    run.shard(model, optimizers)
+    more = [*optimizers, torch.optim.SGD([model[0].weight], lr=1e-2)]
+    run.refuses(zero.LayoutError, "is in two optimizers", lambda: run.bind(more))
+    for step in range(2):
+        run.loss(step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program(
+    only={**ONE_PLACE, "tier": ("cpu",)},
+    refused=(Refused(zero.ConfigError, "which of 2 optimizers steps"),),
+)
+def several_stepped_in_backward(run: Run) -> None:
+    model = run.build(mlp)
+    run.shard(model, apart(model), step_in_backward=True)
+
+
+@program(only=ONE_PLACE, refused=(Refused(zero.RankMismatchError, "ranks differ"),))
+def another_order_on_one_rank(run: Run) -> None:
+    model = run.build(mlp)
+    run.shard(model, apart(model)[:: -1 if run.rank else 1])
+
+
+@program(only=ONE_PLACE, refused=(Refused(zero.RankMismatchError, "'lr' of the optimizer's group 0 of optimizer 1"),))
+def another_rate_on_one_rank(run: Run) -> None:
+    model = run.build(mlp)
+    optimizers = apart(model)
+    run.shard(model, optimizers)
+    run.loss(0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizers[1].param_groups[0]["lr"] += run.rank
+    run.loss(1).backward()
+
+
+@program(only=ONE_PLACE, refused=(Refused(zero.CheckpointError, "optimizers in another order"),))
+def loaded_into_another_list(run: Run) -> None:
+    model, optimizers = built(run, "muon")
+    model = run.shard(model, optimizers)
+    in_turn(run, model, optimizers, 0)
+    run.save(model)
+    other, others = built(run, "adams")
+    run.load(run.shard(other, others))

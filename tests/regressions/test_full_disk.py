@@ -1,0 +1,53 @@
+"""A full disk while a checkpoint is written: the error names the file, which the system's own message lacks."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+
+import pytest
+import torch
+
+import hf_zero as zero
+from tests.kit.injection import calls
+from tests.models import adamw, inputs, mlp
+
+pytestmark = pytest.mark.gloo
+
+
+def full_disk(rank: int, world: int, folder: str) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
+    model(inputs(rank, 0)).square().mean().backward()
+    optimizer.step()
+    engine.save(folder)
+
+    def save_failing_at(k: int) -> str | None:
+        writes = itertools.count()
+
+        def before(_, call, args) -> None:
+            if call[0] in ("create", "pwrite") and next(writes) == k:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        try:
+            with calls(before):
+                engine.save(folder)
+        except zero.CheckpointError as error:
+            return str(error)
+        return None
+
+    messages = list(itertools.takewhile(lambda message: message is not None, map(save_failing_at, itertools.count())))
+    found = [re.search(rf"{re.escape(folder)}/\.zero_saving/ck/?([\w./]*)", message) for message in messages]
+    assert all("No space left" in message and match for message, match in zip(messages, found)), messages
+    named = {match[1].rstrip(":") for match in found}
+    files = ("model.safetensors", "optimizer/exp_avg.safetensors", "zero_state.safetensors", "zero_manifest.json")
+    assert named >= {*files}
+    zero.verify(folder)  # the checkpoint before is whole
+
+
+def test_the_file_is_named(pools, tmp_path):
+    pools[1].run(full_disk, str(tmp_path / "ck"))
