@@ -39,18 +39,13 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-.PHONY: test-wide
-test-wide: $(READY) ## run what tests/wide.txt takes out of `make test`: more models, ranks and tiers
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'wide and not slow' $(ARGS)
-
-.PHONY: test-slow
-test-slow: $(READY) ## run the long tests, which `make test` leaves out
-	$(BIN)/python -m pytest -m slow $(ARGS)
+.PHONY: test-all
+test-all: $(READY) ## run these and all further combinations: more models, ranks, rows of settings; hours
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not torture' $(ARGS)
 
 .PHONY: torture
 torture: $(READY) ## ranks lost and killed, long runs: hours (STEPS=2000 and ROUNDS=20 are how long; ARGS='-k name' for some)
-	HF_ZERO_STEPS=$(STEPS) HF_ZERO_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --verbose $(ARGS) \
-	tests/torture tests/comm/test_watch.py tests/checkpoint tests/runtime/test_offload_faults.py
+	HF_ZERO_STEPS=$(STEPS) HF_ZERO_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m torture --verbose $(ARGS)
 
 .PHONY: programs
 programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)

@@ -28,20 +28,8 @@ LONG = ("test_programs.py", "torture", "scripts", "huggingface", "runtime", "ran
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
 
 
-WIDE = Path(__file__).with_name("wide.txt")
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    beginnings = [line for line in WIDE.read_text().splitlines() if not line.startswith("#")]
-    used = set()
-    for item in items:
-        found = next((each for each in beginnings if item.nodeid.startswith(each)), None)
-        if found is not None:
-            used.add(found)
-            item.add_marker("wide")
-    if config.args == config.getini("testpaths") and (stale := sorted({*beginnings} - used)):
-        raise pytest.UsageError(f"{WIDE.name} names tests that are not there: {', '.join(stale)}")
+@pytest.hookimpl(tryfirst=True)  # before pytest's processes share the tests out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {folder: place for place, folder in enumerate(LONG)}
     for item in items:
         # What one process runs: a file, of the programs a theme.

@@ -223,7 +223,7 @@ def test_a_damaged_folder(template, reader, tmp_path, data):
     check_damage(template, reader, tmp_path, data)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @LONG
 @given(data=st.data())
 def test_many_damaged_folders(template, reader, tmp_path, data):
@@ -279,7 +279,7 @@ def test_nonsense_with_digests_that_fit(template, reader, tmp_path, data):
     check_nonsense(template, reader, tmp_path, data)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @LONG
 @given(data=st.data())
 def test_much_nonsense_with_digests_that_fit(template, reader, tmp_path, data):

@@ -273,6 +273,7 @@ def test_discarded_is_as_if_never_begun(tmp_path):
         assert left_overs(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_a_reader_in_between_finds_no_mix(fast):
     """Whoever goes by config.json sees the old files, no model, or the new ones; never some of each."""
     parent, k, seen = fast / "out", 0, set()

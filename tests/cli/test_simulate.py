@@ -49,7 +49,7 @@ def without_ranks(rank: int, world: int, size: int, collectives: bool, values: b
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("collectives", [False, True])
+@pytest.mark.parametrize("collectives", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_order_and_bytes_are_those_of_real_ranks(pools, size, collectives):
     """With values and without."""
     real = pools[size].run(recorded, collectives, timeout_s=250)[0]
@@ -92,6 +92,7 @@ def over_absent_nodes(rank: int, world: int, size: int, room: int, values: bool)
         return over_nodes(0, size, room)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_parts_within_nodes_are_those_of_real_ranks(pools):
     """Two nodes of two: the same collectives in the same order as four ranks have, and bytes as planned and as counted."""
@@ -133,6 +134,7 @@ def test_one_rank_sends_nothing(capsys):
     assert values["communication_s"] == values["exposed_s"] == 0 < values["compute_s"] == values["total_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [pytest.param("weak", marks=pytest.mark.slow), "strong"])
 def test_scaling(scaling, capsys, tmp_path):
     pytest.importorskip("matplotlib")
@@ -171,6 +173,7 @@ def test_replicas_keep_gathers_within_a_machine(capsys):
     }
 
 
+@pytest.mark.slow
 def test_a_narrow_wire_sends_less(capsys):
     sent = []
     for wire in ("none", "int8"):
@@ -179,6 +182,7 @@ def test_a_narrow_wire_sends_less(capsys):
     assert sent[0] > 3.5 * sent[1]
 
 
+@pytest.mark.slow
 def test_models_larger_than_memory(capsys):
     """Parameters alone are 1.4 GB; the engine's masters, gradients and states come to four times that."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -234,6 +238,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_measured(capsys, tmp_path):
     """Its rates price the step; messages are gloo's; without overlap a step is the sum, with it no less than either."""
     path = tmp_path / "machine.json"

@@ -279,7 +279,14 @@ def test_messages_are_quoted():
     assert {*quoted()} <= cases
 
 
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize(
+    "group",
+    [
+        "collectives",
+        "batches",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("steps", "collectives at stage 3")),
+    ],
+)
 def test_ranks_that_diverge_are_named_on_every_rank(group, tmp_path):
     rows = [(stage, case, tmp_path / f"{stage}_{case}") for stage, case in CASES[group]]
     for (stage, case, _), answers in zip(rows, side_by_side(diverge, rows)):
@@ -318,6 +325,7 @@ def late(rank: int, world: int, case: str) -> tuple[str, str]:
     return error, said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(tmp_path):
     """It may be slow, so it is given longer: before its first call, and behind training."""
     before, behind = side_by_side(late, [("before",), ("behind",)])
@@ -432,6 +440,7 @@ SLOWLY: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for():
     """For longer than `stall_s`: the others say for whom they wait, and go on."""
     for how, answers in zip(SLOWLY, side_by_side(slow, [(how,) for how in SLOWLY])):

@@ -9,6 +9,8 @@ import pytest
 from tests.kit.launch import Results, launch
 from tests.kit.same import assert_same_or_named, assert_same_run
 
+pytestmark = pytest.mark.slow
+
 APART = (
     "images on one rank", "images anywhere", "layers on one rank", "layers on no rank", "experts", "experts on no rank",
     "forwards",

@@ -85,7 +85,7 @@ def folders(tmp_path_factory: Any) -> Path:
     return Path(root)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equal_to_stock(world: int, folders: Path, pools: dict[int, RankPool]) -> None:
     """All families, merged experts too: nothing differs, and the ranks together read each payload byte once."""
     results = pools[world].run(check_families, str(folders), list(FAMILIES))

@@ -9,6 +9,8 @@ import pytest
 
 from tests.kit.launch import Results, launch
 
+pytestmark = pytest.mark.slow
+
 STAGES = (0, 1, 2, 3)
 
 

@@ -9,6 +9,8 @@ import pytest
 from tests.kit.launch import Results, launch
 from tests.kit.same import assert_same_or_named, assert_same_run
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     "fused", "fused tied", "linear", "linear tied", "linear checkpointing", "read again", "read again tied", "embedding",
     "redirected", "redirected tied", "tokens", "tokens tied", "saved head", "saved head and embedding",

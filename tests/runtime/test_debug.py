@@ -323,14 +323,18 @@ def check(answers: list[dict[str, tuple[str, str, int]]], silent: tuple[str, ...
         assert all(other[fault] == (kind, text, step) for other in answers[1:]), fault
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_faults_are_named_on_every_rank(two, stage):
     config = zero.ZeroConfig(stage=stage, debug=True)
     # At stage 0 an optimizer that averages what is averaged already changes nothing.
     check(two.run(catch, tuple(FAULTS), config, "no", 1), silent=("optimizer",) if stage == 0 else ())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_faults_are_named_under_bf16_with_accumulation(two, stage):
     config = zero.ZeroConfig(stage=stage, debug=True)
     check(two.run(catch, ("write", "batch", "output", "backward", "spoil", "buffer"), config, "bf16", 2))

@@ -86,12 +86,15 @@ def run(pool: Any, chosen: list[Case], mode: Mode, collective: bool, folder: Pat
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "collective", "mode"), [(1, False, Mode.LAST), (2, True, Mode.LAST)])
 def test_numbers_do_not_depend_on_when_bytes_move(pools, tmp_path, world, collective, mode):
     run(pools[world], cases(world, full=False), mode, collective, tmp_path)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    "mode", [mode if mode is not Mode.FIRST else pytest.param(mode, marks=pytest.mark.slow) for mode in Mode]
+)
 def test_numbers_do_not_depend_on_when_messages_move(two, tmp_path, mode):
     chosen = cases(2, full=False)
     run(two, chosen[:: 2 if mode is Mode.LAST else 3], mode, False, tmp_path)
@@ -440,7 +443,13 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
 
 
 @pytest.mark.parametrize(
-    ("world", "params", "dtype"), [(1, "cpu", "no"), (2, "none", "bf16"), (2, "cpu", "bf16"), (2, "disk", "bf16")]
+    ("world", "params", "dtype"),
+    [
+        (1, "cpu", "no"),
+        (2, "none", "bf16"),
+        pytest.param(2, "cpu", "bf16", marks=pytest.mark.slow),
+        (2, "disk", "bf16"),
+    ],
 )
 def test_a_step_that_found_no_memory_is_done_again(pools, tmp_path, world, params, dtype):
     assert pools[world].run(gives_up, str(tmp_path), params, dtype) == [[]] * world

@@ -160,6 +160,7 @@ def check_cut(rank: int, world: int, name: str) -> None:
     check(rank, world, build, loss, stages=(2, 3), roads=CUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_model_with_blocks_cut_inside(two, name):
     two.run(check_cut, name)

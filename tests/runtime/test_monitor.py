@@ -106,7 +106,10 @@ def under_pressure(rank: int, world: int, folder: str, dtype: str, late: bool, e
 
 
 @pytest.mark.parametrize(("dtype", "late"), [("no", False), ("bf16", True)])
-@pytest.mark.parametrize(("world", "everywhere"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world", "everywhere"),
+    [(1, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
+)
 def test_what_moves_under_pressure_changes_no_result(pools, tmp_path, world, everywhere, dtype, late):
     pools[world].run(under_pressure, str(tmp_path), dtype, late, everywhere)
 
@@ -157,7 +160,10 @@ def refused(rank: int, world: int, folder: str, params: str, after: int) -> None
     engine.detach()
 
 
-@pytest.mark.parametrize(("params", "after"), [("none", 0), ("none", 1), ("none", 3), ("auto", 0), ("auto", 2)])
+@pytest.mark.parametrize(
+    ("params", "after"),
+    [("auto", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 0), ("none", 3), ("auto", 0)))],
+)
 def test_a_disk_that_refuses_what_the_monitor_moves(two, tmp_path, params, after):
     two.run(refused, str(tmp_path), params, after)
 
@@ -195,7 +201,7 @@ def within_budgets(rank: int, world: int, folder: str, dtype: str) -> None:
     assert Tier.DISK in seen[-1]
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, "no"), (2, "bf16")])
+@pytest.mark.parametrize(("world", "dtype"), [(1, "no"), pytest.param(2, "bf16", marks=pytest.mark.slow)])
 def test_budgets_are_kept_and_results_equal(pools, tmp_path, world, dtype):
     pools[world].run(within_budgets, str(tmp_path), dtype)
 
@@ -238,7 +244,7 @@ def activations(rank: int, world: int, folder: str, dtype: str) -> None:
         engine.detach()
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, "no"), (2, "bf16")])
+@pytest.mark.parametrize(("world", "dtype"), [(1, "no"), pytest.param(2, "bf16", marks=pytest.mark.slow)])
 def test_room_is_made_for_activations_before_the_forward(pools, tmp_path, world, dtype):
     pools[world].run(activations, str(tmp_path), dtype)
 

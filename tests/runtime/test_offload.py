@@ -106,12 +106,12 @@ def test_small_sizes_are_in_force(pools, tmp_path):
     pools[1].run(in_small_blocks, str(tmp_path))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equals_the_run_in_memory(pools, tmp_path, world):
     run(pools[world], cases(world, DIMENSIONS), tmp_path, timeout_s=200)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_in_backward_equals_the_run_in_memory(pools, tmp_path, world):
     dimensions = {**DIMENSIONS, "dtype": ("no", "bf16"), "clip": (None,)}
     chosen = [replace(case, step_in_backward=True) for case in cases(world, dimensions)]

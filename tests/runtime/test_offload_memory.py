@@ -340,11 +340,12 @@ def beyond_plan(rank: int, world: int, folder: str) -> None:
         engine.detach()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stepping_in_backward_stays_within_the_plan(pools, tmp_path, world):
     pools[world].run(beyond_plan, str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_planned_is_measured(pools, tmp_path, world):
     wrong = [line for lines in pools[world].run(off_plan, planned_cases(world), str(tmp_path)) for line in lines]
@@ -497,6 +498,7 @@ def status(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key + ":"))
 
 
+@pytest.mark.slow
 def test_nothing_grows(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", STEADY, str(tmp_path)],
@@ -580,6 +582,7 @@ def pinned(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_memory_trains_from_disk(tmp_path, pinned):
     """States of 580 MiB, 290 of them each rank's, with room for two thirds of that: malloc keeps a part of it."""
     assert trains_within(str(tmp_path), 48, 256, None, 190 << 20, 250) > 575 << 20

@@ -24,7 +24,7 @@ def collective(rank: int, world: int) -> list[tuple[int, str, float, float]]:
     return out
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_collective_wire(pools, world):
     for stage, dtype, largest, rms in pools[world].run(collective)[0]:
         assert rms < (2e-5 if dtype == "no" else 1e-4), (stage, dtype, rms)

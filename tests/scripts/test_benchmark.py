@@ -18,6 +18,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("peers", [[], pytest.param(["fsdp2"], marks=pytest.mark.slow)], ids=len)
 def test_measures_engines(tmp_path: Path, peers: list[str]) -> None:

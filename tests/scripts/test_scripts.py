@@ -167,6 +167,7 @@ def test_perplexity_is_the_saved_models_own(place: Path, plain: Path) -> None:
     assert loss.item() == pytest.approx(history(plain, "eval_loss")[-1], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_masked_language_model_on_ranks(place: Path) -> None:
     on_ranks([FINETUNE, *SMALL, "--task=mlm", "--zero-stage=2", "--output-dir=mlm"], place)
     perplexities = history(place / "mlm", "eval_perplexity")
@@ -176,6 +177,7 @@ def test_masked_language_model_on_ranks(place: Path) -> None:
     AutoModelForMaskedLM.from_pretrained(place / "mlm")
 
 
+@pytest.mark.slow
 def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     common = [FINETUNE, *SMALL, "--task=classification", "--zero-stage=3", "--output-dir=classes", "--save-steps=3"]
     output = on_ranks(common, place)
@@ -197,6 +199,7 @@ def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     assert len(again) == len(first) == 6
 
 
+@pytest.mark.slow
 def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Path, plain: Path) -> None:
     (place / "own.csv").write_text("".join(["body,kind\n", *(f"row number {n} of it,{n % 2}\n" for n in range(200))]))
     words = ["--zero-stage", "3", "--model", str(plain), "--dataset", "own.csv", "--text_column", "body"]
@@ -206,6 +209,7 @@ def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Pa
     AutoModelForCausalLM.from_pretrained(place / "runs" / "own")
 
 
+@pytest.mark.slow
 def test_lora_saves_an_adapter_that_peft_loads(place: Path, plain: Path) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -225,6 +229,7 @@ def test_lora_saves_an_adapter_that_peft_loads(place: Path, plain: Path) -> None
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_lora_of_random_weights_is_refused() -> None:
     with pytest.raises(finetune.UserError, match="starts from random weights"):
         finetune.parse(["--lora"])
@@ -283,6 +288,7 @@ def test_help_fits_a_screen_and_one_rank_prints_it(
         assert texts[1] == ""
 
 
+@pytest.mark.slow
 def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
     (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
     small = [
@@ -363,6 +369,7 @@ def test_zero_ranks_are_refused_and_a_traceback_is_there_on_request(place: Path)
     assert "[rank 0] error: expected WORLD_SIZE >= 1" in ended.errors.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["at the end", "at a checkpoint"])
 def test_a_full_disk_at_save_ends_both_ranks(place: Path, plain: Path, when: str) -> None:
     """No file may grow past 6 MiB: the weights (10 MiB) do not fit, everything before them is cached or small."""

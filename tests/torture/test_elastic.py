@@ -54,6 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return launch("elastic_job", folder / "out", str(folder / "run"))("run"), folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "kind", ["device", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("disk", "auto", "born"))]
@@ -84,6 +85,7 @@ def test_a_trainer_goes_on_with_one_rank_and_with_three(
     assert steps == rows_by_step(undisturbed, [2])
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     """On as many ranks as before, each takes up its own random numbers: equal to the bit."""
@@ -174,6 +176,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return load_file(zero.latest_checkpoint(folder) / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_torchrun_starts_again_after_a_rank_was_killed(plain: Path, tmp_path: Path) -> None:
     """SIGKILL before step 7: the newest checkpoint is that of step 6. The result is the same to the last bit."""
@@ -188,7 +191,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(plain: Path, tmp_path: Pa
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-10", "checkpoint-12"]
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 @pytest.mark.gloo
 def test_a_machine_is_lost_and_another_comes(plain: Path, tmp_path: Path) -> None:
@@ -230,7 +233,7 @@ FLAGS = {
 CHECKPOINTS = {"finetune.py": "checkpoint-*", "finetune_no_trainer.py": "checkpoints/checkpoint_*"}
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.timeout(900)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("script", "stage"), [("finetune.py", 2), ("finetune.py", 3), ("finetune_no_trainer.py", 3)])
@@ -263,7 +266,7 @@ def test_a_script_goes_on_after_a_kill(tmp_path: Path, script: str, stage: int) 
 # ---- many kills ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.gloo
 def test_ranks_of_a_trainer_are_killed_at_random(tmp_path: Path) -> None:
