@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_zero as zero
 from tests.comparing import compare
 from tests.models import ids, inputs, mlp, sgd
-from tests.settings import EVERYDAY, FACTORS, Setting, pairwise, product
+from tests.settings import EVERYDAY, FACTORS, Setting, by_turns, pairwise, product
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,6 +74,8 @@ class Program:
     def rows(self, everything: bool) -> dict[int, list[Setting]]:
         """By number of ranks: every valid row, or a set of them with every pair of values."""
         rows = product(self.factors, self.accept)
+        if not everything and self.factors["tier"] == EVERYDAY["tier"]:
+            rows = by_turns(rows, self.name)
         chosen = rows if everything else pairwise(rows, self.name)
         return {ranks: of for ranks in FACTORS["ranks"] if (of := [row for row in chosen if row.ranks == ranks])}
 

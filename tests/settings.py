@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,10 @@ EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     "debug": (False,),
 }
 """What a program covers by default: two ranks, exact transport. Programs of wide use ask for more."""
+TIERS_BY_TURNS = (("none", "cpu", "disk/disk"), ("none", "disk", "cpu/cpu"))
+"""Of these tiers, what `make test` shows a program: one half of the programs the first, the others the second. The rows
+of a step on disk and of one in host memory take the same path but for the tier, and all of them would take half as long
+again."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,12 @@ def product(factors: Mapping[str, Sequence[Any]], accept: Callable[[Setting], bo
     """Return every valid row over these values."""
     rows = (Setting(**dict(zip(factors, values))) for values in itertools.product(*factors.values()))
     return [row for row in rows if row.is_valid and accept(row)]
+
+
+def by_turns(rows: Iterable[Setting], name: str) -> list[Setting]:
+    """Return those of a program's rows whose tier is of its half."""
+    tiers = TIERS_BY_TURNS[zlib.crc32(name.encode()) % len(TIERS_BY_TURNS)]
+    return [row for row in rows if row.tier in tiers]
 
 
 def pairwise(rows: Iterable[Setting], seed: str) -> list[Setting]:
