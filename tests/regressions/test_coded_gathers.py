@@ -134,7 +134,7 @@ def writes(rank: int, world: int, stage: int, dtype: str) -> list[str]:
     name, param = next((n, p) for n, p in engine.model.named_parameters() if n.endswith("mlp.c_fc.weight"))
     wrong = []
 
-    def look(what: str, expected: Tensor, within: Tensor | float) -> None:
+    def check(what: str, expected: Tensor, within: Tensor | float) -> None:
         now = masters(engine)[name]
         if not bool(((now - expected).abs() <= within).all()):
             wrong.append(f"stage {stage}, {what}: off by {float((now - expected).abs().max())}")
@@ -149,18 +149,18 @@ def writes(rank: int, world: int, stage: int, dtype: str) -> list[str]:
         with torch.no_grad():
             param.mul_(1 - 2**-9)
         if dtype == "no":  # the decay of what is shown differs from that of the master by 2^-9 of half a rounding
-            look("a decay", before * (1 - 2**-9), distance() * 2**-10 + 1e-8)
+            check("a decay", before * (1 - 2**-9), distance() * 2**-10 + 1e-8)
         before = masters(engine)[name]
         with torch.no_grad():
             param[0, 0] = 0.5
             param[0, 1] = -0.5
         expected = before.clone()
         expected[0, :2] = torch.tensor([0.5, -0.5])
-        look("two elements, that make their blocks' scales larger", expected, 1e-8)
+        check("two elements, that make their blocks' scales larger", expected, 1e-8)
         with torch.no_grad():
             param[1, 0] = 0.75
         expected[1, 0] = 0.75
-        look("one more", expected, 1e-8)
+        check("one more", expected, 1e-8)
         step(engine, number, rank)
         before = masters(engine)[name]
         apart = distance()
@@ -170,11 +170,11 @@ def writes(rank: int, world: int, stage: int, dtype: str) -> list[str]:
         is_far = (target - before).abs() > 1.5 * apart
         if not torch.equal(now[is_far], target[is_far]) or not bool(is_far.any()):
             wrong.append(f"stage {stage}: what was given to .data is not the master")
-        look("given to .data", target, apart / 2)
+        check("given to .data", target, apart / 2)
         exact = masters(engine)[name]
         with torch.no_grad():
             param.copy_(exact.to(param.dtype))
-        look("written as it is", exact, 1e-8)
+        check("written as it is", exact, 1e-8)
     before = masters(engine)[name]
     with torch.no_grad():
         param[2, 0] = torch.inf
@@ -275,7 +275,7 @@ def lives(rank: int, world: int, stage: int) -> list[str]:
     engine = zero.shard(model, adamw(model, lr=1e-3), zero.ZeroConfig(stage=stage, wire="int8"))
     step(engine, 0, rank)
 
-    def look(what: str, expected: dict[str, Tensor]) -> None:
+    def check(what: str, expected: dict[str, Tensor]) -> None:
         exact = masters(engine)
         wrong.extend(f"{what}: {key}" for key in expected if not torch.equal(exact[key], expected[key]))
         wrong.extend(f"{what}: {line}" for line in wrong_values(engine, "int8", rank))
@@ -287,7 +287,7 @@ def lives(rank: int, world: int, stage: int) -> list[str]:
             with torch.no_grad():
                 param[0] = 0.125
     expected[name][0] = 0.125
-    look("written inside GatheredParameters", expected)
+    check("written inside GatheredParameters", expected)
     with zero.unsharded(model), torch.no_grad():
         param[1] = 0.25
     expected[name][1] = 0.25
@@ -297,14 +297,14 @@ def lives(rank: int, world: int, stage: int) -> list[str]:
     expected = masters(engine)
     engine.offload_states()
     engine.reload_states()
-    look("away and back", expected)
+    check("away and back", expected)
     model.load_state_dict({key: value.clone() for key, value in expected.items()}, strict=False)
-    look("loaded as it is", expected)
+    check("loaded as it is", expected)
     for number, each in enumerate(model.parameters()):
         each.requires_grad_(number % 3 > 0)
     step(engine, 2, rank)
     expected = masters(engine)
-    look("after some were frozen", expected)
+    check("after some were frozen", expected)
     engine.detach()
     plain = dict(model.named_parameters())
     return wrong + [f"given back: {key}" for key in plain if not torch.equal(plain[key].detach(), expected[key])]
