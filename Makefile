@@ -50,7 +50,7 @@ test-slow: $(READY) ## run the long tests, which `make test` leaves out
 .PHONY: torture
 torture: $(READY) ## ranks lost and killed, long runs: hours (STEPS=2000 and ROUNDS=20 are how long; ARGS='-k name' for some)
 	HF_ZERO_STEPS=$(STEPS) HF_ZERO_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --verbose $(ARGS) \
-	tests/torture tests/comm/test_watch.py tests/checkpoint tests/runtime/test_offload_faults.py
+	tests/torture tests/comm/test_watch.py tests/checkpoint tests/faults
 
 .PHONY: programs
 programs: $(READY) ## compare random programs with plain data parallel, N=1000 of them (ARGS='--kinds …' for some)
