@@ -16,13 +16,7 @@ from torch.nn import functional as F
 
 import hf_zero as zero
 from hf_zero.checkpoint.folder import verify
-from hf_zero.checkpoint.manifest import FileDigest
-from hf_zero.checkpoint.ranges import Held, ranges_of
-from hf_zero.checkpoint.safetensors import build_header
-from hf_zero.checkpoint.save import places_of
-from hf_zero.checkpoint.weights import Entry, WeightFile, split_files
 from hf_zero.config import parse_bytes
-from hf_zero.core.layout import Extent, Layout, ParamSpec
 from tests.conformance.checkpoint import same
 from tests.conformance.test_checkpoints import Zoo, optimizer_of
 
@@ -299,41 +293,6 @@ def test_sizes_are_read_as_people_write_them():
     for wrong in ("", "GB", "-5MB", "5XB", 0, -1, "1e9", None, True):
         with pytest.raises(zero.ConfigError):
             parse_bytes(wrong)
-
-
-# 1,024 ranks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [1, 7, 1024])
-def test_the_ranges_of_all_ranks_are_every_file_exactly(world):
-    """Integers only: what each of 1,024 ranks would write, without a process group or a byte of memory."""
-    shapes = [(1000, 77), (77,), (), (0, 3), (3, 5, 7), (1,), (4096, 31), (129,)]
-    kinds = [("float32", True), ("bfloat16", True), ("float32", False)]
-    specs = [
-        ParamSpec((f"p{i}.{j}",), shape, dtype, dtype, "float32", trainable=trainable)
-        for i, shape in enumerate(shapes)
-        for j, (dtype, trainable) in enumerate(kinds)
-    ]
-    layout = Layout.build([("a", specs[:9]), ("b", specs[9:])], world)
-    entries = [Entry(s.name, s.dtype, s.shape, (Extent(s.name, 0, 0, s.numel),)) for s in specs]
-    halves = Entry(
-        "joined", "float32", (155,), (Extent("p1.0", 3, 0, 74), Extent("p1.2", 0, 74, 77), Extent("p4.0", 1, 151, 4))
-    )
-    files = [*split_files("model", entries, "100KB"), WeightFile("other.safetensors", (halves,))]
-    headers = {f.name: build_header([(e.key, e.dtype, e.shape) for e in f.entries], None, f.name) for f in files}
-    segments: dict[str, list[Any]] = {name: [(0, len(head), "")] for name, (head, _) in headers.items()}
-    places = places_of((entry, headers[f.name][1].tensors[entry.key]) for f in files for entry in f.entries)
-    for rank in range(world):
-        held: list[Held] = []
-        for span in layout.spans:
-            for part in span.overlaps(rank):
-                values = torch.empty(part.numel, dtype=getattr(torch, part.source.spec.dtype), device="meta")
-                held.append((part.source.spec.name, Extent(values, 0, part.source_start, part.numel)))
-        for item in ranges_of(held, places):
-            segments[str(item.stored.file)].append((item.offset, item.length, ""))
-    for name, (_, header) in headers.items():
-        found = [segment for segment in segments[name] if segment[1]]
-        assert FileDigest.of(header.file_bytes, found, name).size == header.file_bytes
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

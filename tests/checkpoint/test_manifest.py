@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_zero.checkpoint.files import MAX_JSON_BYTES
 from hf_zero.checkpoint.folder import verify
-from hf_zero.checkpoint.manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, digest_file, digest_of, share
+from hf_zero.checkpoint.manifest import MANIFEST, FileDigest, Manifest, digest_of
 from hf_zero.errors import CheckpointError
 
 FILES = {
@@ -152,29 +150,3 @@ def test_a_folder_that_is_none(tmp_path):
     for name in ("nowhere", "file"):
         with pytest.raises(CheckpointError, match=name):
             verify(tmp_path / name)
-
-
-@pytest.mark.parametrize("size", [0, 1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 2 * SEGMENT_BYTES])
-def test_files_are_digested_in_segments_that_cover_them(size, tmp_path):
-    data = os.urandom(size)
-    (tmp_path / "f").write_bytes(data)
-    found = digest_file(tmp_path / "f")
-    assert FileDigest.of(size, found.segments, "f") == found
-    assert all(digest_of(data[a : a + n]) == digest for a, n, digest in found.segments)
-    assert max((n for _, n, _ in found.segments), default=0) <= SEGMENT_BYTES
-
-
-@settings(max_examples=60, deadline=None)
-@given(counts=st.lists(st.integers(0, 40), max_size=6), parts=st.integers(1, 9))
-def test_shares_of_the_checking_make_the_whole(counts, parts):
-    files = {
-        f"f{i}": FileDigest(count, tuple((at, 1, f"{at:x}") for at in range(count))) for i, count in enumerate(counts)
-    }
-    manifest = Manifest(files)
-    seen = sorted(
-        (name, segment)
-        for part in range(parts)
-        for name, segments in share(manifest, part, parts).items()
-        for segment in segments
-    )
-    assert seen == sorted((name, segment) for name, file in files.items() for segment in file.segments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -18,13 +17,10 @@ from safetensors.torch import save_file
 from hf_zero.checkpoint.safetensors import (
     MAX_HEADER_BYTES,
     build_header,
-    read_fully,
     read_header,
-    write_fully,
 )
 from hf_zero.core.layout import itemsize
 from hf_zero.errors import CheckpointError
-from tests.kit.injection import fails, instead
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",
@@ -180,39 +176,3 @@ def test_any_damage_to_a_header_is_an_error_or_describes_the_file_exactly(table,
         assert (place.start, place.stop - place.start) == (at, numel * itemsize(place.dtype))
         at = place.stop
     assert at == found.file_bytes == len(raw)
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "bytes"
-    path.write_bytes(bytes(range(100)))
-    fd = os.open(path, os.O_RDWR)
-    yield fd, path
-    os.close(fd)
-
-
-def test_short_reads_and_writes_go_on(file):
-    fd, path = file
-    out = memoryview(bytearray(60))
-    with instead(
-        os,
-        pwrite=lambda real, fd, data, at: real(fd, data[:3], at),
-        preadv=lambda real, fd, views, at: real(fd, [views[0][:7]], at),
-    ):
-        write_fully(fd, memoryview(b"x" * 50), 20, path)
-        read_fully(fd, out, 15, path)
-    assert bytes(out) == bytes(range(15, 20)) + b"x" * 50 + bytes(range(70, 75))
-
-
-def test_failed_reads_and_writes_name_the_file_and_the_bytes(file):
-    fd, path = file
-    with pytest.raises(CheckpointError, match="bytes is cut short: 20 bytes expected at 90, 10 are there"):
-        read_fully(fd, memoryview(bytearray(20)), 90, path)
-    with instead(os, pwrite=lambda *_: 0):
-        with pytest.raises(CheckpointError, match="bytes: writing 5 bytes at 3 made no progress"):
-            write_fully(fd, memoryview(b"xxxxx"), 3, path)
-    with instead(os, pwrite=fails(28), preadv=fails(28)):
-        with pytest.raises(CheckpointError, match="bytes: writing 5 bytes at 3 failed: .*No space"):
-            write_fully(fd, memoryview(b"xxxxx"), 3, path)
-        with pytest.raises(CheckpointError, match="bytes: reading 5 bytes at 3 failed"):
-            read_fully(fd, memoryview(bytearray(5)), 3, path)

@@ -141,32 +141,6 @@ def test_stale_files_of_an_older_kind_of_save_are_gone(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("start", ["nothing", "old"])
-def test_a_second_job_is_refused_until_the_first_is_dead(start, tmp_path):
-    target, _ = prepare(tmp_path / "out", start)
-    ready, wait = os.pipe(), os.pipe()
-
-    def hold() -> None:
-        staging = Staging(target)
-        staging.open()
-        fill(staging.path, NEW, "half")
-        os.write(ready[1], b"x")
-        os.read(wait[0], 1)
-
-    job = Forked(hold)
-    os.read(ready[0], 1)
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=f"another job is saving to {target} right now"):
-            save(target, NEW, "new")
-    remove_left_overs(target.parent)  # not those of the living
-    assert left_overs(tmp_path / "out") == [".zero_saving" if start == "old" else ".checkpoint.zero_saving"]
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait()
-    save(target, NEW, "new")
-    assert version_of(target, NAMES, {}) == "new"
-    assert left_overs(tmp_path / "out") == []
-
-
 def test_a_reader_meets_a_save_that_is_being_put_in_place(tmp_path):
     """Between the commit point and the end only the job itself may move files."""
     target, _ = prepare(tmp_path / "out", "old")

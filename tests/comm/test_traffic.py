@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
-
-import psutil
 import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.runtime.transports import Roads
-from tests.kit.common import Sockets, batch, bert, gpt2, loss_of, optimizer_for
+from tests.kit.common import batch, bert, gpt2, loss_of, optimizer_for
 
 pytestmark = pytest.mark.gloo
 
@@ -81,46 +75,3 @@ def frozen_base(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_frozen_base_is_not_sent_after_a_step(pools, stage):
     pools[3].run(frozen_base, stage)
-
-
-def test_bytes_on_the_wire_are_those_counted(two):
-    """What the kernel counts on this process's sockets agrees with ours."""
-    sent, counted = two.run(measure_sockets, False)[0]
-    assert counted <= sent < counted * 1.05 + 300_000
-
-
-def test_ranks_of_one_machine_send_next_to_nothing(two):
-    sent, counted = two.run(measure_sockets, True)[0]
-    assert sent < 300_000 < counted
-
-
-def measure_sockets(rank: int, world: int, direct: bool) -> tuple[int, int]:
-    model = gpt2(n_layer=4, n_embd=256)
-    optimizer = optimizer_for(model, 1)
-    roads = Roads() if direct else Roads(wire=Sockets)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), roads=roads)
-    ids = batch(0, 0, rank)
-    for step in range(4):
-        if step == 2:
-            engine.exchange(None)
-            engine.traffic.reset()
-            before = bytes_on_sockets()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.exchange(None)
-    traffic = engine.traffic.to_dict()
-    return bytes_on_sockets() - before, sum(count["bytes"] for count in traffic.values())
-
-
-def bytes_on_sockets() -> int:
-    """What this process has sent on its TCP connections so far; other processes of the machine do not matter."""
-    total = 0
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.status == psutil.CONN_ESTABLISHED:
-            with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
-                information = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            if len(information) < 208:
-                pytest.skip("this kernel does not count a socket's bytes")
-            total += struct.unpack_from("=Q", information, 200)[0]  # tcpi_bytes_sent
-    return total

@@ -26,7 +26,7 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.comm.watch import SLOW
 from tests.kit.common import batch, gpt2, optimizer_for
-from tests.kit.pool import RankFailure, RankPool, free_port
+from tests.kit.pool import RankPool, free_port
 
 pytestmark = pytest.mark.gloo
 STALL_S = 3.0
@@ -449,61 +449,6 @@ def test_a_slow_rank_is_waited_for():
             assert re.search(r"rank 0 has waited \d+ s for .*rank 1: ", answers[0][1]), (how, answers)
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-LEAVING: dict[str, Callable[[], object]] = {
-    "killed": die,
-    "ends": partial(os._exit, 9),
-}
-
-
-def leave(rank: int, world: int, stage: int, how: str, where: str) -> None:
-    """Rank 1 leaves in the third step; raises rank 0's error, and the seconds until it came."""
-    loop = Loop(rank, stage, Path())
-    for step in range(2):
-        loop.train(step)
-    if rank == 1:
-        if where == "forward":
-            loop.model.transformer.h[1].register_forward_pre_hook(lambda *_: LEAVING[how]())
-        elif where == "optimizer":
-            loop.optimizer.register_step_pre_hook(lambda *_: LEAVING[how]())
-    began = time.monotonic()
-    with pytest.raises(zero.StallError) if rank == 0 else contextlib.nullcontext() as caught:
-        for step in range(2, 4):
-            loop.train(step)
-        loop.engine.exchange(None)
-    raise Left(f"{time.monotonic() - began:.1f} s: {caught.value}")
-
-
-class Left(Exception):
-    """Carries what rank 0 found past the failure of rank 1."""
-
-
-def leaving(ranks: RankPool, *row: object) -> str:
-    ranks.run(rank_of)  # both are up
-    with pytest.raises(RankFailure) as failure:
-        ranks.run(leave, *row, timeout_s=60)
-    return str(failure.value)
-
-
-def test_a_rank_that_leaves_is_noticed_at_once():
-    """Its connections are closed with it; the error is ours, and says where this rank was."""
-    rows = [(stage, "killed", "forward") for stage in (0, 1, 2, 3)]
-    rows += [(3, how, "optimizer") for how in LEAVING]
-    pools = [RankPool(2) for _ in rows]
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda pair: leaving(pair[0], *pair[1]), zip(pools, rows)))
-    finally:
-        for ranks in pools:
-            ranks.stop()
-    for row, text in zip(rows, found):
-        assert "no answer" not in text, row
-        assert re.search(r"Left: [\d.]+ s: rank 0, in .*: the connection to another rank has broken", text), (row, text)
-
-
 @pytest.mark.slow
 def test_how_long_an_error_takes(capsys):
     """Figures of docs/RELIABILITY.md; on a machine that does nothing else."""
@@ -514,12 +459,6 @@ def test_how_long_an_error_takes(capsys):
             took_s = max(seconds for _, _, seconds in answers)
             figures.append(f"{how}, stage {stage}, stall_s {stall_s:.0f}: {took_s:.1f} s")
             assert took_s <= stall_s + 5
-    for stage, how in [(0, "killed"), (2, "killed"), (3, "killed"), (3, "ends")]:
-        pool = RankPool(2)
-        text = leaving(pool, stage, how, "forward")
-        took_s = float(text.partition("Left: ")[2].split()[0])
-        figures.append(f"{how}, stage {stage}: {took_s:.1f} s")
-        assert took_s <= 5
     with capsys.disabled():
         print("\n" + "\n".join(figures))
 
@@ -598,7 +537,3 @@ def test_a_store_that_refuses_one_rank_leaves_all_unwatched(pool, tmp_path):
     assert "rank 1: " in told
     assert others == []
     pool.stop()  # its group is another one
-
-
-def rank_of(rank: int, world: int) -> int:
-    return rank

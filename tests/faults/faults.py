@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from tests.kit.injection import Answer, instead
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "read": ("preadv", "pread"),
@@ -44,8 +46,6 @@ def faults(folder: Path, names: tuple[str, ...], at: int | None = None, kind: st
     """
     seen: list[str] = []
     lock = threading.Lock()
-    real = {name: getattr(os, name) for name in names if name != "create"}
-    real_open = builtins.open
 
     def meet(call: Callable[..., Any], name: str, path: str, args: Any, options: Any) -> Any:
         if not path.startswith(f"{folder}/"):
@@ -71,21 +71,14 @@ def faults(folder: Path, names: tuple[str, ...], at: int | None = None, kind: st
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         return call(*args, **options)
 
-    def wrap(name: str) -> Callable[..., Any]:
-        return lambda *args, **options: meet(real[name], name, _path(name, args, options), args, options)
+    def answer(name: str) -> Answer:
+        return lambda real, *args, **options: meet(real, name, _path(name, args, options), args, options)
 
-    def create(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    def create(real: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if "w" not in mode or isinstance(file, int):
-            return real_open(file, mode, *args, **options)
-        return meet(real_open, "create", os.fspath(file), (file, mode, *args), options)
+            return real(file, mode, *args, **options)
+        return meet(real, "create", os.fspath(file), (file, mode, *args), options)
 
-    try:
-        for name in real:
-            setattr(os, name, wrap(name))
-        if "create" in names:
-            builtins.open = create  # type: ignore[assignment]
-        yield seen
-    finally:
-        builtins.open = real_open
-        for name, function in real.items():
-            setattr(os, name, function)
+    with instead(os, **{name: answer(name) for name in names if name != "create"}):
+        with instead(builtins, open=create) if "create" in names else nullcontext():
+            yield seen

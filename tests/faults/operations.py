@@ -215,3 +215,8 @@ OPERATIONS: dict[str, Operation] = {
         lambda job: job.step(TAIL[0]), trains=True, setting=Setting(stage=1, tier="disk", precision="bf16")
     ),
 }
+IN_MEMORY: dict[str, Operation] = {
+    f"step at stage {stage}": Operation(lambda job: job.step(TAIL[0]), trains=True, setting=Setting(stage=stage))
+    for stage in range(4)
+}
+"""No system calls on files: for ranks that end."""

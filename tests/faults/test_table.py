@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 import hf_zero as zero
 from tests.faults.faults import ANY, CALLS, faults
-from tests.faults.operations import OPERATIONS, TAIL, Job, refusal
+from tests.faults.operations import IN_MEMORY, OPERATIONS, TAIL, Job, refusal
 from tests.kit.common import holders
 from tests.kit.injection import Forked
 from tests.kit.pool import RankPool
 from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
+EVERY = {**OPERATIONS, **IN_MEMORY}
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def failing(rank: int, world: int, place: Path, name: str, victim: int) -> int:
         with faults(place, names) as log:
             operation.act(job)
         count = len(job.everyone(log)[victim])
-        points = {0, count // 3, count // 2, (count - 1) * 9 // 10} if count > 6 else range(count)
+        points = {0, count // 2, (count - 1) * 9 // 10} if count > 4 else range(count)
         for at in sorted(points) if count else ():
             for kind in ("error", "ends") if call == "read" else ("error",):
                 trial(job, name, call, at, kind, victim)
@@ -110,7 +111,7 @@ def trial(job: Job, name: str, call: str, at: int, kind: str, victim: int) -> No
 
 def check_after(job: Job, name: str, error: str | None, hit: str) -> None:
     """Nothing is lost: the checkpoints are whole, and training goes on from them to the same numbers."""
-    operation = OPERATIONS[name]
+    operation = EVERY[name]
     job.everyone(None)
     if operation.makes is not None:
         before = "old" if operation.start == "old" else None
@@ -202,14 +203,21 @@ def member(
     """One of two ranks that acts, meets its fault, and tells its error."""
     signal.alarm(90)  # a rank that waits for ever is a failure
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    job = Job(rank, 2, place, stall_s=1.0 if kind == "stop" else 20.0)
+    operation = EVERY[name]
+    job = Job(rank, 2, place, operation.setting, stall_s=1.0 if kind == "stop" else 20.0)
     job.know(known)
     job.load(place / "new")
+    if name in IN_MEMORY and rank in at:  # it makes no call on a file
+
+        def end(*_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL) if kind == "kill" else os._exit(9)
+
+        job.model[2].register_forward_pre_hook(end) if at[rank] == 0 else job.optimizer.register_step_pre_hook(end)
     error = ""
     with faults(place, ANY, at.get(rank, -1), kind) as log:
         try:
-            OPERATIONS[name].act(job)
-            job.everyone(None)
+            operation.act(job)
+            job.engine.exchange(None)
         except (zero.ZeroError, RuntimeError) as raised:
             error = f"{type(raised).__name__}: {raised}"
     return error, len(log)
@@ -219,7 +227,7 @@ def ended(rank: int, world: int, place: Path, name: str, kind: str, victims: tup
     """One of two ranks, or both, are gone at some of their calls. One rank takes over from what they left."""
     known = Job(0, 1, place, Setting(1, 3))
     known.make_templates()
-    operation, trials = OPERATIONS[name], 0
+    operation, trials = EVERY[name], 0
 
     def crowd(at: dict[int, int], how: str) -> list[tuple[int, Any]]:
         nonlocal trials
@@ -234,17 +242,22 @@ def ended(rank: int, world: int, place: Path, name: str, kind: str, victims: tup
 
     counts = [answer[1] for _, answer in crowd({}, "")]
     for who in victims:
-        for part in (0.0, 0.5, 0.9) if kind == "kill" else (0.5,):
-            at = {each: int((counts[each] - 1) * part) for each in who}
+        for part in (
+            (0.0, 0.5, 0.9) if kind == "kill" and name in OPERATIONS else (0.0, 0.5) if kind == "kill" else (0.5,)
+        ):
+            at = {each: int((counts[each] - 1) * part) if name in OPERATIONS else int(part > 0) for each in who}
             what = f"{name}: rank(s) {who} {kind} at call(s) {at}"
             for each, (status, answer) in enumerate(crowd(at, kind)):
                 if each in who:
-                    assert status == -signal.SIGKILL or len(who) > 1, what
+                    assert status == (9 if kind == "exit" else -signal.SIGKILL) or len(who) > 1, what
                 else:
                     assert status == 0, f"{what}: rank {each} ended with {status}"
-                    assert re.match("(StallError|CheckpointError|TierError): ", answer[0]), (what, answer)
-            assert os.listdir(place / "tier") == [], what
-            assert holders(place / "tier") == 0, what
+                    broken = "StallError: rank \\d, in .*: the connection to another rank has broken"
+                    named = broken if name in IN_MEMORY else "(StallError|CheckpointError|TierError): "
+                    assert re.match(named, answer[0]), (what, answer)
+            if (place / "tier").exists():
+                assert os.listdir(place / "tier") == [], what
+                assert holders(place / "tier") == 0, what
             if operation.makes:
                 assert known.version(known.target) in (("old" if operation.start == "old" else None), "new"), what
             check_after(known, name, "killed: new files are complete", what)
@@ -258,6 +271,8 @@ def ended(rank: int, world: int, place: Path, name: str, kind: str, victims: tup
         ("load", "kill", ((0,), (1,))),
         ("state dict", "kill", ((1,),)),
         ("step", "kill", ((0,), (0, 1))),
+        *[(name, "kill", ((1,),)) for name in IN_MEMORY],
+        ("step at stage 3", "exit", ((1,),)),
         ("step", "stop", ((1,),)),
         pytest.param("save over", "stop", ((1,), (0,)), marks=pytest.mark.slow),
         pytest.param("load", "stop", ((1,),), marks=pytest.mark.slow),

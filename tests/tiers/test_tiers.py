@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import os
 import random
 import re
@@ -24,17 +23,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from hf_zero.checkpoint.safetensors import read_header
-from hf_zero.errors import ConfigError, StateError, TierError
-from hf_zero.tiers.array import DiskArray, FileSource, OnDisk, fetch
+from hf_zero.errors import StateError, TierError
+from hf_zero.tiers.array import FileSource, OnDisk
 from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
 from tests.kit.common import holders, nameless_files
-from tests.kit.injection import Forked, calls, instead
+from tests.kit.injection import instead
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -72,44 +69,6 @@ def test_space_is_allocated_at_once_and_holes_are_filled_first_fit(disk: Disk) -
     disk.give_back(b)
     assert disk.take(12288) == Region(0, 12288)  # a and b are one
     assert disk.take(4096) == Region(c.offset + 12288, 4096)
-
-
-def test_transfers_are_counted_once_each_by_any_thread(disk: Disk) -> None:
-    disk.take(3 * PIECE_BYTES)
-
-    def work() -> None:
-        for _ in range(20):
-            disk.write(0, memoryview(bytes(4096))).wait()
-            disk.read(5, memoryview(bytearray(13))).wait()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    disk.read(0, page_aligned(3 * PIECE_BYTES)).wait()
-    disk.read(4096, torch.empty(0)).wait()
-    found = {kind: (disk.meter[kind].calls, disk.meter[kind].bytes) for kind in ("read", "write")}
-    assert found == {"read": (162, 160 * 13 + 3 * PIECE_BYTES), "write": (160, 160 * 4096)}
-    assert disk.meter["read"].wait_s > 0
-    disk.meter.reset()
-    assert set(disk.meter.to_dict()) == {"down", "up", "read", "write"}
-    assert all(count == {"calls": 0, "bytes": 0, "wait_s": 0.0} for count in disk.meter.to_dict().values())
-
-
-def test_wrong_use_is_refused(disk: Disk) -> None:
-    disk.take(8192)
-    with pytest.raises(StateError, match=r"5000 bytes at byte 4096 is not within the 8192 taken"):
-        disk.read(4096, torch.empty(5000, dtype=torch.uint8))
-    with pytest.raises(StateError, match="not within"):
-        disk.write(-1, torch.empty(1, dtype=torch.uint8))
-    with pytest.raises(StateError, match=r"contiguous CPU memory.*strides \(2,\)"):
-        disk.write(0, torch.zeros(8)[::2])
-    with pytest.raises(StateError, match="meta"):
-        disk.write(0, torch.zeros(8, device="meta"))
-    disk.close()
-    with pytest.raises(StateError, match="closed"):
-        disk.read(0, torch.empty(1))
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -150,60 +109,12 @@ def test_a_failed_call_is_named_in_the_waiting_thread(tmp_path: Path, kind: str,
     disk.close()
 
 
-def test_a_file_that_something_cut_short(disk: Disk) -> None:
-    region = disk.take(65536)
-    os.ftruncate(disk.fileno(), 20_000)
-    with pytest.raises(
-        TierError, match=r"a read of 65536 bytes at byte 0 ended after 16384.*no other process may write"
-    ):
-        disk.read(region.offset, page_aligned(65536)).wait()
-
-
 def test_more_than_the_disk_has(disk: Disk) -> None:
     needed = (disk.free_bytes // ALIGN_BYTES + (1 << 20)) * ALIGN_BYTES
     with pytest.raises(TierError, match=rf"rank 0 in .* needs {needed} bytes more.*\d+ are free there.*larger disk"):
         disk.take(needed)
     assert disk.nbytes == os.fstat(disk.fileno()).st_size == 0
     assert disk.take(4096) == Region(0, 4096)
-
-
-def _beyond_the_limit(folder: Path) -> tuple[str, int]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    disk = make(folder, rank=1)
-    disk.take(1 << 19)
-    try:
-        disk.take(1 << 20)
-    except TierError as error:
-        return str(error), os.fstat(disk.fileno()).st_size
-    return "", 0
-
-
-def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
-    status, answer = Forked(_beyond_the_limit, tmp_path).wait()
-    assert status == 0
-    assert f"disk tier of rank 1 in {tmp_path} needs 1048576 bytes more beside its 524288" in answer[0]
-    assert "File too large; raise the limit of file sizes (ulimit -f" in answer[0]
-    assert answer[1] == 1 << 19
-
-
-@pytest.mark.parametrize("below", ["", "/inside"])
-def test_a_file_where_the_folder_should_be(tmp_path: Path, below: str) -> None:
-    (tmp_path / "taken").write_text("mine")
-    with pytest.raises(ConfigError, match=rf"offload_dir {tmp_path}/taken{below} (is a file|cannot be made)"):
-        Disk(f"{tmp_path}/taken{below}", 0, Meter())
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-def test_a_read_only_folder(tmp_path: Path) -> None:
-    def refuse(index: int, call: tuple[str, str], arguments: Any) -> None:
-        if call[0] == "open" and call[1].startswith(str(tmp_path)):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), call[1])
-
-    with (
-        calls(refuse),
-        pytest.raises(ConfigError, match=rf"offload_dir {tmp_path} cannot be used on rank 2: Read-only"),
-    ):
-        make(tmp_path, rank=2)
 
 
 @pytest.mark.skipif(file_system("/dev/shm") != "tmpfs", reason="no folder that is memory")
@@ -311,86 +222,6 @@ def test_nothing_is_left_after_exit(tmp_path: Path) -> None:
 
 
 # Arrays at rest -------------------------------------------------------------------------------------------------------
-
-
-def test_whoever_asks_is_told_of_every_part(disk: Disk) -> None:
-    """A thread that waits for several transfers wakes when one of them has ended."""
-    array = DiskArray(disk, 3 * PIECE_BYTES, torch.uint8)
-    told = threading.Semaphore(0)
-    buffer = page_aligned(3 * PIECE_BYTES)
-    for move in (array.write, array.read):
-        under_way = move(0, buffer, told.release)
-        for _ in range(3):
-            assert told.acquire(timeout=30)
-        under_way.wait()
-        assert under_way.ready
-
-
-NUMEL = PIECE_BYTES // 2 + 1001
-"""Longer than what is moved at a time in int16."""
-BOUNDS = [
-    *itertools.product((None, 0, 1, 2048, NUMEL, NUMEL + 5, -3), (None, 0, 2047, NUMEL - 1, -2, 5 * NUMEL)),
-    (300, 20),
-]
-
-
-@pytest.mark.parametrize("kind", ["own", "file"])
-def test_slices_are_those_of_a_tensor(kind: str, disk: Disk, tmp_path: Path) -> None:
-    """Of an array of our own and of a tensor in a safetensors file."""
-    values = torch.randint(-999, 999, (NUMEL,), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
-    if kind == "own":
-        on_disk = OnDisk(DiskArray(disk, NUMEL, torch.int16)).copy_(values.long())
-    else:
-        path = tmp_path / "model.safetensors"
-        save_file({"other": torch.zeros(3, dtype=torch.uint8), "weight": values.view(1, -1)}, path)
-        place = read_header(path).tensors["weight"]
-        on_disk = OnDisk(FileSource(path, place.start, torch.int16, NUMEL))
-    for (a, b), (c, d) in [((None, None), bounds) for bounds in BOUNDS] + [*zip(BOUNDS, BOUNDS[5:])]:
-        part, expected = on_disk[a:b][c:d], values[a:b][c:d]
-        assert (part.shape, part.dtype, part.device) == (expected.shape, expected.dtype, CPU)
-        assert (len(part), part.element_size(), part.dim()) == (len(expected), 2, 1)
-        assert torch.equal(fetch(part), fetch(expected)), (a, b, c, d)
-        strided = torch.full((2 * part.numel(),), 7.0, dtype=torch.float64)
-        part.read_into(strided[::2])
-        assert torch.equal(strided[::2], expected.double())
-        assert bool((strided[1::2] == 7).all())
-    with pytest.raises(StateError, match="steps of 1, found 2"):
-        on_disk[::2]
-
-
-def test_written_slices(disk: Disk) -> None:
-    """From tensors of other types and strides and from other values on disk, over what is stored."""
-    numel = 7001
-    arrays = [DiskArray(disk, numel, torch.float32) for _ in range(3)]
-    values, beside, other = (OnDisk(array).zero_() for array in arrays)
-    model = torch.zeros(numel)
-    for seed, (start, stop) in enumerate(((0, numel), (1, 2), (500, 4000), (4096, numel), (6999, numel), (77, 77))):
-        source = torch.randn(2 * numel, generator=torch.Generator().manual_seed(seed))[: 2 * (stop - start) : 2]
-        for given in (source, source.bfloat16(), source.double(), source.contiguous()):
-            values[start:stop].copy_(given)
-            model[start:stop] = given
-            assert torch.equal(values.read(), model)
-        other.copy_(torch.flip(model, (0,)))
-        values[start:stop].copy_(other[start:stop])
-        model[start:stop] = torch.flip(model, (0,))[start:stop]
-        assert torch.equal(values.read(), model)
-        values[start:stop].zero_()
-        model[start:stop] = 0
-    assert torch.equal(values.read(), model)
-    assert not beside.read().any()
-    for wrong in (torch.zeros(9), torch.zeros(2, 5), values[:9]):
-        with pytest.raises(StateError, match="10 values on disk met"):
-            values[:10].copy_(wrong)
-    with pytest.raises(StateError, match="10 values on disk met"):
-        values[:10].read_into(torch.zeros(11))
-    with pytest.raises(StateError, match=r"float32 on disk cannot be read into a tensor of torch.bfloat16"):
-        values[:10].begin_read(torch.empty(10, dtype=torch.bfloat16))
-    arrays[0].close()
-    for use in (values.read, values.zero_):
-        with pytest.raises(StateError, match="an array of 7001 elements was used after it was closed"):
-            use()
-    disk.close()
-    arrays[1].close()
 
 
 def test_a_models_own_file(tmp_path: Path) -> None:
